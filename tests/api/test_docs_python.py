@@ -77,6 +77,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFix
     assert float(loss) < losses[-1]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["functions_eager", "functions_stream"])
 def test_the_pages_of_functions_train(name: str, capsys: pytest.CaptureFixture) -> None:
     [source] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)

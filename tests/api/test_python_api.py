@@ -51,6 +51,7 @@ def test_importing_it_imports_nothing() -> None:
         pl.tran  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.pairs
 def test_a_folder_of_the_same_name_is_not_taken_for_the_named_configs(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").touch()
@@ -127,6 +128,7 @@ def test_again_it_has_nothing_to_do_or_goes_on(run: pl.TrainedRun, folder: Path,
     assert files(folder / "run") == before
 
 
+@pytest.mark.pairs
 def test_what_cannot_be_is_raised_and_leaves_nothing(folder: Path) -> None:
     config = pl.load_config(SPEC)
     with pytest.raises(FileNotFoundError, match="--resume=must, but"):
@@ -159,6 +161,7 @@ class Spoils(Hook):
         run.state["parameter"] = jax.tree.map(lambda leaf: leaf * np.nan, weights)
 
 
+@pytest.mark.pairs
 def test_an_interrupt_saves_and_is_raised(folder: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
     config = pl.load_config(SPEC, {"trainer.max_steps": 50, "trainer.hooks": [pl.config_for(Interrupts)]})
@@ -186,6 +189,7 @@ def test_a_run_that_fails_has_its_exit_code_and_its_cause(folder: Path) -> None:
     assert type(errors[0].__cause__).__name__ == "NonFiniteError"
 
 
+@pytest.mark.pairs
 def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsys: pytest.CaptureFixture) -> None:
     model = pl.load(folder / "run")
     text = model.generate("the quick", max_new_tokens=6, temperature=0.7, seed=2)
@@ -208,6 +212,7 @@ def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsy
         pl.load(folder / "nope")
 
 
+@pytest.mark.pairs
 def test_a_plan_for_more_cpu_devices_than_there_are_is_made_in_another_process(folder: Path) -> None:
     count = 2 * jax.device_count()
     config = pl.load_config(SPEC, {"mesh.data": count, "data.global_batch_size": count})

@@ -91,6 +91,7 @@ def saved(written, tmp_path):
     return Path(shutil.copytree(written, tmp_path / "checkpoints"))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_mesh_and_memory(saved, mesh):
     """Saved on (4, 2); host leaves come back on the host, device leaves on the device."""
@@ -114,6 +115,7 @@ def test_one_device_and_other_memories(saved):
     assert restored.state["optimizer"][0].nu["dense"]["weight"].sharding == one
 
 
+@pytest.mark.pairs
 def test_one_device_saved_comes_back_sharded(tmp_path):
     one = SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda x: jax.device_put(x, one), make_state(seed=1))
@@ -122,6 +124,7 @@ def test_one_device_saved_comes_back_sharded(tmp_path):
         assert_same(checkpointer.restore(1, like(make_state())).state, make_state(seed=1))
 
 
+@pytest.mark.pairs
 def test_groups(saved):
     """Evaluation needs the parameters only: other groups are neither compared nor read."""
     checkpointer = Checkpointer(directory=saved, read_only=True)
@@ -137,6 +140,7 @@ def test_groups(saved):
         checkpointer.save(30, state, {})
 
 
+@pytest.mark.pairs
 def test_save_returns_when_the_arrays_may_be_donated(tmp_path):
     """The very next step overwrites the buffers in place, and nothing else stays alive."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
@@ -175,6 +179,7 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
+@pytest.mark.pairs
 def test_one_copy_while_saving_and_restoring(tmp_path):
     """Live arrays are the state and nothing else, during a save, and after a restore as after the start."""
     base = live_bytes()
@@ -194,6 +199,7 @@ def test_one_copy_while_saving_and_restoring(tmp_path):
     assert live_bytes() - base < 4096
 
 
+@pytest.mark.pairs
 def test_retention(tmp_path):
     state = make_state()
     with Checkpointer(directory=tmp_path, keep=2, keep_every=4) as checkpointer:
@@ -210,6 +216,7 @@ def test_retention(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000005", "00000006", "00000007"]
 
 
+@pytest.mark.pairs
 def test_same_step_again(saved, caplog):
     """A step is saved once by a run; a step of an earlier course of the run is replaced."""
     state = make_state(seed=99)
@@ -228,6 +235,7 @@ def test_same_step_again(saved, caplog):
     assert sorted(os.listdir(saved)) == ["00000010", "00000020"]
 
 
+@pytest.mark.pairs
 def test_checkpoint_of_another_model(saved):
     """Row 20 of the faults: one error with a table, and nothing is loaded."""
     state = make_state()
@@ -328,6 +336,7 @@ def test_manifest_is_readable_by_people_and_without_jax(saved):
         describe(saved, 11)
 
 
+@pytest.mark.pairs
 def test_import_is_cheap():
     """A typo on the command line must not wait for orbax."""
     code = "import sys, framework.checkpoint.checkpointer\n"

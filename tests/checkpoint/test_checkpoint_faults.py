@@ -102,6 +102,7 @@ def data_file(step_directory):
     return path
 
 
+@pytest.mark.pairs
 def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplog):
     rng = random.Random(1)
     flip(data_file(three / "00000003"), rng)
@@ -149,6 +150,7 @@ def test_none_is_left(three):
     assert sum(x.nbytes for x in jax.live_arrays()) <= before
 
 
+@pytest.mark.pairs
 def test_truncated_and_missing_data(three):
     """Orbax's own errors become the same loud fall back, and name the arrays."""
     path = data_file(three / "00000003")
@@ -321,6 +323,7 @@ def kill_and_resume(directory, times, seed):
     return committed
 
 
+@pytest.mark.pairs
 def test_kill_during_a_save(tmp_path):
     """Row 10 of the faults, a few times."""
     kill_and_resume(tmp_path / "checkpoints", times=3, seed=0)
@@ -331,6 +334,7 @@ def test_kill_during_a_save_at_20_moments(tmp_path):
     assert kill_and_resume(tmp_path / "checkpoints", times=20, seed=1) > 5
 
 
+@pytest.mark.pairs
 def test_write_fails_midway(tmp_path):
     """Row 13 of the faults: the failure names the step, the last good one stays, no leftover, and saving goes on."""
     job = start(FULL_DISK, tmp_path / "checkpoints")

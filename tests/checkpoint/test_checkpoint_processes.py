@@ -150,6 +150,7 @@ def save_by_one(directory):
     path.write_bytes(raw)
 
 
+@pytest.mark.pairs
 def test_two_processes_save_one_restores(both):
     directory, said = both
     assert [lines[0] for lines in said] == ["REFUSED [2, 3]"] * 2

@@ -57,6 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointer, Any, 
     return Checkpointer(directory=folder), host_state, losses
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("mesh", "shape"),
     [

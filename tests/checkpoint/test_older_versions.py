@@ -54,6 +54,7 @@ def test_it_is_evaluated(older_run: Path, capsys: pytest.CaptureFixture[str]):
     assert "bits per byte" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_it_goes_on_and_no_change_of_names_is_told(older_run: Path, capsys: pytest.CaptureFixture[str]):
     assert train.main([*FLAGS, "--config.trainer.max_steps=6"]) == 0
     printed = capsys.readouterr().out

@@ -46,6 +46,7 @@ def evaluations(workdir: Path) -> list[dict[str, float]]:
     return [{name: row[name] for name in set(names) if name in row} for row in rows(workdir) if "eval/held/loss" in row]
 
 
+@pytest.mark.pairs
 def test_a_kill_while_the_reference_is_computed_costs_only_the_batches_since(calm: Path, text, tmp_path: Path):
     workdir = tmp_path / "run"
     assert start(workdir, **RUN, program=(KILLED, "5")).wait(timeout=500) == -signal.SIGKILL, output(workdir)
@@ -59,6 +60,7 @@ def test_a_kill_while_the_reference_is_computed_costs_only_the_batches_since(cal
     assert evaluations(workdir) == evaluations(calm) != []
 
 
+@pytest.mark.pairs
 def test_a_kill_in_training_goes_on_with_what_is_stored(calm: Path, text, tmp_path: Path, capfd):
     workdir = tmp_path / "run"
     assert start(workdir, **RUN, program=(INJECTED, "kill", "8")).wait(timeout=500) == -signal.SIGKILL

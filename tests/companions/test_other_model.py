@@ -24,6 +24,7 @@ def log_probs_of(program, weights, batch):
     return np.take_along_axis(np.asarray(log_probs), np.asarray(batch["targets"])[..., None], -1)[..., 0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("mesh", "accumulate", "documents"), [(None, 1, False), (None, 4, True), (MESH, 2, True)], ids=str
 )
@@ -41,6 +42,7 @@ def test_the_first_weights_give_the_same_log_probabilities_row_by_row(mesh, accu
     np.testing.assert_allclose(results["reference"], expected, atol=1e-5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("scope", ["unit", "model"])
 def test_the_weights_are_the_bits_that_the_run_begins_with_and_live_in_host_memory(scope):
     program = small.program(small.experiment(small.llama(), scope=scope))
@@ -77,6 +79,7 @@ def run_of(folder):
     return program
 
 
+@pytest.mark.pairs
 def test_a_directory_of_other_weights_is_another_reference(tmp_path):
     program = run_of(published(tmp_path / "run"))
     batch = program.put(small.host_batch(program))

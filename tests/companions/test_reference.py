@@ -76,6 +76,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_that_are_switched_off_are_the_first_weights_at_any_step(case, tmp_path):
     model, fields = ADAPTERS[case]
@@ -93,6 +94,7 @@ def test_adapters_that_are_switched_off_are_the_first_weights_at_any_step(case, 
     assert abs(float(trained["ratio"])) > 1e-3
 
 
+@pytest.mark.pairs
 def test_at_the_first_step_nothing_has_gone_away_from_the_reference(tmp_path):
     for kind in ("adapter_off", "hosted"):
         program = opened(experiment(kind, with_lora(small.llama())), tmp_path)

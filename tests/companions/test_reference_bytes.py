@@ -44,6 +44,7 @@ def base() -> dict[bool, int]:
     return {lora: planned(lora=lora, kind=None)["phases"]["train"]["device_peak_bytes"] for lora in (False, True)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("lora", "kind", "bound"), [(True, "adapter_off", 1.02), (False, "hosted", 1.05), (False, "stored", 1.05)]
 )
@@ -77,6 +78,7 @@ def estimated(*, lora: bool, kind: str, accumulate: int) -> dict:
     return quick("small", config, resolve("h100"), None)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["adapter_off", "hosted"])
 def test_the_closed_form_counts_the_reference(kind: str, accumulate: int):

@@ -68,6 +68,7 @@ def state(program: Program):
     return program.init()
 
 
+@pytest.mark.pairs
 def test_log_probabilities_are_those_of_the_model_that_trains(program: Program, state):
     """`behavior` comes from the loop over tokens with a cache, `log_probs` from the forward pass of a whole row."""
     batch = completed(program, state)
@@ -192,6 +193,7 @@ def test_the_closed_form_reads_the_weights_for_each_token(program: Program):
     assert passes.moved_bytes == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "changes",
     [
@@ -218,6 +220,7 @@ def test_eight_devices_answer_as_one(mesh: dict[str, int], program: Program, tmp
     np.testing.assert_allclose(other_rewards, rewards, rtol=1e-6)
 
 
+@pytest.mark.pairs
 def test_rewards_rise(tmp_path: Path):
     changes = {"learner__optimizer__learning_rate": 0.02, "data__global_batch_size": 64, "data__group_size": 16}
     _, rewards = train(program_of(tmp_path, **changes), steps=40)
@@ -225,6 +228,7 @@ def test_rewards_rise(tmp_path: Path):
     assert np.mean(rewards[-5:]) > 0.9
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["hosted", pytest.param("adapter_off", marks=pytest.mark.pairs)])
 def test_the_reference_is_the_model_of_the_first_step(kind: str, tmp_path: Path):
     """At first the divergence from it is zero, and behavior and reference are one; later they are not."""
@@ -310,6 +314,7 @@ def test_other_data_is_refused():
         Program(config.instantiate(), jax.devices()[:1])
 
 
+@pytest.mark.pairs
 def test_a_run_writes_tables_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert runs.train(tmp_path / "run", config="rewarded", file=rewarded.__file__) == 0
     out = capsys.readouterr().out

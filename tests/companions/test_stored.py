@@ -36,6 +36,7 @@ def fresh(tmp_path: Path, kind: str = "auto", **fields) -> Program:
     return program
 
 
+@pytest.mark.pairs
 def test_batches_have_the_values_of_their_rows(begun: Program, tmp_path: Path):
     hosted = fresh(tmp_path, "hosted")
     hosted.experiment.companion.open(hosted, tmp_path / "hosted", begins=True, tell=lambda line: None)
@@ -60,6 +61,7 @@ def test_a_run_that_goes_on_reads_them_and_no_model(begun: Program, tmp_path: Pa
     np.testing.assert_array_equal(*first)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("fields", "what"), [({"trainer__seed": 5}, "weights"), ({"data__seed": 7}, "data")])
 def test_values_of_other_weights_or_data_are_refused(begun: Program, fields, what, tmp_path: Path):
     program = fresh(tmp_path, **fields)
@@ -77,6 +79,7 @@ def test_values_of_other_weights_or_data_are_refused(begun: Program, fields, wha
     assert (values.read_bytes() == before) == (what == "data")
 
 
+@pytest.mark.pairs
 def test_values_by_another_model_of_the_same_weights_are_computed_again(begun: Program, tmp_path: Path):
     program = fresh(tmp_path, model__stack__pattern__0__attention__num_heads=4)
     said: list[str] = []
@@ -86,6 +89,7 @@ def test_values_by_another_model_of_the_same_weights_are_computed_again(begun: P
     assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("max_steps", "says"), [(3, True), (200, False)])
 def test_a_run_that_reads_few_rows_is_told_so(max_steps: int, says: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TINY_TEXT", "")
@@ -98,6 +102,7 @@ def test_a_run_that_reads_few_rows_is_told_so(max_steps: int, says: bool, tmp_pa
     assert len(lines) == says
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "damage",
     ["changed", pytest.param("cut", marks=pytest.mark.pairs), pytest.param("removed", marks=pytest.mark.pairs)],

@@ -117,6 +117,7 @@ def assert_is_what_the_teacher_says(completed, log_probs: np.ndarray, counted: n
     assert (expected.min(-1) >= others.max(-1) - 1e-6)[counted].all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "seq": 4}], ids=["one", "eight"])
 @pytest.mark.parametrize("top_k", [TOP_K, 3])
 def test_batches_have_what_the_teacher_says(scored, tmp_path, mesh, top_k):
@@ -167,6 +168,7 @@ def refusal(config: Config, workdir: Path) -> str:
     return str(info.value)
 
 
+@pytest.mark.first(1)
 def test_what_does_not_fit_is_refused(scored, tmp_path):
     texts, scores, _, _, masked = scored
 

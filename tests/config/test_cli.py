@@ -188,6 +188,7 @@ PROCESSES = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("argv", "message"), PROCESSES)
 def test_typos_end_with_exit_code_2_before_jax_starts(argv, message, user_file):
     if argv == PROCESSES[0][0]:
@@ -214,6 +215,7 @@ def numbers():
 """
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("function", "message", "lines"),
     [
@@ -231,6 +233,7 @@ def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, functi
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{"])
 def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
     (tmp_path / "x").write_bytes(content)

@@ -100,6 +100,7 @@ def test_an_option_for_gpus_is_checked_by_their_compiler():
         Compiler(options={"xla_tpu_enable_latency_hiding_scheduler": True}).check(mesh("h200x8"))
 
 
+@pytest.mark.pairs
 def test_a_program_is_not_built_with_a_bad_option():
     experiment = small.experiment()
     experiment.override("compiler.options.xla_nope", "1")
@@ -165,6 +166,7 @@ def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkey
     assert Compiler().options_for(devices) == {other: usual[other] for other in usual.keys() - {name}}
 
 
+@pytest.mark.pairs
 def test_every_program_is_compiled_with_the_options(tmp_path: Path):
     """Training, evaluation and generation, by what XLA writes when it is told to."""
     experiment = small.experiment(small.gpt2(stack__num_layers=1))
@@ -197,6 +199,7 @@ def test_the_plans_cache_knows_the_options():
 # --- the environment -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
     for good in ("", "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count=8", "flags.txt"):
         monkeypatch.setenv("XLA_FLAGS", good)
@@ -207,6 +210,7 @@ def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
         check_environment()
 
 
+@pytest.mark.pairs
 def test_the_check_of_the_environment_agrees_with_xla():
     """XLA takes a flag that the check knows; one that it does not ends the process, and the verbs with code 2."""
     plan_it = ["-m", "launch.plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]

@@ -268,6 +268,7 @@ def _public_of_optax() -> list[tuple[str, str, Any]]:
     return [(name, key, target) for name, module in modules for key, target in sorted(vars(module).items())]
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_of_optax_exactly_the_transformations_and_schedules_can_be_named():
     accepted, refused = 0, 0
@@ -304,6 +305,7 @@ def test_what_optax_has_besides_is_refused():
             config_names.resolve(name, passed=True)
 
 
+@pytest.mark.pairs
 def test_initializers_build_and_functions_are_passed():
     key = jax.random.key(0)
     for name in ("normal", "truncated_normal", "lecun_normal", "he_uniform", "orthogonal"):
@@ -322,6 +324,7 @@ def test_what_our_own_code_configures_is_not_thereby_open_to_files():
         Config.from_dict({"$class": "configs.load", "spec": "nanogpt-cpu"})
 
 
+@pytest.mark.pairs
 def test_our_own_code_configures_nothing_that_files_may_not_name():
     """What is configured in this process is loadable, if it is not ours; so ours adds nothing to the list."""
     named = set()

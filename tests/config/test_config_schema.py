@@ -281,6 +281,7 @@ def test_references_are_values_not_calls():
         config_for(reference, name="os.system").instantiate()
 
 
+@pytest.mark.pairs
 def test_optax_transformations_and_schedules_are_components():
     schedule = config_for(
         optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=1e-3, warmup_steps=10, decay_steps=100

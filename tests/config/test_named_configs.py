@@ -23,6 +23,7 @@ def test_every_hint_of_every_component_resolves():
                     assert not isinstance(parameter.hint, str), f"{name}: {path}.{field}: {parameter.hint}"
 
 
+@pytest.mark.pairs
 def test_named_configs_load_from_json_in_a_process_that_knows_none_of_them():
     texts = {name: configs.load(name).to_json(indent=None) for name in configs.names()}
     code = (

@@ -197,6 +197,7 @@ def test_every_place_is_one_that_configs_have(experiment):
         _placed(experiment, place, 1)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: repr(payload["$class"])[:50])
 def test_payloads_are_refused_at_every_place(payload, folder, experiment):
     payload = _filled(payload, folder)
@@ -215,6 +216,7 @@ def test_payloads_are_refused_at_every_place(payload, folder, experiment):
     _unharmed(folder)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: repr(payload["$class"])[:50])
 def test_payloads_are_refused_on_the_command_line_too(payload, folder, experiment):
     config = Config.from_dict(experiment)
@@ -237,6 +239,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "name", [*NAMES, "optax.apply_updates", "framework.config.Config", "framework.run.trainer.Trainer"]
 )
@@ -257,6 +260,7 @@ def test_a_key_that_stands_twice(folder):
     _unharmed(folder)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("depth", [90, 200, 5000])
 def test_depth_and_size_are_one_line(depth):
     nested = '{"$class": "optax.apply_if_finite", "max_consecutive_errors": 1, "inner": '
@@ -270,6 +274,7 @@ def test_depth_and_size_are_one_line(depth):
         Config.from_json(json.dumps({"$class": "optax.scale", "step_size": ["x"] * 100_000, "y": 1}))
 
 
+@pytest.mark.pairs
 def test_what_a_terminal_would_obey_is_not_printed():
     for key in ("a\nb", "\x1b[2J\x1b[H", "\u202egpj.exe", "\ud800", "x" * 1_000_000):
         with pytest.raises(ConfigError) as caught:
@@ -315,6 +320,7 @@ VERBS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("verb", "flags"), VERBS, ids=[verb for verb, _ in VERBS])
 @pytest.mark.parametrize("place", ["", "model.stack", "learner.optimizer.learning_rate", "compiler.options.x"])
 def test_the_verbs_refuse_a_strangers_workdir(verb, flags, place, folder, experiment, capsys):
@@ -353,7 +359,7 @@ def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
     assert "expected the config of an Experiment, given that of Linear" in capsys.readouterr().err
 
 
-@pytest.mark.once("generate")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("verb", "payload", "flags"),
     [("generate", PAYLOADS[0], ["--prompt=x"]), ("evaluate", PAYLOADS[25], ["--files=precious"])],
@@ -383,6 +389,7 @@ def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
     assert [file.name for file in published.iterdir()] == ["config.json"]
 
 
+@pytest.mark.pairs
 def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, capsys):
     file = folder / "config.json"
     for payload in PAYLOADS:

@@ -23,6 +23,7 @@ def test_the_table_has_every_component_that_is_marked():
                 assert short_named(name, [])[0] is value, f"{name} of {module.__name__}"
 
 
+@pytest.mark.pairs
 def test_what_stands_in_a_named_config_can_be_named_there():
     targets = {}
     for name in configs.names():
@@ -45,6 +46,7 @@ def test_what_stands_in_a_named_config_can_be_named_there():
     assert len(targets) > 20
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("path", "name", "dotted_name"),
     [

@@ -96,6 +96,7 @@ def test_published_parameter_counts():
     assert {name: golden.stored()[name]["parameters"] for name in PUBLISHED} == PUBLISHED
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings_state_the_parameter_count(name):
     text = configs.find(name).__doc__
@@ -106,6 +107,7 @@ def test_docstrings_state_the_parameter_count(name):
     assert round(count, decimals) == float(number), f"{count} {unit}"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_and_survives_json(resolved, name):
     """Rules match, widths fit, nothing required is missing; no device and no file is touched."""
@@ -116,6 +118,7 @@ def test_every_config_builds_and_survives_json(resolved, name):
     assert name in FLOWS or experiment.model.vocab_size >= experiment.data.tokenizer.vocab_size
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_keep_14_bytes_per_parameter(resolved, name):
     """bf16 parameters, f32 master weights and two f32 moments, and AdamW's counters; a clip of 1; 8-fold sharding."""
@@ -130,6 +133,7 @@ def test_large_configs_keep_14_bytes_per_parameter(resolved, name):
     assert sharded.bytes_per_device() <= 1.02 * layout.bytes_per_device() / 8
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", [*LARGE, "nanogpt-cpu"])
 def test_norms_biases_and_positions_do_not_decay(resolved, name):
     experiment = resolved[name].instantiate()
@@ -145,6 +149,7 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     assert all(path.endswith(("scale", "bias", "position", "sinks")) for path in rest)
 
 
+@pytest.mark.pairs
 def test_the_smallest_config_takes_a_step(resolved):
     config = resolved["nanogpt-cpu"].copy()
     config.model.stack.num_layers = 2

@@ -77,6 +77,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", [bpe, lambda folder: Letters(), lambda folder: ByteTokenizer()])
 def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make):
     tokenizer = make(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from framework.data.order import GlobalOrder, Prefetcher
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 1000, 1 << 14, (1 << 14) + 1])
 def test_an_epoch_has_each_window_once(count: int):
     order = GlobalOrder([count], [1.0], seed=3)
@@ -40,6 +41,7 @@ def test_the_order_is_pinned():
     ]  # fmt: skip
 
 
+@pytest.mark.pairs
 def test_an_epoch_is_shuffled_evenly():
     """Over many epochs each window comes at each place about equally often, and neighbours do not stay together."""
     count, epochs = 6, 3000

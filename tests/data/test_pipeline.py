@@ -242,6 +242,7 @@ def test_bpe_trains_on_the_training_sources_only_by_weight(tmp_path: Path, pipel
     assert [sum(text[0] == letter for text in texts) for letter in "ab"] == [30, 10]
 
 
+@pytest.mark.pairs
 def test_the_standard_library_end_to_end(tmp_path: Path):
     config = config_for(
         DataPipeline, source=config_for(StdlibSource), tokenizer=config_for(ByteTokenizer),

@@ -134,6 +134,7 @@ attempt(TextFiles, "fine.txt")
 """
 
 
+@pytest.mark.pairs
 def test_what_may_not_be_read_or_written_is_named():
     with tempfile.TemporaryDirectory() as name:  # that any user may enter, unlike tmp_path
         folder = Path(name)
@@ -202,6 +203,7 @@ def test_a_process_that_is_not_the_first_writes_nothing(documents, pipeline, tmp
     assert not (tmp_path / "workdir").exists()
 
 
+@pytest.mark.pairs
 def test_a_typo_is_answered_before_any_library_is_imported():
     code = (
         "import sys, framework.data.pipeline, framework.data.sources, framework.data.tokenizers, launch.prepare\n"

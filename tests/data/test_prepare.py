@@ -84,6 +84,7 @@ def test_it_overwrites_only_when_forced_and_only_its_own(tmp_path: Path, flags: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
 
 
+@pytest.mark.pairs
 def test_killed_midway_it_leaves_no_file_under_the_final_name(tmp_path: Path, flags: list[str]):
     code = (
         "import sys, time\n"

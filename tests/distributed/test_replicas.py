@@ -39,6 +39,7 @@ def test_equal_copies_pass() -> None:
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, jnp.bfloat16, np.uint32])
 def test_one_bit_names_leaf_device_and_process(dtype) -> None:
     x = X.astype(dtype)

@@ -25,6 +25,7 @@ def steps(workdir: Path) -> list[int]:
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -104,6 +105,7 @@ def workdir(finished: Path, text: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.mark.pairs
 def test_8_a_flipped_byte_falls_back_loudly(workdir: Path, capsys) -> None:
     undisturbed = losses(workdir)
     newest = workdir / "checkpoints" / max(path.name for path in (workdir / "checkpoints").iterdir())
@@ -136,6 +138,7 @@ def test_9_a_partial_checkpoint_is_ignored_and_listed(text: Path, tmp_path: Path
     assert (partial / "commit_success.txt").exists(), "step 8 was saved again"
 
 
+@pytest.mark.pairs
 def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     workdir = tmp_path / "run"
     usage = shutil.disk_usage
@@ -174,6 +177,7 @@ def poison(text: Path, byte: int, among: range, max_steps: int) -> tuple[str, in
     raise AssertionError("no seed puts the poison where it is wanted")
 
 
+@pytest.mark.pairs
 def test_14_not_finite_skip_and_stop(text: Path, tmp_path: Path, capsys) -> None:
     seed, bad = poison(text, 1, range(6, 8), 12)
     assert train(tmp_path / "skip", seed) == 0
@@ -278,6 +282,7 @@ def test_22_nothing_in_a_workdir_is_executed(workdir: Path, tmp_path: Path) -> N
     assert not canary.exists()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "a b", ".hidden"])
 def test_23_unsafe_run_names(text: Path, tmp_path: Path, capsys, monkeypatch, name: str) -> None:
     from launch.train import main

@@ -132,6 +132,7 @@ def test_a_restart_on_a_full_disk_trains(text: Path, tmp_path: Path, disk, capsy
     assert {step: loss for step, loss in undisturbed.items() if step <= 4} == losses(tmp_path / "run")
 
 
+@pytest.mark.pairs
 def test_tokenizing_without_room_is_one_line(text: Path, tmp_path: Path, disk, capsys) -> None:
     with full_disk():
         assert train(tmp_path / "run", ALONE) == 1

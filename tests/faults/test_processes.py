@@ -174,7 +174,7 @@ def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path
     assert not (workdir / "lock.json").exists() or start(workdir, *RUN, "--config.trainer.max_steps=1").wait() == 0
 
 
-@pytest.mark.once("1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("victim", [1, 0])
 def test_18_who_dies_takes_the_others_along(text: Path, tmp_path: Path, victim: int) -> None:
     workdir = tmp_path / "run"
@@ -274,7 +274,7 @@ def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_
 # --- finding each other ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.once("missing")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("count", "ids", "message"),
     [

@@ -81,6 +81,7 @@ def garble_manifests(run: Path) -> None:
         path.write_bytes(path.read_bytes()[:100])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("lose", "found"),
     [
@@ -118,6 +119,7 @@ def test_it_says_what_to_do(run: Path, capsys) -> None:
     assert "choose another --workdir" in error
 
 
+@pytest.mark.pairs
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, capsys) -> None:
     """What a kill leaves: rows of metrics, and nothing that says that anything was saved."""
     wanted = losses(run)
@@ -135,6 +137,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, ca
     assert losses(run) == wanted
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("keep", ["metrics.jsonl", "config.json", "saved.json"])
 def test_never_takes_no_workdir_that_a_run_has_used(run: Path, tmp_path: Path, capsys, keep: str) -> None:
     used = tmp_path / "used"
@@ -190,6 +193,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("flags", REFUSED.values(), ids=REFUSED.keys())
 def test_a_refused_start_leaves_no_folder(finished: Path, tmp_path: Path, monkeypatch, flags: list[str]) -> None:
     monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
@@ -218,6 +222,7 @@ def test_a_refused_start_leaves_a_used_workdir_as_it_was(run: Path, flags: list[
     assert state(run) == before
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("--target=v5e-1",), marks=pytest.mark.slow)], ids=["here", "elsewhere"]
 )
@@ -229,6 +234,7 @@ def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, f
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.pairs
 def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> None:
     """Somebody's notes, and what a shell redirects there, written before or while the start is refused."""
     from framework.config import ConfigError

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import configs
 from framework.config import config_for
@@ -20,6 +21,7 @@ from tools import golden
 TEXT = (Path(configs.__file__).parents[1] / "docs" / "flows.md").read_text()
 
 
+@pytest.mark.pairs
 def test_the_layer_of_the_page():
     (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     space: dict[str, Any] = {"__name__": "page"}

@@ -82,6 +82,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ALL)
 def test_inverse_and_log_determinant(name: str, dtype: str):
     """inverse(forward(x)) is x, and log_det is that of the dense Jacobian, whichever way it was asked for."""
@@ -109,6 +110,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
         np.testing.assert_allclose(log_det[row], dense, atol=tolerance * 30, rtol=tolerance)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CHEAP)
 def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
     """From the output alone: the input, and the cotangents that jax.vjp of `apply` gives, that of log_det included."""
@@ -148,6 +150,7 @@ def test_a_coupling_evaluates_its_net_once_to_go_back():
     assert (once, back) == (3, 9)  # a convolution, and two for its gradients
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kernel", [1, 2, 3, 5])
 @pytest.mark.parametrize("channels", [(3, 7), (7, 3)])
 def test_a_convolution_is_that_of_jax(kernel: int, channels: tuple[int, int]):
@@ -233,6 +236,7 @@ def test_the_first_convolution_is_a_rotation_and_couplings_begin_as_the_identity
         np.testing.assert_array_equal(log_det, 0.0)
 
 
+@pytest.mark.pairs
 def test_actnorm_calibrates():
     x = 3.0 * images("", "float32") + jnp.arange(4.0)
     layer = CHEAP["actnorm"].instantiate()
@@ -243,6 +247,7 @@ def test_actnorm_calibrates():
     assert np.all(np.isfinite(constant["log_scale"]))
 
 
+@pytest.mark.pairs
 def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_in_evaluation():
     layer = Preprocess(levels=17, alpha=0.05)
     batch = {"images": np.random.default_rng(0).integers(0, 17, (4, 2, 2, 1)).astype(np.uint8)}

@@ -73,7 +73,7 @@ def gradients(model: Flow, params: Any, ctx: Context) -> Any:
     return jax.jit(jax.value_and_grad(lambda p: model.loss(p, ctx, {})[0]))(params)
 
 
-@pytest.mark.once("False")
+@pytest.mark.pairs
 @pytest.mark.parametrize("priors", [True, False])
 def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
     """nll = -(log N(latents) + log |det d latents / d image|), of standardized latents: all stages are in it."""
@@ -108,6 +108,7 @@ def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
     np.testing.assert_allclose(row["loss"], -(row["log_det"] + row["log_prior"]), rtol=1e-5)
 
 
+@pytest.mark.pairs
 def test_a_uniform_density_costs_the_bits_of_its_levels():
     """With nothing in the way, the original integers are counted: log2(levels) bits a dimension, and the prior's."""
     model = flow(
@@ -139,6 +140,7 @@ def test_constant_memory_has_the_plain_gradient(dtype: str):
         assert frozen == {"level1/block1/fixed"}
 
 
+@pytest.mark.pairs
 def test_the_gradient_is_that_of_finite_differences():
     with jax.enable_x64(True):
         model = flow(param_dtype="float64", compute_dtype="float64")
@@ -195,6 +197,7 @@ def test_images_and_latents(patterns: Any):
     assert np.any(warm != sample(params, jax.random.key(1), 3))
 
 
+@pytest.mark.pairs
 def test_samples_have_the_density():
     """Of a flow with one free scale: samples' logits have the mean and deviation that the parameters say."""
     model = flow([config_for(ActNorm)], units=1, levels=256, image_shape=(2, 2, 1))
@@ -209,6 +212,7 @@ def test_samples_have_the_density():
     np.testing.assert_allclose(np.mean(integers / 256), np.mean(np.asarray(images) / 256), atol=5e-3)
 
 
+@pytest.mark.pairs
 def test_calibration_makes_every_actnorm_standardize_the_first_batch():
     model = flow(GLOW, [GLOW[0], *MIXED], shape=(8, 8, 1))
     params, ctx = drawn(model), replace(context(model), batch=dict(context(model).batch))
@@ -318,6 +322,7 @@ def test_what_does_not_fit_is_refused():
         flow(shape=(8, 8, 1), levels=17).check(mesh, data)
 
 
+@pytest.mark.pairs
 def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_for():
     from configs.flows import CONFIGS
     from framework.devices.accelerators import spec_for

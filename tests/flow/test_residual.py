@@ -28,6 +28,7 @@ def training(seed: int = 0) -> Context:
     return Context(batch={}, rng=jax.random.key(seed), rows=jnp.arange(2), training=True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("coefficient", [0.5, 0.9])
 def test_the_residual_contracts(coefficient: float):
     layer, params = block(coefficient=coefficient, power_iterations=20)
@@ -81,6 +82,7 @@ def test_the_inverse_is_bounded_in_steps_and_stops_at_its_tolerance():
     assert 1e-5 < np.abs(near - X).max() < 0.1
 
 
+@pytest.mark.pairs
 def test_the_series_is_unbiased_in_value_and_gradient():
     """The mean over many draws of the roulette with two sure terms, against the dense Jacobian's."""
     exact, params = block(log_det="exact")

@@ -123,10 +123,12 @@ KINDS = ("dtypes", "flags", "small dtypes", "shapes", "optax", "masked", "contai
 KINDS += ("functions", "memories", "meshes", "names", "a leaf", "a number", "nothing")
 
 
+@pytest.mark.pairs
 def test_every_kind_has_a_name() -> None:
     assert tuple(trees()) == KINDS
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_leaf_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     tree = trees()[kind]
@@ -158,6 +160,7 @@ def abstract(tree: Any, place: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_arrays_are_restored_into_the_shardings_of_like(mesh: tuple[int, int], kind: str, tmp_path: Path) -> None:
@@ -190,6 +193,7 @@ def test_what_has_no_sharding_comes_to_the_first_device(tmp_path: Path) -> None:
         pl.restore(tmp_path, jax.eval_shape(lambda: tree))
 
 
+@pytest.mark.pairs
 def test_steps(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     assert pl.steps(directory) == []
@@ -251,6 +255,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
 # --- one format ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_it_is_the_format_of_the_checkpointer(tmp_path: Path) -> None:
     """Each reads what the other wrote."""
     tree = {"w": jax.device_put(VALUES, sharding((4, 2), "data")), "n": jnp.int32(3)}
@@ -370,6 +375,7 @@ while True:
 """
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_path: Path) -> None:
     """SIGKILL at another moment of a save each time, once while a half-written step is on the disk."""
@@ -413,6 +419,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_
 SLOW = ("orbax", "tensorstore", "grain", "tokenizers", "pyarrow", "matplotlib", "rich")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("names", "late"),
     [

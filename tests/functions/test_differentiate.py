@@ -25,6 +25,7 @@ def loss(tree: Any, x: jax.Array) -> jax.Array:
 X: Any = np.asarray([0.1, -0.2], np.float32)
 
 
+@pytest.mark.pairs
 def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():
     value, gradient = pl.differentiate(loss, trainable="weight")(params(), X)
     assert float(value) == pytest.approx(float(loss(params(), X)))
@@ -50,6 +51,7 @@ def test_auxiliary_results_and_named_arguments():
     np.testing.assert_allclose(gradient["others"][0], 2 * np.ones(3))
 
 
+@pytest.mark.pairs
 def test_optax_trains_the_trained_part():
     optimizer = optax.adam(0.1)
     trained, frozen = pl.partition(params(), "weight")

@@ -41,6 +41,7 @@ def kibibytes(lines: list[str]) -> dict[str, int]:
     return {row[1]: int(row[2]) for row in rows if row}
 
 
+@pytest.mark.pairs
 def test_the_page_on_reversible_layers(tmp_path: Path) -> None:
     lines = printed(tmp_path, python_block(REVERSIBLE, "# reversible.py"))
     measured = kibibytes(lines)
@@ -53,6 +54,7 @@ def test_the_page_on_reversible_layers(tmp_path: Path) -> None:
     assert re.fullmatch(r"there and back: \{'0': '\d\.\de-04', '1': '\d\.\de-04'\}", lines[-1])
 
 
+@pytest.mark.pairs
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     source = python_block(CHECKPOINTS, "# checkpoints.py")
     (first,) = printed(tmp_path, source)

@@ -29,7 +29,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.once("none-adafactor", "inside-muon", "outside-adamw", "none-momentum", "inside-lion", "outside-adalomo")
+@pytest.mark.once("outside-adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
 def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:
@@ -51,6 +51,7 @@ def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:
     assert_equal(actual, expected)
 
 
+@pytest.mark.pairs
 def test_jax_grad_alone_returns_the_new_weights_and_the_inputs_gradient() -> None:
     layer = pl.eager(dense, optax.adamw(0.01), name="dense")
     weights = dense_weights(0)
@@ -61,7 +62,7 @@ def test_jax_grad_alone_returns_the_new_weights_and_the_inputs_gradient() -> Non
     assert_equal((new.weights, new.state, of_input), (optax.apply_updates(weights, updates), state, expected))
 
 
-@pytest.mark.once("adamw", "adafactor")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_layer_in_two_branches_is_updated_once_by_the_sum(name: str) -> None:
     """FluxML/Zygote.jl#1541."""
@@ -79,6 +80,7 @@ def test_a_layer_in_two_branches_is_updated_once_by_the_sum(name: str) -> None:
     assert_equal(actual, expected)
 
 
+@pytest.mark.pairs
 def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
     inner = pl.eager(dense, optimizer, name="inner")
@@ -95,6 +97,7 @@ def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
     assert_equal(actual, expected)
 
 
+@pytest.mark.pairs
 def test_auxiliary_outputs_keys_and_static_inputs() -> None:
     """A piece with dropout by a key, a count as an output that has no gradient, and a text that chooses."""
 
@@ -122,6 +125,7 @@ def test_auxiliary_outputs_keys_and_static_inputs() -> None:
     assert count == piece(weights["layer"], *inputs, "train")["count"]
 
 
+@pytest.mark.pairs
 def test_mixed_dtypes_and_leaves_that_are_not_trained() -> None:
     """bfloat16 and float32 weights, an integer table and a function, which stay as they are."""
     weights = {
@@ -161,6 +165,7 @@ def test_a_function_is_a_rule_with_a_state_of_its_own() -> None:
     assert trained.state == {"count": 4}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_gradient_that_is_not_finite_changes_nothing_of_its_piece_alone(skip: bool) -> None:
     layers = [pl.eager(dense, optax.adamw(0.01), name=f"layer{n}", skip_nonfinite=skip) for n in range(2)]

@@ -80,7 +80,7 @@ def stacked(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-@pytest.mark.once("False-adafactor", "True-muon", "True-adamw")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_stack_ends_where_optax_ends(name: str, is_checkpointed: bool) -> None:
@@ -94,6 +94,7 @@ def test_a_stack_ends_where_optax_ends(name: str, is_checkpointed: bool) -> None
     assert_equal((new_weights["stack"], new_state["stack"]), expected)
 
 
+@pytest.mark.pairs
 def test_outputs_and_gradients_of_the_inputs_are_those_of_a_scan() -> None:
     stack = pl.eager_scan(dropout_layer, optax.sgd(0.1), name="stack")
     weights = stacked_weights()
@@ -126,6 +127,7 @@ def test_a_layer_whose_gradient_is_not_finite_stays_alone() -> None:
     np.testing.assert_allclose(new.weights[:, 0], [0.9, 1.0, 0.9], rtol=1e-6)
 
 
+@pytest.mark.pairs
 def test_a_scan_of_an_eager_piece_gives_the_same() -> None:
     """The memory differs, not the result."""
     optimizer = optax.adamw(0.01)

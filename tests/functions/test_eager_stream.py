@@ -54,7 +54,7 @@ def kinds_of(state: Any) -> dict[str, str]:
     return {path: leaf.sharding.memory_kind for path, leaf in flatten(state).items()}
 
 
-@pytest.mark.once("adamw", "muon")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
@@ -69,7 +69,7 @@ def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     assert_equal(jax.device_get(actual), jax.device_get(expected))
 
 
-@pytest.mark.once("adamw", "lion")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", HOSTED_OPTIMIZERS)
 def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()

@@ -23,6 +23,7 @@ def extremes(dtype: Any) -> np.ndarray:
     return np.array(sorted(values), jnp.dtype(dtype))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_integers_are_exact(dtype: str, is_jitted: bool) -> None:
@@ -39,6 +40,7 @@ def test_integers_are_exact(dtype: str, is_jitted: bool) -> None:
         assert result["scalar"] == values[-1]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_are_exact(impl: str) -> None:
     keys = jax.random.split(jax.random.key(7, impl=impl), 3)

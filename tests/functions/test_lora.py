@@ -35,6 +35,7 @@ def train_step(params: Any, adapters: Any, tokens: jax.Array) -> Any:
     return jax.value_and_grad(pl.with_lora(small_transformer.loss), argnums=1)(params, adapters, tokens)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("quantized", [False, True], ids=["arrays", "nf4"])
 def test_values_and_gradients_are_those_of_merged_weights(quantized: bool):
     weights = params(quantized)
@@ -43,6 +44,7 @@ def test_values_and_gradients_are_those_of_merged_weights(quantized: bool):
     assert_equals_merged(small_transformer.loss, weights, adapters, small_transformer.tokens())
 
 
+@pytest.mark.pairs
 def test_matrices_in_4_bits_without_an_adapter_are_dequantized_where_they_are_used():
     weights = params(quantized=True)
     adapters = random_adapters(weights, "embed")
@@ -56,6 +58,7 @@ def test_no_buffer_is_as_large_as_a_frozen_matrix(dtype: str):
     pl.check_frozen(jax.jit(train_step), shapes, adapters, small_transformer.tokens(), frozen=FROZEN)
 
 
+@pytest.mark.pairs
 def test_no_stack_in_4_bits_is_dequantized_as_a_whole():
     shapes = jax.eval_shape(lambda: params(quantized=True))
     adapters = jax.eval_shape(lambda: pl.lora_init(jax.random.key(0), shapes, MATRICES, rank=3))
@@ -68,6 +71,7 @@ def test_no_stack_in_4_bits_is_dequantized_as_a_whole():
         pl.check_frozen(of_dense, shapes, adapters, small_transformer.tokens(), frozen=f"params/layers/({QUANTIZED})")
 
 
+@pytest.mark.pairs
 def test_merged_weights_do_cost_a_buffer():
     """What `with_lora` is for: the same check of the same model, with adapters merged in the step, fails."""
     weights = small_transformer.init("float32")
@@ -80,6 +84,7 @@ def test_merged_weights_do_cost_a_buffer():
         pl.check_frozen(merged_step, weights, adapters, small_transformer.tokens(), frozen="params/embed")
 
 
+@pytest.mark.pairs
 def test_adapters_change_nothing_at_first_and_learn():
     weights = params()
     tokens = small_transformer.tokens()
@@ -96,6 +101,7 @@ def test_adapters_change_nothing_at_first_and_learn():
     assert last_loss < first_loss
 
 
+@pytest.mark.pairs
 def test_merged_weights_are_unmerged_again():
     weights = params()
     adapters = random_adapters(weights, "embed|up")
@@ -109,6 +115,7 @@ def test_merged_weights_are_unmerged_again():
         assert_close(restored, weight)
 
 
+@pytest.mark.pairs
 def test_merging_adds_in_float32_and_keeps_the_dtype():
     weights = {"w": jnp.full((4, 4), 1.0, jnp.bfloat16)}
     factors = (jnp.full((4, 1), 1.0), jnp.full((1, 4), 2.0**-9))
@@ -131,6 +138,7 @@ def test_a_quantized_matrix_is_what_it_says():
     assert merged.shape == weights["up"].shape
 
 
+@pytest.mark.pairs
 def test_the_drawn_factor_is_on_the_side_of_the_inputs():
     shapes = {"w": jax.ShapeDtypeStruct((8, 24), "float32"), "kernel": jax.ShapeDtypeStruct((3, 8, 4, 6), "float32")}
     key = jax.random.key(0)
@@ -163,6 +171,7 @@ def test_adapters_that_cannot_be_made(target: str, options: dict[str, Any], word
         assert word in str(error.value)
 
 
+@pytest.mark.pairs
 def test_adapters_of_another_model():
     weights = params()
     adapters = random_adapters(weights, "up")

@@ -145,6 +145,7 @@ def used_matrices(loss: Callable[..., jax.Array]) -> str:
     return f"^({'|'.join(path for path in params() if jnp.any(gradient[path]))})$"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", PATHS)
 def test_it_is_exact(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -162,7 +163,7 @@ def test_it_is_exact(name: str):
 COSTLY = {"cast", "times a number", "einsum over a stack", "vmap over a stack", "for"}
 
 
-@pytest.mark.once("right", "heads", "lookup", "scan", "cond", "checkpoint", "custom_vjp", "for")
+@pytest.mark.once("heads", "lookup", "scan", "for", "cond", "checkpoint", "custom_vjp")
 @pytest.mark.parametrize("name", PATHS)
 def test_it_makes_nothing_of_the_size_of_the_matrix(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -207,6 +208,7 @@ def test_it_is_exact_in_4_bits(name: str):
     assert_equals_merged(loss, stored, random_adapters(stored, path), rows)
 
 
+@pytest.mark.pairs
 def test_all_transformations_around_it():
     p = params()
     adapters = random_adapters(p, "matrix")
@@ -250,6 +252,7 @@ def weight_gradient(function: Callable[..., jax.Array]) -> jax.Array:
     return jax.grad(lambda p: jnp.sum(function(p, adapters, x())))(params())["matrix"]
 
 
+@pytest.mark.pairs
 def test_the_matrix_itself_may_be_trained_as_well():
     def plain(p: Any, x: jax.Array) -> jax.Array:
         return jnp.sin(x @ p["matrix"])
@@ -287,6 +290,7 @@ REFUSED: dict[str, tuple[Callable[[Any, jax.Array], jax.Array], str]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(name: str):
     function, place = REFUSED[name]
@@ -312,6 +316,7 @@ def test_inputs_of_a_matrix_in_4_bits_are_not_cut():
         pl.with_lora(lambda p, x: x @ p["w"][:64])(stored, {}, jnp.ones((2, 64)))
 
 
+@pytest.mark.pairs
 def test_rows_of_a_matrix_in_4_bits_are_refused():
     quantized = pl.lora_quantize({"embed": jnp.ones((64, 4))}, "embed")
     with pytest.raises(pl.AdapterError, match="embed: the matrix reaches `gather`"):
@@ -320,6 +325,7 @@ def test_rows_of_a_matrix_in_4_bits_are_refused():
     np.testing.assert_array_equal(rows, np.ones((1, 4)))
 
 
+@pytest.mark.pairs
 def test_sums_of_a_narrow_dtype_are_in_float32():
     """x A is scaled before it is rounded: 1/3 of it is, not a rounded third of what has been rounded."""
     adapters = {"w": pl.Adapter(jnp.full((256, 1), 1.0), jnp.ones((1, 2)), 1 / 3)}

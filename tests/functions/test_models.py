@@ -44,7 +44,7 @@ def cross_entropy(logits: jax.Array, tokens: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-@pytest.mark.once("adamw", "muon")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_transformer_by_hand_with_a_tied_table(name: str) -> None:
     """The table embeds the tokens and is the head: its gradient is the sum of both."""

@@ -69,6 +69,7 @@ def test_the_traced_backward_pass_is_read_before_it_runs(name: str) -> None:
         pl.value_and_update(loss)(LAYER.init(WEIGHTS))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "loss",
     [
@@ -103,6 +104,7 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
     assert jnp.isfinite(jax.jit(loss)(trained))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_the_backward_pass(kind: str) -> None:
     layer = KINDS[kind]
@@ -121,6 +123,7 @@ def test_vmap_over_the_backward_pass(kind: str) -> None:
             jax.grad(lambda trained: jax.vmap(loss, (None, 0))(trained, INPUT).sum())(trained)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_second_derivatives(is_jitted: bool, kind: str) -> None:

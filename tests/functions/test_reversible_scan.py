@@ -161,6 +161,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
         assert np.abs(one - other).max() <= tolerance * scale
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", ALL)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layers], jit: bool) -> None:
@@ -176,6 +177,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layer
         assert jnp.array_equal(one, other)
 
 
+@pytest.mark.pairs
 def test_a_wrong_inverse_shows_in_the_gradients() -> None:
     """The comparison above has something to find: the backward pass does call the inverse."""
     layers = handwritten()
@@ -207,6 +209,7 @@ def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.Monkey
     assert_close(gradients(reversible, renamed), gradients(reversible, layers))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", [nonlinear, unfused])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[[], Layers], jit: bool) -> None:
@@ -238,6 +241,7 @@ def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[
     assert_close(both(reversible), both(plain_scan))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", [with_inputs, handwritten])
 def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
     """Under jax.vmap over x, and under jax.checkpoint."""
@@ -327,6 +331,7 @@ def test_forward_mode_is_refused_by_name(derivative: Callable[..., Any]) -> None
         derivative(jax.jit(loss_of_x))(normal(2, *STREAMS))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_second_derivatives_are_refused_by_name(jit: bool) -> None:
     first = jax.jit(jax.grad(loss_of_x)) if jit else jax.grad(loss_of_x)

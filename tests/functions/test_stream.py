@@ -46,6 +46,7 @@ def steps(optimizer: Any, params: Any, **extra_args: Any) -> tuple[Any, Any, Any
     return params, state, {path: leaf.sharding.memory_kind for path, leaf in flatten(state).items()}
 
 
+@pytest.mark.once("adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_streamed_updates_are_optaxs(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
@@ -57,6 +58,7 @@ def test_streamed_updates_are_optaxs(name: str) -> None:
         assert kinds[path] == ("pinned_host" if is_large else "device"), path
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((4, 256, 512), 1 << 18), ((4, 8, 128, 64), 1 << 16)], ids=str)
 def test_slices_of_two_axes(shape: tuple[int, ...], chunk_bytes: int) -> None:
     """An index of the first axis has more bytes than a chunk."""
@@ -75,6 +77,7 @@ def test_a_pattern_chooses_the_leaves() -> None:
         pl.stream(optax.adamw(0.01), pattern="nope").init(parameters())
 
 
+@pytest.mark.pairs
 def test_the_factor_of_a_clip_is_exact() -> None:
     factor = 0.25
     new_params, _, _ = steps(pl.stream(optax.lion(0.01)), parameters(), gradient_factor=factor)
@@ -111,6 +114,7 @@ def loops_of(optimizer: Any, params: Any) -> list[int]:
     return [lengths[eqn.primitive.name](eqn) for eqn in program.jaxpr.eqns if eqn.primitive.name in lengths]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("optimizer", "turns"),
     [(optax.adamw(0.01), [4, 2]), (optax.contrib.muon(0.01), [4, 0]), (optax.lamb(0.01), [0, 0])],

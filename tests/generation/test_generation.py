@@ -95,7 +95,7 @@ def without_cache(program: Program, state: Any, prompts: list[list[int]], count:
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.once("llama-gqa", "shared")  # which is alternating, and more
+@pytest.mark.once("llama-gqa")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
     one, state, generator = started(name)
@@ -104,6 +104,7 @@ def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
     assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
 
 
+@pytest.mark.pairs
 def test_bfloat16_cache() -> None:
     one = program(small.llama(compute_dtype="bfloat16"))
     generator = Generator(one, one.init())
@@ -116,7 +117,7 @@ def test_bfloat16_cache() -> None:
     assert shapes == {((2, 3, bucket(20), 2, 8), "bfloat16")}
 
 
-@pytest.mark.once("shared-mesh0-1.0", "experts-mesh2-1.0")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("model", "mesh", "temperature"),
     [
@@ -133,7 +134,7 @@ def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature:
     assert many(PROMPTS, sampling) == one(PROMPTS, sampling)
 
 
-@pytest.mark.once("mesh1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, SHARDED])
 def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
     here, state, generator = started("shared", mesh and frozenset(mesh.items()))
@@ -144,6 +145,7 @@ def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> Non
     assert Generator(here, there)(PROMPTS, sampling) == generator(PROMPTS, sampling)
 
 
+@pytest.mark.pairs
 def test_draws_depend_on_seed_and_row_alone() -> None:
     generator = started("llama-gqa")[2]
     draw = lambda prompts, seed: generator(prompts, Sampling(NEW, 1.0, seed=seed))  # noqa: E731
@@ -153,6 +155,7 @@ def test_draws_depend_on_seed_and_row_alone() -> None:
     assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw(PROMPTS, 7)[0]
 
 
+@pytest.mark.pairs
 def test_stop_tokens_end_their_rows_alone() -> None:
     generator = started("llama-gqa")[2]
     rows = generator(PROMPTS, Sampling(NEW))
@@ -165,6 +168,7 @@ def test_stop_tokens_end_their_rows_alone() -> None:
     assert steps == [[token] for token in got[0]]
 
 
+@pytest.mark.pairs
 def test_compiles_once_per_shape() -> None:
     generator = Generator(*started("llama-gqa")[:2])  # nothing is compiled yet
     for sampling in (
@@ -185,6 +189,7 @@ def test_lengths_fall_into_few_buckets() -> None:
     assert len({*lengths}) < 60
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("prompts", "fields", "message"),
     [
@@ -203,6 +208,7 @@ def test_bad_requests(prompts: list[list[int]], fields: dict[str, Any], message:
         generator.stream(prompts, Sampling(**{"max_new_tokens": 1, **fields}))
 
 
+@pytest.mark.pairs
 def test_positions_to_the_last_one() -> None:
     one, state, generator = started("gpt2")
     assert generator([[3] * 20], Sampling(12)) == without_cache(one, state, [[3] * 20], 12)

@@ -36,7 +36,7 @@ def by_hand(logits: Any, seq_len: int, tokens: list[int], start: int) -> tuple[f
     return sum(float(p) for p, _ in picked), len(picked), all(greedy for _, greedy in picked)
 
 
-@pytest.mark.once("mesh1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}])
 def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> None:
     program = small.program(small.experiment(small.llama(head__chunk_tokens=5), mesh=mesh))
@@ -55,6 +55,7 @@ def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> No
     assert scores[0].tokens == 3
 
 
+@pytest.mark.pairs
 def test_a_text_is_predicted_once_in_windows() -> None:
     program = small.program(small.experiment(small.llama()))
     state = program.init()

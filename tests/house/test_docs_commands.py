@@ -264,6 +264,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recipe", QUICK, ids=lambda recipe: recipe.page)
 def test_commands_run(recipe: Recipe, folder: Path) -> None:
     recipe.lay_out(folder)

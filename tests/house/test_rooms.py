@@ -82,6 +82,7 @@ def test_the_table_itself_goes_downwards():
         below.append(room)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_the_table_allows_and_no_more(room: str):
     """A room that is allowed and not used would make the table say less than it could."""
@@ -89,6 +90,7 @@ def test_a_room_imports_what_the_table_allows_and_no_more(room: str):
     assert {room_of(name) for name in names} - {"", room} == set(ROOMS[room].split())
 
 
+@pytest.mark.pairs
 def test_no_module_imports_itself_on_a_way_around():
     graph = {module: {module_of(name) for name in imports(file)} - {module} for module, file in FRAMEWORK.items()}
     try:
@@ -97,6 +99,7 @@ def test_no_module_imports_itself_on_a_way_around():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_downwards(package: str):
     allowed = {package, *PACKAGES[package].split()}

@@ -127,6 +127,7 @@ class Terminal:
         return shown
 
 
+@pytest.mark.pairs
 def test_a_terminal() -> None:
     terminal = Terminal("-m", "tests.support.chats")
     assert "/help shows the commands" in terminal.type("", "> ")

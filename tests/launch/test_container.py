@@ -50,6 +50,7 @@ def test_versions_are_pinned_and_extras_exist() -> None:
     assert set(told[1].split(", ")) <= set(extras)
 
 
+@pytest.mark.pairs
 def test_what_is_copied_is_let_in_and_is_enough(tmp_path: Path) -> None:
     copied = [word for command, words in COMMANDS if command == "COPY" for word in words.split()[:-1]]
     let_in = re.findall("^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)

@@ -74,6 +74,7 @@ def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.pairs
 def test_the_peak_is_the_plans(text, tmp_path, capsys):
     flags = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.model.stack.num_layers=1")
     assert start(tmp_path, "cpu:4", *flags) == 0
@@ -90,6 +91,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
 # --- what is wrong, and what is not there ----------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "flags", "message"),
     [
@@ -199,6 +201,7 @@ def test_rows_that_go_to_the_wrong_process_are_noticed(tpu):
         startup.reading(found)
 
 
+@pytest.mark.pairs
 def test_rows_of_this_process_are_among_those_of_all():
     found = small.program(small.experiment(mesh={"fsdp": 8}))
     np.testing.assert_array_equal(found.rows, np.arange(8))

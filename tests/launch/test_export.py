@@ -113,6 +113,7 @@ def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
     assert tokenizer.get_vocab_size() == facts["vocab_size"] == 257
 
 
+@pytest.mark.pairs
 def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
     numbers = {
         "data.tokenizer": "framework.data.tokenizers.NoTokenizer", "data.tokenizer.vocab_size": 512,
@@ -136,6 +137,7 @@ def test_texts_end_where_the_tuned_ones_did(folder: Path):
     assert written.items() <= GENERATION.items()
 
 
+@pytest.mark.pairs
 def test_others_may_read_what_the_umask_lets_them(folder: Path):
     to, before = folder / "shared", os.umask(0o027)
     try:
@@ -156,7 +158,7 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
     assert seen == [ALL_FILES]
 
 
-@pytest.mark.once("hf-memory0")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("kind", "memory"), [("hf", HOSTED), ("lora", ("update=in_backward",)), ("qlora", ("update=streamed",))]
 )
@@ -187,6 +189,7 @@ def test_what_was_trained_is_what_is_exported(folder: Path, kind, memory, capsys
         assert len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2
 
 
+@pytest.mark.pairs
 def test_weights_in_few_bits_without_an_adapter_are_exported_whole(tmp_path: Path):
     """model.lora.base_targets: their leaves are codes and scales, of which a tensor has to be made."""
     config = small.llama(vocab_size=512)

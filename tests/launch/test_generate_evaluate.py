@@ -38,6 +38,7 @@ def text_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(workdir)
     assert {group for group, tree in loaded.state.items() if tree} == {"parameter"}
@@ -57,6 +58,7 @@ def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
     return flatten(loaded.state["parameter"])
 
 
+@pytest.mark.pairs
 def test_fewer_devices_than_the_mesh_of_the_run_wants(
     workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Pat
     assert places == ["~/.cache/plimsoll/xla"]
 
 
+@pytest.mark.pairs
 def test_generate(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (f"--workdir={workdir}", "--max_new_tokens=8", "--temperature=0")
     one = text_of(capsys, *flags, f"--prompt={PROMPT}")
@@ -135,6 +138,7 @@ def test_evaluate_equals_the_evaluation_of_training(
     assert capsys.readouterr().out == f"{line}, {got['bits_per_byte']:.4f} bits per byte\n"
 
 
+@pytest.mark.pairs
 def test_choices(workdir: Path, tmp_path: Path) -> None:
     questions = [("the quick ", ["brown fox", "zz"]), ("a lazy", [" dog while", " q", "!"]), ("jumps", [" over", "%"])]
     loaded = load(workdir)

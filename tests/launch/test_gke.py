@@ -49,6 +49,7 @@ def check_job(manifest: dict[str, Any]) -> None:
     kubernetes_validate.validate(inner(manifest), "1.30", strict=True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("more", [[], ["--pvc=runs:/mnt", "--secret=a", "--secret=b", "--service_account=train"]])
 def test_both_validators_accept(capsys, target: str, more: list[str]) -> None:
@@ -115,6 +116,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("target", SHAPES)
 def test_shapes(capsys, target: str) -> None:
     replicas, hosts, chips, topology = SHAPES[target]

@@ -55,6 +55,7 @@ def python(script: str) -> list[str]:
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("verb", ["train", "plan", "status", "local", "__main__"])
 def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) -> None:
@@ -64,7 +65,7 @@ def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) 
     assert lines == [f"stopped by {number.name}"]
 
 
-@pytest.mark.once("15")
+@pytest.mark.pairs
 @pytest.mark.parametrize("number", SIGNALS)
 def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None:
     write_text(tmp_path)
@@ -89,6 +90,7 @@ def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("plimsoll-plan-*")]
 
 
+@pytest.mark.pairs
 def test_while_a_corpus_is_tokenized_and_nothing_stays(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "launch.prepare", "--config=stdlib-tiny", f"--out={tmp_path}/tokens"]
     said = interrupted(words, lambda _: [*tmp_path.glob(".tokens.partial")], signal.SIGTERM, tmp_path)
@@ -109,6 +111,7 @@ def test_a_main_thread_that_is_not_in_python_does_not_matter(tmp_path: Path) -> 
     assert said == "now\nstopped by SIGINT\n"
 
 
+@pytest.mark.pairs
 def test_last_words_that_take_too_long_keep_nobody(tmp_path: Path) -> None:
     script = f"{BUSY}import time; interrupts.begin(); interrupts.at_end(lambda *_: time.sleep(60)); {BLOCKED}"
     assert "stopped by SIGTERM" in interrupted(python(script), said_now, signal.SIGTERM, tmp_path)

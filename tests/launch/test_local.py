@@ -134,6 +134,7 @@ def test_a_restart_resumes_whatever_the_first_start_was_told(launched) -> None:
     assert re.findall("told .*", run.text()) == ["told []", "told ['--resume=auto']"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("code", [2, 3, 4, 130, 143])
 def test_final_codes_are_not_tried_again(launched, code: int) -> None:
     # 2, 3 and 4: the others are waiting for it somewhere. 130 and 143: the others are still saving.
@@ -198,6 +199,7 @@ if starts == 1:
     wait_for(lambda: not alive(int((run.folder / "worker").read_text())), 5.0)
 
 
+@pytest.mark.pairs
 def test_output_is_whole_lines_and_all_of_it(launched) -> None:
     run = launched(
         "for n in range(3000): print(i, n, 'x' * 200)\nsys.stdout.write('no newline')\nos.abort()", 2, max_restarts=0
@@ -319,6 +321,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_wrong_usage_ends_before_anything_starts(capsys, flags: list[str], message: str, text: Path) -> None:
     assert main([*TINY, *flags]) == 2

@@ -49,6 +49,7 @@ def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
 
 
+@pytest.mark.pairs
 def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`plimsoll chat` writes the conversation with the directory's template, and a second turn contains the first."""
     loaded = load(published)

@@ -24,6 +24,7 @@ def test_flags_are_short_for_fields(monkeypatch: pytest.MonkeyPatch):
     assert trainer_of("--wandb").wandb_project == "ours"
 
 
+@pytest.mark.pairs
 def test_a_missing_package_is_told_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("framework.program.program.Program.compile", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr("framework.data.pipeline.DataPipeline.setup", lambda *_, **__: pytest.fail("read"))

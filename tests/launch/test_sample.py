@@ -39,6 +39,7 @@ def digits(path: Path) -> np.ndarray:
     return np.round(cells[:, :, 2:32:4, 2:32:4] * (16 / 255)).astype(np.uint8)
 
 
+@pytest.mark.pairs
 def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = runs.rows(workdir)
     with Image.open(workdir / "samples.png") as picture:
@@ -71,6 +72,7 @@ def test_the_evaluation_is_of_each_held_out_image_once(workdir: Path) -> None:
     assert row["eval/digits/images"] == 361  # of batches of 64
 
 
+@pytest.mark.pairs
 def test_samples_are_drawn_by_seed_and_temperature(workdir: Path, tmp_path: Path) -> None:
     def drawn(*flags: str) -> np.ndarray:
         assert sample.main([f"--workdir={workdir}", f"--output={tmp_path}/x.png", "--num=6", *flags]) == 0

@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.pairs
 def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"--config.companion.path={folder}/scores"
     assert runs.train(folder / "student", *STUDENT, place, "--config.trainer.eval_every=6") == 0
@@ -108,6 +109,7 @@ def test_more_steps_add_rows(folder: Path, tmp_path: Path) -> None:
     assert (scores / "ids.bin").read_bytes().startswith(first)
 
 
+@pytest.mark.pairs
 def test_kill_9_and_the_same_command_again_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
@@ -143,6 +145,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:
     more, message = MISTAKES[mistake]
@@ -153,6 +156,7 @@ def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "scores" / "teacher.json").exists()
 
 
+@pytest.mark.pairs
 def test_another_teacher_does_not_write_into_the_folder(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ ENDS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ENDS)
 def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monkeypatch, name: str) -> None:
     tasks, code, again = ENDS[name]

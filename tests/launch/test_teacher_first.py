@@ -70,6 +70,7 @@ def test_files_of_another_teacher_stay(
     assert [path.name for path in (tmp_path / "scores").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.pairs
 def test_a_dry_run_trains_no_teacher(
     tmp_path: Path, commands: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_dry_run_trains_no_teacher(
     assert "`plimsoll train` without --dry_run makes it" in capsys.readouterr().err
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -104,6 +106,7 @@ def test_a_command_that_fails_ends_the_run_with_its_code(
     assert not (tmp_path / "student").exists()
 
 
+@pytest.mark.pairs
 def test_a_verb_is_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert teacher_first._execute("configs", "show", "no-such-config") == 2
     assert "no-such-config" in capfd.readouterr().err

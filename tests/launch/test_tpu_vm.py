@@ -83,6 +83,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.mark.pairs
 def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout: there is nothing that git could archive")

@@ -9,6 +9,7 @@ from launch import plan, train
 BLOCK = "--config.model.stack.pattern.0"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -27,6 +28,7 @@ def test_a_run_is_refused_before_its_data_is_prepared(
         assert not workdir.exists()
 
 
+@pytest.mark.pairs
 def test_a_plan_goes_by_the_platform_of_its_target(capsys: pytest.CaptureFixture):
     flags = ["--config=moe-tiny", "--estimate"]
     assert plan.main([*flags, "--target=h100x1", f"{BLOCK}.mlp.experts.implementation=megablox"]) == 2

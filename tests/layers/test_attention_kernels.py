@@ -67,6 +67,7 @@ CASES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", CASES)
 def test_values_equal_the_float64_reference(case):
     (B, S, N, K, H), options = CASES[case]
@@ -79,6 +80,7 @@ def test_values_equal_the_float64_reference(case):
     np.testing.assert_allclose(ours, reference(q, k, v, segments=segments, **options), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", ["grouped", "three blocks of rows", "everything"])
 def test_gradients_equal_finite_differences_of_the_reference(case):
     (_, S, _, _, H), options = CASES[case]
@@ -104,6 +106,7 @@ def test_gradients_equal_finite_differences_of_the_reference(case):
             assert float(np.asarray(gradient).flat[index]) == pytest.approx(expected, rel=2e-3, abs=2e-5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_inputs_keep_a_float32_softmax(dtype):
     # 600 keys of nearly equal weight: sums in half precision would be off by percents.

@@ -38,6 +38,7 @@ def one_device(arrays):
     return functools.cache(lambda narrow: value_and_gradients(None, OPTIONS[narrow])(*arrays))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("sizes", "narrow"),
     [((1, 2, 1, 2, 2), False), ((1, 2, 1, 2, 2), True), ((2, 2, 1, 1, 2), True), ((1, 1, 2, 4, 1), False)],

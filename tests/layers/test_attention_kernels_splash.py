@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.once("documents, grouped", "window and cap", "eight devices")
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernel_equals_xla(case):
     (B, S, N, K, H), with_segments, options, sizes = CASES[case]

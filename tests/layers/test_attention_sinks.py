@@ -42,6 +42,7 @@ def reference(q, k, v, sinks, window=None):
     return out
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("window", [None, 17])
 def test_values_are_those_of_the_definition(window):
     q, k, v, sinks, _ = arrays()
@@ -51,6 +52,7 @@ def test_values_are_those_of_the_definition(window):
     assert np.abs(np.asarray(ours)[:, :, -1]).max() < 1e-10, "a head whose sink is large attends to nothing"
 
 
+@pytest.mark.pairs
 def test_gradients_are_those_of_one_more_key_without_a_value():
     q, k, v, sinks, direction = arrays(20)
 
@@ -72,6 +74,7 @@ def test_gradients_are_those_of_one_more_key_without_a_value():
             np.testing.assert_allclose(ours_grad, plain_grad, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.pairs
 def test_a_row_with_nothing_but_its_sink_is_zero():
     weights = softmax_with_sinks(jnp.full((2, 3), -jnp.inf), jnp.asarray([[1.0], [-200.0]]))
     np.testing.assert_array_equal(weights, np.zeros((2, 3)))
@@ -105,6 +108,7 @@ SPLASH = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", SPLASH)
 def test_the_interpreted_kernel_for_tpu_equals_xla(case):
     (B, S, N, K, H), options, sizes = SPLASH[case]
@@ -148,6 +152,7 @@ def test_where_a_kernel_has_no_sinks_auto_takes_xla_and_its_name_is_refused(monk
                 choose_implementation(call, "cudnn")
 
 
+@pytest.mark.pairs
 def test_sinks_of_another_number_of_heads_are_refused():
     q, k, v, sinks, _ = arrays(20, np.float32)
     with pytest.raises(ValueError, match=r"sinks: expected floats \(6,\), given float32 \(5,\)"):

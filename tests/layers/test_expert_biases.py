@@ -79,6 +79,7 @@ def loop(weights: Any, x_BSD: np.ndarray, is_gated: bool = True) -> np.ndarray:
     return y_BSD
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", ["plain", "one expert", "empty experts"])
 def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implementation: str):
@@ -88,6 +89,7 @@ def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implement
     np.testing.assert_allclose(y_BSD, loop(weights, x_BSD), **TOLERANCE)
 
 
+@pytest.mark.pairs
 def test_biases_without_a_gate():
     moe = layer(gating=False, gated=False, activation="relu")
     weights, x_BSD = arrays(moe)
@@ -96,6 +98,7 @@ def test_biases_without_a_gate():
     np.testing.assert_allclose(y_BSD, loop(weights, x_BSD, is_gated=False), **TOLERANCE)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", [{"implementation": "blocks"}, {"implementation": "ragged"}, {"capacity": 2.5}])
 def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, Any]):
     """The capacity of 2.5 times an even share is a place for every choice."""
@@ -128,6 +131,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, A
         assert float(jnp.abs(grad).max()) > 1e-3, path
 
 
+@pytest.mark.pairs
 def test_shards_of_experts_add_up():
     """As on a mesh: a part of the experts with their biases on all tokens, and nothing for the choices of others."""
     moe = layer()
@@ -156,6 +160,7 @@ def test_rows_behind_the_last_expert_have_no_part_in_the_gradient():
     assert [leaf.dtype for leaf in jax.tree.leaves(pull)] == [jnp.int32], "it keeps no row"
 
 
+@pytest.mark.pairs
 def test_sums_of_bfloat16_rows_are_not_rounded_on_the_way():
     experts_N = jnp.zeros(5000, jnp.int32)
     rows = jnp.zeros((5000, 2), jnp.bfloat16)
@@ -163,6 +168,7 @@ def test_sums_of_bfloat16_rows_are_not_rounded_on_the_way():
     np.testing.assert_array_equal(pull(jnp.ones_like(rows))[0], jnp.full((1, 2), 5000, jnp.bfloat16))
 
 
+@pytest.mark.pairs
 def test_at_the_limit_the_gradient_is_whole_and_beyond_it_zero():
     join = ClampedSwiGLU(alpha=ALPHA, limit=LIMIT)
     gates = jnp.asarray([LIMIT, LIMIT + 1e-9, -50.0 * LIMIT])

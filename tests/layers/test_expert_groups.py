@@ -17,6 +17,7 @@ def chosen_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[i
     return sorted(allowed[np.argsort(ranks_E[allowed])[-top_k:]])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("score", ["best", "best_two"])
 def test_experts_are_of_the_best_groups(score):
     limit = GroupLimit(groups=4, top_groups=2, score=score)

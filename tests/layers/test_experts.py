@@ -130,6 +130,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implementation: str):
@@ -143,6 +144,7 @@ def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implement
     assert {"one expert": loads[2] == BATCH * LENGTH, "empty experts": loads[[0, 4]].sum() == 0}.get(case, True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_kind_of_router(name: str):
     options = {"scale": 1.0, **ROUTERS[name]}
@@ -163,6 +165,7 @@ def dense(weights: Any, x_BSD: jax.Array, shares_BSE: jax.Array) -> jax.Array:
     return total
 
 
+@pytest.mark.once("plain-blocks", "ties-ragged")
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_every_expert_on_every_token(case: str, implementation: str):
@@ -189,6 +192,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(case: str, implement
         np.testing.assert_allclose(grad / scale, other / scale, err_msg=str(path), **TOLERANCE)
 
 
+@pytest.mark.pairs
 def test_a_capacity_drops_what_comes_last():
     capacity, top_k = 0.6, 2
     moe = layer({"top_k": top_k}, capacity=capacity)
@@ -228,6 +232,7 @@ def test_room_for_all_drops_nothing():
     np.testing.assert_allclose(y_BSD, free.apply(weights, x_BSD, context(), {})[0], **TOLERANCE)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("over", ["sequence", "batch"])
 def test_losses_and_metrics_are_means_over_counted_targets(over: str, score: str):
@@ -274,6 +279,7 @@ def test_even_use_has_a_balance_loss_of_one_and_padding_alone_has_none():
     assert float(nothing) == 0.0
 
 
+@pytest.mark.pairs
 def test_sigmoids_that_all_underflow_divide_nothing_by_zero():
     logits = jnp.full((1, 1, 3), -1e4)
     choice = scores.choose(logits, None, top_k=2, score="sigmoid", normalize=True, scale=1.0)
@@ -281,6 +287,7 @@ def test_sigmoids_that_all_underflow_divide_nothing_by_zero():
     assert np.isfinite(scores.probabilities(logits, "sigmoid")).all()
 
 
+@pytest.mark.pairs
 def test_a_bias_moves_the_choice_and_not_the_shares():
     logits = jnp.asarray([[[2.0, 1.0, 0.0, -1.0]]])
     plain = scores.choose(logits, None, top_k=2, score="sigmoid", normalize=False, scale=1.0)
@@ -291,6 +298,7 @@ def test_a_bias_moves_the_choice_and_not_the_shares():
     np.testing.assert_allclose(moved.shares_BSK.ravel(), jax.nn.sigmoid(jnp.asarray([-1.0, 2.0])))
 
 
+@pytest.mark.pairs
 def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
     """Two steps of one and of three microbatches: the same biases; and evaluation has the last step's update in it."""
     rate, steps = 0.05, 3
@@ -324,6 +332,7 @@ def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
     assert routing.buffers is whole["router"], "evaluation changes nothing"
 
 
+@pytest.mark.pairs
 def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     moe = layer({"jitter": 0.3})
     weights, x_BSD = arrays(moe, "plain")
@@ -345,6 +354,7 @@ def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     np.testing.assert_allclose(first_out.loss + part_out.loss, out.loss, rtol=1e-12)
 
 
+@pytest.mark.pairs
 def test_the_router_is_in_float32_whatever_the_compute_dtype():
     moe = layer()
     weights, x_BSD = arrays(moe, "plain")
@@ -368,6 +378,7 @@ def test_more_choices_than_experts_are_refused():
         layer({"score": "softmaxx"})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("argnum", "kept"), [(0, [(5, 4, 3), (5,)]), (1, [(46, 4), (5,)])])
 def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
     """Of frozen experts no rows are kept, and of rows without a gradient no weights."""
@@ -383,6 +394,7 @@ def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ..
     assert [leaf.shape for leaf in jax.tree.leaves(pull)] == kept
 
 
+@pytest.mark.pairs
 def test_shards_of_experts_add_up_and_rows_of_others_are_none():
     """As on a mesh: each half of the experts on all tokens, and no rows but for its own choices."""
     moe = layer({"top_k": 2})

@@ -40,6 +40,7 @@ def by_expert(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_kernels_multiply_each_row_by_its_expert(implementation: str, name: str):
@@ -59,6 +60,7 @@ def test_kernels_multiply_each_row_by_its_expert(implementation: str, name: str)
         np.testing.assert_allclose(weight_grads[expert], x_own.T @ grad_own, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.pairs
 def test_the_kernel_for_gpus_cuts_wide_axes_into_tiles():
     sizes = [3, 65]
     width = 160

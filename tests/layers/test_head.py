@@ -76,6 +76,7 @@ def expected():
     return {name: evaluated(plain(**terms)) for name, terms in TERMS.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("terms", "chunk_tokens"),
     # 24 tokens: all at once in two ways, in 2 chunks, 3 (7 tokens are too few for 2), one position each, and 1 token,
@@ -90,6 +91,7 @@ def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
     small.assert_close(grads, expected_grads, 2e-6)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gradient_tokens", [6, 12])
 def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
     """The table's gradient summed over four groups of one chunk, and two of two."""
@@ -159,6 +161,7 @@ def largest_array(text: str) -> int:
     return max(int(np.prod([int(dim) for dim in shape.split(",")])) for shape in shapes)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [16, 0])
 def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
     """In the compiled step, forward and backward; all at once (0) there is one, so the test can see it."""
@@ -172,6 +175,7 @@ def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
     assert (largest >= logits) == (chunk_tokens == 0), f"{largest} against {logits}"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [0, 4])
 def test_log_probabilities_have_the_gradients_of_a_plain_log_softmax(chunk_tokens):
     """Of any function of them: the backward pass, which makes the logits again, is our own."""

@@ -112,6 +112,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
 def test_eight_devices_equal_one(mesh):
     model = with_latents(small.llama())

@@ -91,6 +91,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_mlp(activation, gated):
@@ -114,6 +115,7 @@ def test_mlp(activation, gated):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_rotary_turns_pairs_of_the_two_halves():
     H, theta = 8, 100.0
     rotary = Rotary(head_dim=H, theta=theta)
@@ -126,6 +128,7 @@ def test_rotary_turns_pairs_of_the_two_halves():
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
 
 
+@pytest.mark.pairs
 def test_rotary_scores_depend_on_distance_alone():
     rotary = Rotary(head_dim=16)
     q, k = jnp.asarray(random(1, 1, 1, 16)), jnp.asarray(random(1, 1, 1, 16, seed=1))
@@ -243,6 +246,7 @@ def test_head_dim_may_differ_from_dim_over_heads():
     assert attention.flops_per_token(10) == 4 * 2 * 30 * 64 + 4 * 64 * 10
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
 def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation):
     """Gemma 2 27B's is 1/12: in bfloat16 0.15% too small, 3% of a weight whose logit is 21 below the largest."""
@@ -261,6 +265,7 @@ def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation)
     np.testing.assert_allclose(np.asarray(y_BSD[0, 1], np.float64), expected, rtol=5e-3)
 
 
+@pytest.mark.pairs
 def test_dropout_does_not_round_what_it_divides_by():
     """0.9 is 0.8984 in bfloat16."""
     ctx = Context(batch={}, rng=jax.random.key(0), rows=jnp.arange(1), training=True, compute_dtype=jnp.bfloat16)
@@ -268,6 +273,7 @@ def test_dropout_does_not_round_what_it_divides_by():
     assert set(np.unique(y)) == {0.0, 1000.0}
 
 
+@pytest.mark.pairs
 def test_attention_may_compute_in_float32_beside_bfloat16():
     """The kernel's result is then that of float32 operands, rounded once."""
     config = config_for(Attention, dim=32, num_heads=2, implementation="xla")

@@ -35,7 +35,7 @@ def moved(program: Program):
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
 
 
-@pytest.mark.once("False-None", "True-bfloat16", "False-int8", "True-nf4")
+@pytest.mark.once("False-int8", "True-bfloat16", "True-nf4")
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_formula(base, bias):
@@ -70,6 +70,7 @@ def test_the_formula(base, bias):
     np.testing.assert_allclose(dropped - y, 2.0 * (masked - x64) @ a @ b, atol=1e-5)
 
 
+@pytest.mark.pairs
 def test_adapters_alone_are_trained_and_kept():
     """Also where param_dtype is narrow: adapters and all that belongs to them stay in float32."""
     built = config(param_dtype="bfloat16")
@@ -143,6 +144,7 @@ def test_merged_weights_are_those_of_the_model_without_adapters(base):
     assert np.abs(others - model.logits(program.weights(program.init()), ctx, {})).max() > 0.1
 
 
+@pytest.mark.pairs
 def test_further_layers_are_stored_in_few_bits_without_an_adapter():
     """As bitsandbytes quantizes all linear layers, whichever of them have adapters."""
     built = config("nf4")
@@ -185,6 +187,7 @@ def test_nf4_values_are_the_quantiles_that_define_them():
     np.testing.assert_allclose(NF4, np.array([*negative, 0.0, *positive]) / positive[-1], atol=2e-7)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["int8", "nf4"])
 def test_codes_values_and_products_are_those_of_the_definition(storage):
     levels, block = (np.arange(-127, 128) / 127, 192) if storage == "int8" else (np.array(NF4), 64)
@@ -221,6 +224,7 @@ def earlier(weight, storage):
     return (levels * scales[..., None, :]).reshape(weight.shape)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["int8", "nf4"])
 @pytest.mark.parametrize("inputs", [64, 320])
 def test_words_change_no_value(storage, inputs):
@@ -229,6 +233,7 @@ def test_words_change_no_value(storage, inputs):
     small.assert_same_bits({"w": found}, {"w": jax.jit(earlier, static_argnums=1)(weight, storage)})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("inputs", "parts"), [(24, 3), (48, 3), (64, 2), (128, 2), (160, 5)])
 def test_a_shard_of_whole_groups_of_words_is_quantized_as_if_alone(inputs, parts):
     """What a device computes of its rows of codes, which a cut has not taken apart, does not depend on the others'."""
@@ -240,6 +245,7 @@ def test_a_shard_of_whole_groups_of_words_is_quantized_as_if_alone(inputs, parts
         np.testing.assert_array_equal(part, jnp.split(values, parts)[number])
 
 
+@pytest.mark.pairs
 def test_blocks_must_be_whole_and_on_one_device():
     model = small.llama(dim=128, lora=config_for(LoRA, base="nf4"))
     with pytest.raises(ValueError, match=r"blocks of 64, which do not divide 48, the inputs of .*mlp/down; try"):

@@ -121,9 +121,7 @@ def loop(weights: Any, router: Any, x_BSD: jax.Array) -> jax.Array:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.once(
-    "None-experts-blocks", "nf4-experts-blocks", "nf4-up|down.*experts|experts/up-ragged", "int8-experts-capacity"
-)
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("targets", ["experts", "up|down.*experts|experts/up"])
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
@@ -169,6 +167,7 @@ def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
     assert kept == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_elements", [1, 2 * DIM * HIDDEN, 1 << 24])
 @pytest.mark.parametrize("storage", ["nf4", "int8"])
 def test_experts_are_dequantized_some_at_a_time(storage: str, num_elements: int):
@@ -184,6 +183,7 @@ def test_experts_are_dequantized_some_at_a_time(storage: str, num_elements: int)
     assert (num_loops > 0) == (num_elements < EXPERTS * DIM * HIDDEN)
 
 
+@pytest.mark.pairs
 def test_adapters_of_experts_start_at_nothing_and_differ():
     moe = layer(lora(dtype="float32"))
     params = initialize(moe.experts.own_specs(), jax.random.key(0))
@@ -236,6 +236,7 @@ def test_which_experts_are_targets():
         small.program(small.experiment(narrow))
 
 
+@pytest.mark.pairs
 def test_a_zero_adapter_is_the_base_model():
     base = small.program(small.experiment(model()))
     adapted = small.program(small.experiment(model(targets="experts|.")))
@@ -247,6 +248,7 @@ def test_a_zero_adapter_is_the_base_model():
     np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
 def test_merged_experts_are_those_of_the_model_without_adapters(base: str | None):
     adapted = small.program(small.experiment(model(base=base)))
@@ -262,7 +264,7 @@ def test_merged_experts_are_those_of_the_model_without_adapters(base: str | None
     assert np.abs(logits - without).max() > 0.1
 
 
-@pytest.mark.once("nf4-None-mesh0", "int8-None-mesh1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [{"expert": 2, "fsdp": 2, "model": 2}, {"expert": 2, "seq": 2, "data": 2}])
 @pytest.mark.parametrize("capacity", [None, 8.0])
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])

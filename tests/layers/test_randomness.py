@@ -35,6 +35,7 @@ def drawn(config) -> dict[str, np.ndarray]:
     return small.arrays(initialize(config.instantiate().parameter_specs(), KEY))
 
 
+@pytest.mark.pairs
 def test_another_parameter_changes_no_other_parameters_values():
     """Learned positions, biases and another kind of norm are added: everything that both have is the same."""
     few = drawn(small.gpt2(embed__max_positions=None, stack__pattern=[bare_block()]))
@@ -53,6 +54,7 @@ def bare_block():
     return block
 
 
+@pytest.mark.pairs
 def test_layers_differ_and_the_first_ones_do_not_depend_on_depth():
     two = drawn(small.gpt2(stack__depth_scaled_init=False))["stack/block0/attention/query/weight"]
     four = drawn(small.gpt2(stack__num_layers=4, stack__depth_scaled_init=False))["stack/block0/attention/query/weight"]
@@ -73,6 +75,7 @@ def test_residual_projections_are_scaled_by_depth():
         np.testing.assert_allclose(value, ratio * plain[path], rtol=1e-6, err_msg=path)
 
 
+@pytest.mark.pairs
 def test_names_fold_in_the_same_way_in_every_process():
     """A hash that Python salts would give other parameters in another process."""
     code = (
@@ -113,6 +116,7 @@ def test_dropout_is_off_in_evaluation_and_at_rate_zero():
     assert np.all(mask(Context(batch={}), rate=0.9) == 1.0)
 
 
+@pytest.mark.pairs
 def test_masks_belong_to_rows_of_the_global_batch():
     whole = mask(context())
     np.testing.assert_array_equal(mask(context(rows=(2, 0)), shape=(2, 6, 8)), whole[[2, 0]])
@@ -164,6 +168,7 @@ def recorded(*pattern, units: int = 1, remat: str = "none") -> np.ndarray:
     return np.asarray(out.layer_state["block0"]["mask"])
 
 
+@pytest.mark.pairs
 def test_another_layer_changes_no_mask_of_the_others():
     alone = recorded("recorder")
     deep = recorded("recorder", units=3)

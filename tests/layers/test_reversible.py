@@ -71,7 +71,7 @@ def gradients(model: Any, params: Any, remat: str) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.once("float32")
+@pytest.mark.pairs
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str):
     model, params = made(deep(256, compute_dtype=compute), 0.3)
@@ -82,6 +82,7 @@ def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str
     assert metrics["stack/block0/out_of_range"] == 0
 
 
+@pytest.mark.pairs
 def test_streams_over_the_range_are_counted():
     """They are rounded as float32 is."""
     model, params = made(deep(64), 2.0)
@@ -91,7 +92,7 @@ def test_streams_over_the_range_are_counted():
     assert metrics["stack/block0/out_of_range"] > 0
 
 
-@pytest.mark.once("float32")
+@pytest.mark.pairs
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_float32_streams_drift(compute: str):
     """By how much is in docs/memory.md."""
@@ -100,7 +101,7 @@ def test_float32_streams_drift(compute: str):
     assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3
 
 
-@pytest.mark.once("float64-1e-11-fixed-gpt2")
+@pytest.mark.pairs
 @pytest.mark.parametrize("family", [small.gpt2, small.llama])
 @pytest.mark.parametrize("streams", ["float32", "fixed"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-11)])
@@ -128,6 +129,7 @@ def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
         assert worst((found, grads, found_ct), (x, *pull(ct))) <= ({"float32": 1e-4, "float64": 1e-13}[dtype], "")
 
 
+@pytest.mark.pairs
 def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     """The comparison above has something to find."""
     model, params = made(deep(6, "float32"))
@@ -164,6 +166,7 @@ def test_what_rounds_to_zero_has_a_gradient_too():
     assert pull(jnp.ones_like(x))[0].tolist() == [1.0] * 5
 
 
+@pytest.mark.pairs
 def test_tokens_one_by_one_have_the_logits_of_the_whole():
     """Two streams have the cache of one: by framework.inference.generation, greedy, against the plain forward pass."""
     from framework.inference.generation import Generator

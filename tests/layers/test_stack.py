@@ -60,6 +60,7 @@ def in_turn(layer: Stack, params, x, buffers):
     return x, sum(losses), jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("unroll", "remat"), [(1, "none"), (2, "none"), (0, "none"), (1, "sqrt:2"), (0, "sqrt")])
 def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll, remat):
     layer, ctx = stack(unroll, 6 if remat == "none" else 12), replace(CTX, remat=remat)
@@ -90,6 +91,7 @@ def test_specs_have_a_leading_axis_of_units():
     assert layer.flops_per_token(9) == 2 * (2 * 2 * DIM * 12 + 3 * 2 * DIM * 6)
 
 
+@pytest.mark.pairs
 def test_fetch_brings_each_units_parameters():
     """A schedule that keeps parameters elsewhere passes its own `fetch`; here they are kept at half their size."""
     layer = stack()
@@ -100,6 +102,7 @@ def test_fetch_brings_each_units_parameters():
     np.testing.assert_array_equal(fetched, y)
 
 
+@pytest.mark.pairs
 def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
     layer = stack()
     params, buffers = values(layer)

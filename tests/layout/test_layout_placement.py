@@ -34,6 +34,7 @@ def test_copy_partition_tags_what_matches_and_can_be_applied_again():
     assert set(kinds(specs).values()) == {"device"}
 
 
+@pytest.mark.pairs
 def test_copy_partition_works_on_optax_states_and_parameters():
     program = small.program(small.experiment())
     tagged = copy_partition(program.layout.specs["optimizer"], pattern=r"/mu/.*weight", memory_kind="pinned_host")
@@ -157,6 +158,7 @@ def test_hosted_state_is_on_the_host_and_its_numbers_are_those_of_the_device(hos
     assert on_device.layout.bytes_per_device(memory_kind="pinned_host") == 0
 
 
+@pytest.mark.pairs
 def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkeypatch):
     """The reason for `fetch`: the compiler does not move a host array for us."""
     group = hosted.layout.specs["optimizer"]

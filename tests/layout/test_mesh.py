@@ -176,6 +176,7 @@ def test_the_compilers_topology_has_the_hosts_of_a_real_run():
     assert accelerator_name(list(mesh.devices.flat)) == "h200x16"
 
 
+@pytest.mark.pairs
 def test_all_processes_of_one_machine_are_on_one_host():
     """What JAX calls a slice where there is no TPU is a machine, by its boot id, and not a process."""
     code = (

@@ -8,6 +8,7 @@ import pytest
 from framework.layout.words import pack, packed_shape, unpack
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 33, 64, 600])
 def test_codes_come_back(rows):
     codes = np.random.default_rng(rows).integers(0, 256, (2, rows, 5), np.uint8)
@@ -32,6 +33,7 @@ def test_words_take_no_more_bytes_than_codes_where_rows_fill_tiles():
     assert packed_shape((50257, 8)) == (12568, 8)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("rows", "tile_rows"), [(64, None), (64, 2), (24, 3), (320, 8)])
 def test_half_bytes_come_back(rows, tile_rows):
     codes = np.random.default_rng(rows).integers(0, 16, (2, rows, 5), np.uint8)

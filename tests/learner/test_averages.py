@@ -20,7 +20,7 @@ def experiment(memory=None):
     return small.experiment(small.llama(**BFLOAT16), memory=memory, optimizer=optimizer, ema=DECAY, clip=None)
 
 
-@pytest.mark.once("streamed")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "memory",
     [{}, HOSTED, {"update": "in_backward"}, {"update": "layer_programs"}],
@@ -45,7 +45,7 @@ def test_the_average_of_bfloat16_weights_moves(memory):
     assert np.isfinite(program.evaluate(state, program.put(small.host_batch(program)), averaged=True)["nll"])
 
 
-@pytest.mark.once("host")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, HOSTED], ids=["device", "host"])
 def test_averages_of_a_checkpoint_in_bfloat16_are_read_as_float32(tmp_path, memory):
     program = small.program(experiment(memory))

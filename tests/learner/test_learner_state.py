@@ -34,6 +34,7 @@ def cast(tree, dtype: str):
 # --- averages --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_averages_equal_a_hand_written_loop():
     params, grads = updates.draw(0), updates.gradients(20)
     history = updates.ours(learner(ema=0.9), params, grads)
@@ -46,6 +47,7 @@ def test_averages_equal_a_hand_written_loop():
     assert history[-1].ema.keys() == params.keys()
 
 
+@pytest.mark.pairs
 def test_averages_do_not_change_the_updates_and_cost_nothing_when_off():
     params, grads = updates.draw(0), updates.gradients(3)
     with_average, without = (updates.ours(learner(ema=ema), params, grads)[-1] for ema in (0.5, None))
@@ -56,6 +58,7 @@ def test_averages_do_not_change_the_updates_and_cost_nothing_when_off():
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_bf16_parameters_with_a_float32_master_are_the_float32_run_cast():
     params = updates.draw(0)
     grads = [cast(tree, "bfloat16") for tree in updates.gradients(20)]
@@ -90,6 +93,7 @@ def test_no_master_where_parameters_are_precise_already():
 HALVES = {"learning_rate": 0.02, "b1": 0.5, "b2": 0.5, "weight_decay": 0.1}
 
 
+@pytest.mark.pairs
 def test_bf16_moments_are_rounded_after_each_step_and_used_in_float32():
     params, grads = updates.draw(0), updates.gradients(20)
     history = updates.ours(
@@ -132,6 +136,7 @@ def test_float32_moments_of_bf16_parameters_are_not_rounded_on_the_way():
     assert {leaf.dtype for leaf in jax.tree.leaves(kept.params)} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "fields",
@@ -192,6 +197,7 @@ BAD = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, name):
     step, kept, good = guarded
@@ -206,6 +212,7 @@ def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, na
 # --- one unit at a time ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_layer_updated_alone_is_the_layer_updated_with_all(name):
     """What streamed updates rely on: the whole stage's update is the vmap of `unit_update`."""
@@ -233,6 +240,7 @@ def test_frozen_stages_have_no_group():
     assert set(ours.optimizer_specs()) == {"embed", "head"}
 
 
+@pytest.mark.pairs
 def test_layers_share_one_counter_while_they_are_updated_together():
     """Mapped over the layers it makes vectors, to multiply by which XLA for TPU transposes whole stacks of weights."""
     program = small.program(small.experiment(small.llama(stack__num_layers=4), optimizer=ADAMW))

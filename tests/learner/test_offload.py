@@ -42,6 +42,7 @@ def test_partition_tags_what_matches_and_is_large() -> None:
         offload_optimizer(optax.adamw(1e-3), offload_src="pinned_host", offload_dst="device")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "make",
     [lambda wrap: wrap(optax.adam(0.1)), lambda wrap: partitioned_chain([optax.clip(1.0), wrap(optax.adam(0.1))])],
@@ -107,6 +108,7 @@ def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> 
     small.assert_same_bits(after["optimizer"], state["optimizer"])
 
 
+@pytest.mark.pairs
 def test_nothing_is_moved_twice() -> None:
     settings = [(one, kind) for kind in ("device", "pinned_host") for one in (ADAMW, wrapped("mu/"))]
     steps = [program(one, optimizer_state=kind).traced_step for one, kind in settings]

@@ -72,6 +72,7 @@ CASES |= {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", CASES)
 def test_reach(name: str) -> None:
     optimizer, expected = CASES[name]
@@ -82,6 +83,7 @@ def test_reach(name: str) -> None:
 UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used", "novograd"}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("specs", [SPECS, ONE], ids=["all", "one"])
 def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
@@ -94,12 +96,14 @@ def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
         assert keeps_apart(optimizer, specs)
 
 
+@pytest.mark.pairs
 def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.learner.reaches.probe", lambda *_: pytest.fail("a trial compiles"))
     for name in ("nanogpt-cpu", "stdlib-tiny", "llama2-7b", "digits-glow"):
         configs.load(name).instantiate().learner.check_reach()
 
 
+@pytest.mark.pairs
 def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that could read the optimizer tries nothing; schedules that update by pieces ask when they are traced."""
     monkeypatch.setattr("framework.learner.reaches._reaches", {})
@@ -111,12 +115,14 @@ def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) ->
     assert reaches == ["element"] * len(learner.groups)
 
 
+@pytest.mark.pairs
 def test_units_of_one_leaf() -> None:
     assert {probe(CASES[name][0], ONE) for name in NAMED["global"].split()} == {"global"}
     assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # where there is something larger, they do not decide
     assert probe(CASES["contrib.muon"][0], VECTOR) == "element"  # Adam's
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> None:
     """LAMB divides by the norm of a tensor, which in one row is that of the row: as LoRA's adapters of rank 1."""
@@ -138,6 +144,7 @@ def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
     assert reaches == ["element"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", "in_backward"])
 def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.MonkeyPatch):
     """A trial within a trace compiles each of its operations by itself."""
@@ -152,6 +159,7 @@ def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.
     _ = program.traced_step
 
 
+@pytest.mark.pairs
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("framework.learner.reaches.probe", lambda one, specs: calls.append(specs) or probe(one, specs))

@@ -20,6 +20,7 @@ SEED = fold(jnp.uint32(3), 1, 4)
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_noise_is_uniform_and_independent_of_its_neighbours():
     """Mean, variance, a chi-square over its highest byte, and correlations along both axes and between seeds."""
     size = 1024
@@ -39,6 +40,7 @@ def test_seeds_differ_by_every_number_and_name():
     assert len({int(seed) for seed in seeds}) == len(seeds)
 
 
+@pytest.mark.pairs
 def test_a_block_has_the_noise_of_its_place():
     whole = noise(SEED, (64, 96))
     rows = [noise(SEED, (16, 96), Origin((16 * i, 0), (64, 96))) for i in range(4)]
@@ -46,6 +48,7 @@ def test_a_block_has_the_noise_of_its_place():
     np.testing.assert_array_equal(noise(SEED, (32, 8), Origin((8, 40), (64, 96))), whole[8:40, 40:48])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", None), (None, ("x", "y"))])
 def test_the_result_is_the_same_on_any_mesh(axes):
     x = jax.random.normal(jax.random.key(0), (64, 96))
@@ -62,6 +65,7 @@ def test_the_result_is_the_same_on_any_mesh(axes):
 # --- rounding --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_one_of_both_neighbours_and_right_on_average():
     low, high, n = 1.0, 1.0 + 2.0**-7, 200_000
     for part in (0.125, 0.5, 0.9):
@@ -73,6 +77,7 @@ def test_one_of_both_neighbours_and_right_on_average():
         np.testing.assert_array_equal(below, -found)
 
 
+@pytest.mark.pairs
 def test_what_is_exact_or_not_finite_stays():
     most = float(jnp.finfo(jnp.bfloat16).max)
     values = jnp.array([0.0, -0.0, 1.5, -3.0, most, -most, np.inf, -np.inf, np.nan], jnp.float32)
@@ -109,6 +114,7 @@ def trained(rounding: str, steps: int, **fields):
     return updates.ours(learner(rounding, **fields), ones, [ones] * steps)
 
 
+@pytest.mark.pairs
 def test_small_updates_are_lost_by_nearest_and_by_no_other():
     """100 steps of 1e-3 down from 1; the last place of a bfloat16 just below 1 is 1/256."""
     expected = 1.0 - 100 * 1e-3

@@ -24,6 +24,7 @@ def learner(optimizer, dtype="float32", **fields) -> Learner:
     return config_for(Learner, optimizer=optimizer, clip=None, **fields).instantiate(specs=updates.specs(dtype))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps_equal_plain_optax_on_unstacked_leaves(name: str):
     params, always = updates.draw(0), updates.draw(1, scale=0.3)  # Prodigy's rate grows while gradients agree
@@ -56,6 +57,7 @@ def experiment(scope: str, **memory: str):
     return small.experiment(model, mesh={"data": 2, "fsdp": 2, "model": 2}, memory=memory, **fields)
 
 
+@pytest.mark.pairs
 def test_a_program_keeps_its_state_where_the_layout_says():
     program = small.program(experiment("model", optimizer_state="pinned_host"))
     state, metrics = small.run(program, 2)

@@ -74,6 +74,7 @@ def compare(ours: Learner, reference: optax.GradientTransformation, grads=None) 
     return updates.worst([updates.unstack(kept.params) for kept in history], expected)
 
 
+@pytest.mark.once("adamw with a schedule", "adafactor", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_equal_plain_optax_with_an_active_clip(name):
     config, tolerance = OPTIMIZERS[name]
@@ -84,6 +85,7 @@ def test_twenty_steps_equal_plain_optax_with_an_active_clip(name):
     assert compare(learner(config, clip=clip), reference, grads) <= tolerance
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "config",
     [
@@ -97,6 +99,7 @@ def test_without_a_clip_the_bits_are_optaxs(config):
     assert compare(learner(config), config.instantiate()) == 0.0
 
 
+@pytest.mark.pairs
 def test_in_float64_adamw_is_exact_far_beyond_float32():
     with jax.enable_x64(True):
         config = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)  # optax's schedules are in float32
@@ -124,6 +127,7 @@ def by_path(tree, label):
     return jax.tree_util.tree_map_with_path(lambda keypath, _: label(jax.tree_util.keystr(keypath)), tree)
 
 
+@pytest.mark.pairs
 def test_weight_decay_rules_equal_optaxs_mask():
     config = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.5)
     rule = config_for(Rule, pattern="bias|norm", set={"weight_decay": 0.0})
@@ -137,6 +141,7 @@ def test_weight_decay_rules_equal_optaxs_mask():
     assert compare(learner(config), reference) > 1e-3
 
 
+@pytest.mark.pairs
 def test_rules_choose_optimizers_per_group_and_the_first_match_decides():
     rules = [
         config_for(Rule, pattern="square", optimizer=config_for(optax.contrib.muon, learning_rate=0.01)),
@@ -174,6 +179,7 @@ def test_rules_choose_optimizers_per_group_and_the_first_match_decides():
     }
 
 
+@pytest.mark.pairs
 def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_constants():
     config = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)
     ours = learner(config, rules=[config_for(Rule, pattern="embed|wide/weight", freeze=True)], clip=1.0, ema=0.9)
@@ -246,6 +252,7 @@ def test_a_rules_optimizer_is_reported_by_no_other_rate_than_the_learners():
     assert float(learner(OPTIMIZERS["sgd"][0]).learning_rate(7)) == np.float32(0.05)
 
 
+@pytest.mark.pairs
 def test_the_norm_that_is_reported_is_the_one_before_clipping():
     grads = updates.draw(5)
     decision = updates.decide(learner(OPTIMIZERS["sgd"][0], clip=0.5), jnp.float32(1.0), grads)

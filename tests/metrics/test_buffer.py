@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from framework.metrics.throughput import MetricsBuffer
 
@@ -26,6 +27,7 @@ def test_every_step_in_order_one_late():
     assert buffer.take(keep=0) == []
 
 
+@pytest.mark.pairs
 def test_take_does_not_wait_for_the_newest():
     @jax.jit
     def slow(x):  # about two seconds

@@ -28,6 +28,7 @@ def growth(before, device, kind):
     return live_array_bytes().get((device, kind), 0) - before.get((device, kind), 0)
 
 
+@pytest.mark.pairs
 def test_live_bytes_by_device_and_kind(mesh):
     before = live_array_bytes()
     count = len(jax.devices())
@@ -43,6 +44,7 @@ def test_live_bytes_by_device_and_kind(mesh):
     del sharded, replicated, hosted, one
 
 
+@pytest.mark.pairs
 def test_shards_that_were_looked_at_count_once(mesh):
     before = live_array_bytes()
     count = len(jax.devices())
@@ -56,6 +58,7 @@ def test_shards_that_were_looked_at_count_once(mesh):
     del array, lookalike
 
 
+@pytest.mark.pairs
 def test_donated_arrays_are_gone():
     device = jax.devices()[0]
     array = jax.device_put(np.ones(5000, np.float32), device)
@@ -66,6 +69,7 @@ def test_donated_arrays_are_gone():
     del out
 
 
+@pytest.mark.pairs
 def test_without_statistics_arrays_are_counted(mesh):
     count = len(jax.devices())
     kept = jax.device_put(np.ones((count, 1 << 16), np.float32), NamedSharding(mesh, PartitionSpec("x")))
@@ -104,6 +108,7 @@ def test_allocator_statistics_win(monkeypatch):
     assert metrics == {"memory/device_bytes": 30, "memory/device_peak_bytes": 99, "memory/host_bytes": 7}
 
 
+@pytest.mark.pairs
 def test_resident_memory_grows_with_what_is_touched():
     # A mapping of its own: what malloc gives may have been touched before.
     with mmap.mmap(-1, 64 << 20) as block:

@@ -46,6 +46,7 @@ def count(picture, color):
     return int((np.abs(picture - np.array(color)).sum(axis=-1) < 30).sum())
 
 
+@pytest.mark.pairs
 def test_full_run(tmp_path):
     metrics = write(tmp_path / "m.jsonl", 400, evaluate_every=20, ema=True, nan=(50, 51), resume=200)
     path = plot_losses(metrics, tmp_path / "loss.png", "tiny")
@@ -64,12 +65,14 @@ def test_curves_that_are_not_there_are_not_drawn(tmp_path):
     assert count(picture, VALIDATION_RED) == count(picture, EMA_TEAL) == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("steps", [0, 1, 60])
 def test_few_points(tmp_path, steps):
     picture = pixels(plot_losses(write(tmp_path / "m.jsonl", steps, evaluate_every=1), tmp_path / "loss.png", "tiny"))
     assert (count(picture, TRAIN_BLUE) > 50) == (steps > 0)
 
 
+@pytest.mark.pairs
 def test_nan_a_spike_and_a_run_without_losses(tmp_path):
     for name, losses in (("nan", [math.nan] * 30), ("spike", [3.0] * 40 + [1e9] + [3.0] * 80), ("none", [])):
         writer = JsonlWriter(tmp_path / f"{name}.jsonl")

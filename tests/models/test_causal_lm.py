@@ -47,6 +47,7 @@ def difference(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.abs(left - right).max(axis=-1)
 
 
+@pytest.mark.pairs
 def test_no_position_sees_a_later_one(built):
     _, _, logits = built
     changed = TOKENS.copy()
@@ -56,6 +57,7 @@ def test_no_position_sees_a_later_one(built):
     assert np.all(moved[:, 7:] > 1e-4)
 
 
+@pytest.mark.pairs
 def test_packed_documents_are_as_if_each_were_alone(built):
     _, _, logits = built
     segments = np.array([[1] * 5 + [2] * 7, [1] * 8 + [2] * 2 + [0] * 2], np.int32)
@@ -92,6 +94,7 @@ def test_grouped_queries_equal_heads_of_their_own_with_equal_weights():
     assert model.stack.unit.layers["block0"].attention.num_kv_heads == 2
 
 
+@pytest.mark.pairs
 def test_a_window_hides_what_lies_before_it():
     config = small.llama(stack__num_layers=1)
     small.block(config).attention.window = 4
@@ -104,6 +107,7 @@ def test_a_window_hides_what_lies_before_it():
     assert np.all(moved[:, 6:] == 0.0)
 
 
+@pytest.mark.pairs
 def test_qk_norm_takes_the_size_of_queries_and_keys_away():
     config = small.llama()
     small.block(config).attention.qk_norm = config_for(RMSNorm, eps=1e-12)
@@ -118,6 +122,7 @@ def test_qk_norm_takes_the_size_of_queries_and_keys_away():
     assert difference(logits({"tokens": TOKENS}, sharper), expected).max() > 1e-2
 
 
+@pytest.mark.pairs
 def test_soft_caps_bound_the_output_and_reach_attention():
     config = small.llama(head__softcap=3.0)
     _, params, plain = build(config)
@@ -140,6 +145,7 @@ def with_query(params, weight):
 # --- ties ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_the_gradient_of_a_tied_table_is_the_sum_of_its_two_uses():
     tied = small.program(small.experiment(small.gpt2(), documents=True))
     apart = small.program(small.experiment(small.gpt2(head__tied=False), documents=True))
@@ -173,6 +179,7 @@ def test_a_tie_is_one_parameter():
 # --- shapes, dtypes, counts ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_bf16_parameters_and_compute_stay_close_to_f32():
     _, params, logits = family("llama")
     expected = logits({"tokens": TOKENS})
@@ -200,6 +207,7 @@ def test_parameters_and_operations_counted_by_hand():
     assert config.instantiate().flops_per_token(16) == 3 * (2 * (matrices + V * D) + L * 4 * D * 4)
 
 
+@pytest.mark.pairs
 def test_units_are_split_for_differentiation_and_joined_again():
     model = small.gpt2(stack__unroll=0).instantiate()
     params = initialize(model.parameter_specs(), jax.random.key(0))
@@ -215,6 +223,7 @@ def test_units_are_split_for_differentiation_and_joined_again():
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_evaluation_sums_what_training_averages():
     """Dropout is off; sums over counted targets; the averages are used where asked for."""
     program = small.program(small.experiment(documents=True, ema=0.5))

@@ -13,6 +13,7 @@ from tests.support import small
 from tests.support.latent import with_latents
 
 
+@pytest.mark.pairs
 def test_random_values_are_scaled_by_the_depth_of_the_model():
     model = with_latents(small.llama(stack__num_layers=6))
     with_depth = model.instantiate()
@@ -23,6 +24,7 @@ def test_random_values_are_scaled_by_the_depth_of_the_model():
         np.testing.assert_allclose(deviation, 0.2 / np.sqrt(2 * 8), rtol=0.1)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", "layer_programs"])
 def test_settings_of_layers_count_those_of_the_stack(update):
     """The first layers go with the first one of the stack."""

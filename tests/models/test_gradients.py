@@ -25,6 +25,7 @@ def llama():
     return model, "none"
 
 
+@pytest.mark.once("llama")
 @pytest.mark.parametrize("family", [gpt2, llama])
 def test_gradients_equal_central_differences(family):
     with jax.enable_x64(True):

@@ -37,10 +37,7 @@ def summed_in_float64(indices: np.ndarray, terms: Any, rows: int) -> np.ndarray:
     return sums
 
 
-@pytest.mark.once(
-    *("bfloat16-{}-at once", "bfloat16-{}-in parts", "float32-{'fsdp': 4, 'seq': 2}-at once"),
-    *("bfloat16-{'data': 2, 'fsdp': 2, 'model': 2}-at once", "float32-{'data': 2, 'fsdp': 2, 'model': 2}-in parts"),
-)
+@pytest.mark.pairs
 @pytest.mark.parametrize("sum_bytes", [lookup.SUM_BYTES, 1 << 14], ids=["at once", "in parts"])
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "seq": 2}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -67,6 +64,7 @@ def test_the_gradient_of_a_lookup_is_the_sum_of_its_terms(dtype, mesh, sum_bytes
     assert distance(grad[COMMON], expected[COMMON]) < tolerance
 
 
+@pytest.mark.pairs
 def test_indices_outside_of_the_table_add_nothing():
     terms = jnp.ones((1, 4, 8), jnp.bfloat16)
     grad = lookup.table_gradient(jnp.array([[0, -1, 5, 2]]), terms, shape=(3, 8), dtype=jnp.bfloat16)
@@ -149,7 +147,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.once("in_backward")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("param_dtype", "memory", "mesh"), SCHEDULES)
 def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expected_of):
     """A tied table of tokens, and positions under document masks, under every schedule."""
@@ -224,7 +222,7 @@ class Shift(Layer):
 UNITS = 512
 
 
-@pytest.mark.once("{}", "{'update': 'in_backward'}", "{'update': 'layer_programs'}")
+@pytest.mark.once("{'update': 'in_backward'}", "{'update': 'layer_programs'}")
 @pytest.mark.parametrize(
     "memory",
     [{}, {"update": "in_backward"}, HOSTED, {"update": "in_backward", "remat": "sqrt"}, {"update": "layer_programs"}],
@@ -253,6 +251,7 @@ def test_gradients_of_shared_layers_are_added_up_in_float32(memory):
     assert distance(total, terms.sum(0)) < ROUNDED_ONCE
 
 
+@pytest.mark.pairs
 def test_microbatches_are_added_up_in_float32():
     """Equal ones, so that their sum is known; beside bfloat16 weights without a master copy."""
     count = 512
@@ -288,7 +287,7 @@ def equations(jaxpr) -> list[Any]:
     return found
 
 
-@pytest.mark.once("gpt2-{'update': 'in_backward'}", "llama-{}")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, {"update": "in_backward"}], ids=str)
 @pytest.mark.parametrize("family", [small.gpt2, small.llama])
 def test_no_step_asks_for_a_sum_in_bfloat16(family, memory):

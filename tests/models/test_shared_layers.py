@@ -54,6 +54,7 @@ def test_the_gradient_is_the_sum_over_equal_copies(by_copies, unroll, remat, mes
     small.assert_close(grads, expected | {f"shared{path[5:]}": grad for path, grad in sums.items()}, 1e-12)
 
 
+@pytest.mark.pairs
 def test_there_is_one_copy_and_every_use_is_work():
     sharing, apart = config().instantiate(), config(()).instantiate()
     specs, unit = sharing.model.parameter_specs(), sharing.model.stack.unit.parameter_specs()
@@ -77,6 +78,7 @@ def test_schedules_agree(memory):
     small.assert_close(small.arrays(state["parameter"]), small.arrays(expected["parameter"]), 2e-6)
 
 
+@pytest.mark.pairs
 def test_evaluation_rules_and_checkpoints_know_them(tmp_path):
     """For sampling see tests/generation, where a model has them."""
     rules = [config_for(Rule, pattern="^shared/block1/mlp", freeze=True)]

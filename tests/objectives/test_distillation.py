@@ -97,6 +97,7 @@ def head_loss(fields: dict, batch: dict, chunk_tokens: int = 3):
     return loss, logits
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("top_k", [1, 4, V])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
@@ -120,6 +121,7 @@ def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
             assert float(np.sum(np.asarray(grads[index]) * direction)) == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.pairs
 def test_the_bucket_keeps_its_digits_where_it_is_all_but_empty():
     """float32: a student that gives the other tokens 1e-9 together still has their gradient."""
     x, table, _, batch = drawn()
@@ -149,6 +151,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence():
             assert float(metrics["agreement"]) == pytest.approx(1.0)
 
 
+@pytest.mark.pairs
 def test_fewer_tokens_of_the_teacher_are_never_a_larger_divergence():
     x, table, teacher, batch = drawn()
     with jax.enable_x64(True):
@@ -229,6 +232,7 @@ WAYS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_training_gives_the_same(way):
     losses, weights = trained()

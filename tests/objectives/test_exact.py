@@ -193,6 +193,7 @@ def _updated(optimizer: Any, params: Any, opt_state: Any, grads: Any, factor: ja
     return optax.apply_updates(params, changes), opt_state
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "case",
     [*ONCE, *(pytest.param(case, marks=pytest.mark.pairs) for case in covering())],

@@ -37,6 +37,7 @@ def run(objective, log_probs, batch, counted=None):
     return objective.loss(GivenLogProbs(), {}, log_probs, ctx)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_loss_and_gradient(name):
     objective, batch, log_probs = setup(name)
@@ -128,6 +129,7 @@ def test_a_reference_that_is_stored_as_sums_is_the_same():
     assert same == pytest.approx(float(loss), rel=1e-6)
 
 
+@pytest.mark.pairs
 def test_odds_of_a_certain_answer_are_finite():
     """Its log-probability rounds to 0 in float32, where neither loss nor gradient may be NaN."""
     batch = random_batch("orpo", SHAPE, VOCAB)
@@ -138,6 +140,7 @@ def test_odds_of_a_certain_answer_are_finite():
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_of_padding_has_no_loss_and_no_nan(name):
     """Rows of an evaluation beyond the end of a set: nothing is counted."""

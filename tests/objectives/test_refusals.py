@@ -26,6 +26,7 @@ def program(objective, extra, **fields):
     return Program(config.instantiate(data=data), jax.devices()[:1])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("objective", "extra", "missing"),
     [

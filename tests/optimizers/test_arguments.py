@@ -40,6 +40,7 @@ def check(made: Any, **fields: Any) -> None:
     check_arguments(made, "learner.optimizer")
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:optax.*deprecated")  # of the same names outside of contrib
 @pytest.mark.parametrize("name", [*optimizers(), *OPTIMIZERS])
 def test_the_defaults_of_every_optimizer_are_taken(name: str):

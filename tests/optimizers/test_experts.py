@@ -51,6 +51,7 @@ def trained(optimizer, specs, params, grads):
     return flatten(jax.device_get(params)), state
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MAKES)
 def test_each_expert_moves_as_if_alone(name):
     rng = np.random.default_rng(0)
@@ -95,6 +96,7 @@ def test_states_of_experts_are_cut_as_experts_and_are_small(name):
     assert all(leaf.shape == () and leaf.counts_updates for leaf in counters)
 
 
+@pytest.mark.pairs
 def test_weight_decay_is_for_matrices_of_experts_and_the_router_and_for_no_bias():
     """What named configs have, `no_decay("norm|bias")`: with gradients of nothing, only what decays becomes smaller."""
     model = small.llama()

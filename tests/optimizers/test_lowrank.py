@@ -96,7 +96,7 @@ def side_of(path, per_table):
     return int(shape[0] > shape[1])
 
 
-@pytest.mark.once("apollo", "full rank", "mini", "mini, factored", "mini, adam")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", CASES)
 def test_the_papers_equations_in_float64(name):
     optimizer, rank, alpha, per, per_table = CASES[name]
@@ -133,6 +133,7 @@ def trained(optimizer, grads):
     return flatten(params)
 
 
+@pytest.mark.pairs
 def test_a_projection_for_each_parameter_and_layer():
     """The same gradient for parameters of another name, and under another seed, is projected otherwise."""
     optimizer = apollo_mini(learning_rate=0.1, tables="same")
@@ -215,7 +216,7 @@ def test_moments_in_bfloat16_but_no_norms():
     }
 
 
-@pytest.mark.once("apollo-same", "apollo_mini-adam", "apollo_mini-factored")
+@pytest.mark.pairs
 @pytest.mark.parametrize("tables", ["adam", "factored", "same"])
 @pytest.mark.parametrize("make", [apollo, apollo_mini])
 def test_gradients_of_zero_move_nothing_and_leave_no_trace(make, tables):
@@ -233,6 +234,7 @@ def test_gradients_of_zero_move_nothing_and_leave_no_trace(make, tables):
     assert (moved["token"][3] == 1).all()
 
 
+@pytest.mark.pairs
 def test_one_huge_element_makes_no_nan():
     made = (apollo(learning_rate=0.1, rank=2, tables="same"), apollo_mini(learning_rate=0.1))
     fitted = [optimizer.of_specs(SPECS) for optimizer in made]  # whose updates are compiled once each

@@ -50,6 +50,7 @@ def assert_equal(actual, expected, paths):
         np.testing.assert_allclose(actual[path], expected[path], rtol=2e-5, atol=2e-6, err_msg=path)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("make", "options", "reference"),
     [
@@ -67,11 +68,13 @@ def test_matrices_are_optaxs_and_the_rest_has_adamw(make, options, reference):
     assert_equal(actual, plain(optax.adamw(0.02, weight_decay=0.1)), rest)
 
 
+@pytest.mark.pairs
 def test_muons_rest_may_have_a_learning_rate_of_its_own():
     actual = trained(muon, adam_learning_rate=0.005)
     assert_equal(actual, plain(optax.adamw(0.005, weight_decay=0.1)), ["embed/token", "head/norm/scale"])
 
 
+@pytest.mark.pairs
 def test_moments_in_bfloat16():
     for make in (muon, galore):
         config = config_for(make, learning_rate=0.02)
@@ -134,6 +137,7 @@ def test_galore_decomposes_when_it_is_due():
 RECORDED = Path(__file__).parent / "recorded" / "galore.json"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", theirs.CASES)
 @pytest.mark.parametrize("name", theirs.SHAPES)
 def test_galore_torch_as_recorded(name, case):

@@ -36,6 +36,7 @@ def theirs(request: pytest.FixtureRequest) -> Any:
     return importlib.import_module("tools.peers.optimizers").compute
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_parameters_after_training(name, theirs):
     expected, (actual, _) = theirs(name), cases.ours(name)
@@ -60,6 +61,7 @@ def test_moments_in_8_bits(theirs):
         np.testing.assert_allclose(np.asarray(moment.scale).T.ravel(), expected[f"{part}/scale"], rtol=1e-5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes(signed, theirs):
     """The same ones, but that a second moment which is not zero does not become zero."""

@@ -130,6 +130,7 @@ def distance(actual: list[Flat], expected: list[Flat], paths: Any = SHAPES) -> f
 every = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
+@pytest.mark.pairs
 @every
 def test_signs(name):
     """Decay too: what is turned over stays turned over."""
@@ -140,6 +141,7 @@ def test_signs(name):
     assert PROPERTIES[name].odd < 1e-6 or error > 1e-6  # stated as it is
 
 
+@pytest.mark.pairs
 @every
 def test_scales(name):
     """All of them are invariant, but for an eps."""
@@ -147,6 +149,7 @@ def test_scales(name):
     assert distance(scaled, train(name, PARAMS, GRADS)) <= PROPERTIES[name].scale
 
 
+@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("axis", [0, 1])
 def test_permutations(name, axis):
@@ -197,6 +200,7 @@ def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[lis
     return runs[0], different
 
 
+@pytest.mark.pairs
 @every
 def test_one_huge_element(name):
     """In float32: everything stays finite, and what it may touch is stated. (Squares are 1e30: they can be summed.)"""
@@ -213,7 +217,7 @@ def test_one_huge_element(name):
     assert where.sum() > expected.sum() / 2
 
 
-@pytest.mark.once("adamw8bit", "galore", "apollo")  # states of three kinds; the learner is one for all
+@pytest.mark.pairs
 @every
 def test_a_step_whose_norm_is_infinite_changes_nothing(name):
     """1e30, whose square is none in float32. Some optimizers would make a tensor of NaN of it; the learner does not."""
@@ -228,6 +232,7 @@ def test_a_step_whose_norm_is_infinite_changes_nothing(name):
         assert np.isfinite(np.asarray(x, np.float64)).all(), path
 
 
+@pytest.mark.pairs
 @every
 def test_layers_at_once_are_layers_one_by_one(name):
     """Mapped over layers, each with noise of its own if it draws."""

@@ -43,6 +43,7 @@ def nearest(x: np.ndarray, signed: bool) -> np.ndarray:
     return codes if signed else np.where((codes == 0) & (x > 0), 1, codes)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_of_the_nearest_number(signed, dtype):
@@ -86,6 +87,7 @@ def draw(rng: np.random.Generator, size: float) -> dict[str, np.ndarray]:
     return {k: size * rng.normal(size=s.shape) * 10 ** rng.uniform(-4, 0, size=s.shape) for k, s in SPECS.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tables", "block"), [("float32", 256), ("8bit", 256), ("8bit", 64)])
 def test_the_papers_equations_in_float64(tables, block):
     rng = np.random.default_rng(1)
@@ -137,6 +139,7 @@ def learner(**fields: Any) -> Learner:
     return config_for(Learner, optimizer=config, **fields).instantiate(specs=updates.specs())
 
 
+@pytest.mark.pairs
 def test_it_may_not_be_cut_into_rows():
     """Rows would be cut through blocks. What is tried out are toys, in which nothing is quantized."""
     made = learner()
@@ -144,6 +147,7 @@ def test_it_may_not_be_cut_into_rows():
     assert probe(adamw8bit(learning_rate=0.1), {"weight": SPECS["long/weight"]}) == "tensor"
 
 
+@pytest.mark.pairs
 def test_a_dtype_for_moments_is_for_the_precise_ones_and_the_scales():
     params, grads = updates.draw(0), updates.gradients(5)
     made = learner(moment_dtype="bfloat16")

@@ -139,6 +139,7 @@ def test_every_kind_is_tried():
     assert tried == {target for target in STEP_ARGUMENTS if "schedule_free" not in target.__name__}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", OF_OPTAX)
 def test_a_scaled_schedule_is_the_same_curve(name: str):
     """At a tenth of the steps: the rates of every tenth step, of which every third is compared."""
@@ -207,6 +208,7 @@ def test_steps_as_keys_are_numbers_where_they_are_used():
 # --- schedules that follow the run -----------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_named_configs_have_the_rates_that_their_sources_say():
     """At their own lengths, to the bit: (peak, warm-up, what is left of the peak at the end) of each schedule."""
     expected = {
@@ -251,6 +253,7 @@ def test_shapes_against_their_formulas():
     np.testing.assert_allclose(rates(curve, at), np.where(at < warmup, rise, fall), rtol=1e-5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("target", OURS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 19, 20, 21])
 @pytest.mark.parametrize("warmup", [0, 20, 0.0, 0.5, 0.99])

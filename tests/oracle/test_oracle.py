@@ -62,7 +62,7 @@ def renamed(state: Any) -> dict[str, np.ndarray]:
 
 
 # f32 differs by rounding alone. In bf16 two orders of summation differ by some percent of what four steps change.
-@pytest.mark.once("float32-1e-05")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
 def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(llama2, "HEAD_CHUNK", CHUNK)

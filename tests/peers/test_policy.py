@@ -17,6 +17,7 @@ LIMIT = 1e-5
 SEED = 11
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", CASES)
 def test_recorded(name: str):
     samples, theirs = load(file_of(name))

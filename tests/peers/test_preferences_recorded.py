@@ -21,6 +21,7 @@ def too_far(errors):
     return {path: error for path, error in errors.items() if not error <= LIMIT}
 
 
+@pytest.mark.once("dpo-packed", "kto-packed")
 @pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.pairs)])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_metrics(name, layout):
@@ -30,6 +31,7 @@ def test_loss_gradients_and_metrics(name, layout):
     assert too_far(errors) == {}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

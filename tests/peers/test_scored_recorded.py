@@ -9,6 +9,7 @@ from tools.peers.recording import TUNING, Results
 LIMIT = 1e-5
 
 
+@pytest.mark.once("reward")
 @pytest.mark.parametrize("kind", ["classify", "reward"])
 def test_logits_loss_gradients_and_ten_steps(kind):
     seed, weights, gradients, results = scored.recorded(TUNING / f"scored-{kind}.npz")

@@ -73,6 +73,7 @@ def hosts(candidate: Candidate) -> bool:
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_what_fits_is_left_as_it_is():
     config = small_llama()
     candidate = chooser(config, "v5e-1", 64 * needs(config, "v5e-1")).propose()
@@ -81,6 +82,7 @@ def test_what_fits_is_left_as_it_is():
     assert candidate.cost.moved == 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("target", ["v5e-1", "h100"])
 def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: str):
     config = small_llama(layers=16)
@@ -94,6 +96,7 @@ def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: st
     assert 0.8 < candidate.peak / (device_mib * MIB) <= 0.98
 
 
+@pytest.mark.pairs
 def test_the_same_question_has_the_same_answer():
     config = small_llama()
     device_mib = 2 * needs(config, "v5e-1") // 3
@@ -102,6 +105,7 @@ def test_the_same_question_has_the_same_answer():
     assert first == again
 
 
+@pytest.mark.pairs
 def test_what_training_computes_is_not_changed():
     config = small_llama()
     choice = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3).propose()
@@ -175,6 +179,7 @@ def test_meshes_that_cut_experts_have_a_cost():
     assert cost.seconds > 0
 
 
+@pytest.mark.pairs
 def test_experts_wait_for_their_weights_on_tpu():
     """Two gathers and an all-reduce, which goes round twice, of all that a device has not; nothing of a dense model."""
     config = small_mixture()
@@ -192,6 +197,7 @@ def test_experts_wait_for_their_weights_on_tpu():
     assert estimate(dense.instantiate(), sizes, spec).work.waited_received_bytes == 0
 
 
+@pytest.mark.pairs
 def test_too_small_hosts_are_told_from_too_small_devices():
     config = small_llama()
     state = chooser(config, "v5e-1", 10**6).forms.cost(())
@@ -209,6 +215,7 @@ def test_too_small_hosts_are_told_from_too_small_devices():
 # --- the compiler ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_what_the_compiler_says_moves_the_choice():
     config = small_llama()
     device_mib = 2 * needs(config, "v5e-1") // 3
@@ -225,6 +232,7 @@ def test_what_the_compiler_says_moves_the_choice():
     assert asking.room.compiled[best.settings] <= 0.98 * device_mib * MIB
 
 
+@pytest.mark.pairs
 def test_settings_without_a_program_are_left_out():
     config = small_llama()
     refused: list[Candidate] = []
@@ -332,6 +340,7 @@ def test_a_bad_flag_is_one_line(argv: list[str], message: str, capsys: pytest.Ca
     assert error.count("\n") == 1
 
 
+@pytest.mark.pairs
 def test_the_verb_prints_overrides_and_answers_again_from_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -358,6 +367,7 @@ def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
     assert out.count("\n") == 1
 
 
+@pytest.mark.pairs
 def test_what_the_link_hides_costs_nothing():
     """Seconds are no line between no layers and all of them: a part may move beside the products, and cost nothing."""
     config = configs.load("llama3-8b")

@@ -35,6 +35,7 @@ def planned(tmp_path: Path, *flags: str) -> tuple[int, Any]:
     return code, json.loads(path.read_text())
 
 
+@pytest.mark.pairs
 def test_a_plan_is_printed_and_written_and_asked_again_at_once(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -113,6 +114,7 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
     assert seen[-1] == (False, "cpu-2", 3 << 30)
 
 
+@pytest.mark.pairs
 def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
     flags = ["--target=cpu:1", "--estimate", "--device_memory_gib=0.0001", ONE_LAYER, ONE_ROW]
     code, report = planned(tmp_path, *flags)
@@ -122,6 +124,7 @@ def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.Cap
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_a_verdict_alone_has_no_settings_that_fit(tmp_path: Path):
     flags = ["--target=cpu:1", "--estimate", ONE_LAYER]
     _, report = planned(tmp_path, *flags)
@@ -134,6 +137,7 @@ def test_a_verdict_alone_has_no_settings_that_fit(tmp_path: Path):
     assert with_settings[1] | {"suggestions": []} == alone[1]
 
 
+@pytest.mark.pairs
 def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture):
     compare = ["--compare=memory.remat=none,full", "--compare=learner.accumulate=1;2"]
     page = tmp_path / "plan.html"
@@ -152,6 +156,7 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
     assert text.count("<figure>") == 4
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("row", "is_larger"),
     [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)],
@@ -172,6 +177,7 @@ def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_pa
     assert (report["device_peak_bytes"] > plain["device_peak_bytes"]) == is_larger
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -232,6 +238,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
 # --- launch.train ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

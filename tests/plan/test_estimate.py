@@ -74,6 +74,7 @@ def of(experiment, devices, machine):
     return estimate(experiment, experiment.mesh.resolve(devices), spec_for(machine))
 
 
+@pytest.mark.pairs
 def test_the_state_is_exact():
     found = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096  # split over fsdp
@@ -86,6 +87,7 @@ def test_the_state_is_exact():
     assert found.peak_bytes == sum(found.breakdown.values())
 
 
+@pytest.mark.pairs
 def test_optimizer_state_in_host_memory_is_counted_there():
     resident = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
     hosted = of(load("llama2-7b", "data.global_batch_size=16", "memory.optimizer_state=pinned_host"), 16, "v5e")
@@ -93,12 +95,14 @@ def test_optimizer_state_in_host_memory_is_counted_there():
     assert hosted.breakdown["optimizer_state"] + hosted.host_bytes == resident.breakdown["optimizer_state"]
 
 
+@pytest.mark.pairs
 def test_what_would_not_fit_is_selected_one_after_the_other():
     """Llama 2 7B on eight chips: the real compiler has 12.32 GiB (docs/plan.md), where the device has 15.75."""
     settings = ["memory.remat=full", "data.global_batch_size=8", "memory.optimizer_state=pinned_host"]
     assert of(load("llama2-7b", *settings), 8, "v5e").peak_bytes == pytest.approx(12.32 * 2**30, rel=0.2)
 
 
+@pytest.mark.pairs
 def test_weights_and_inputs_in_host_memory():
     """Llama 2 7B on one chip: what is there at once is two layers' weights, one on its way, beside a table. The real
     compiler has 1.231 GiB, and for 13B 1.635 (tools.bench.memory_table hosted-7b hosted-13b)."""
@@ -115,6 +119,7 @@ def test_weights_and_inputs_in_host_memory():
     assert kept.host_breakdown["activations"] == 0
 
 
+@pytest.mark.pairs
 def test_full_remat_keeps_one_input_of_each_layer():
     def activations(count):
         settings = (f"model.stack.num_layers={count}", "data.global_batch_size=8", "memory.remat=full")
@@ -123,6 +128,7 @@ def test_full_remat_keeps_one_input_of_each_layer():
     assert activations(8) - activations(4) == 4 * 4096 * 4096 * 2
 
 
+@pytest.mark.pairs
 def test_less_is_kept_the_more_is_recomputed():
     def activations(*settings):
         return of(load("gpt2-350m", "data.global_batch_size=16", *settings), 4, "v6e").breakdown["activations"]
@@ -135,6 +141,7 @@ def test_less_is_kept_the_more_is_recomputed():
     assert activations("learner.accumulate=2") < 0.6 * sizes[0]
 
 
+@pytest.mark.pairs
 def test_score_matrices_count_where_no_kernel_serves():
     flash, scores = (
         of(
@@ -148,7 +155,7 @@ def test_score_matrices_count_where_no_kernel_serves():
     assert scores.breakdown["activations"] - flash.breakdown["activations"] > causal * 2
 
 
-@pytest.mark.once("stdlib-tiny-2-settings2")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "devices", "settings"),
     [
@@ -174,6 +181,7 @@ class Twice(Linear):
         return super().__call__(weights, jnp.concatenate([x, x], -1)[..., : x.shape[-1]], ctx)
 
 
+@pytest.mark.pairs
 def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
     config = configs.load("nanogpt-cpu")
     config.model.stack.pattern[0].mlp.linear = config_for(Twice, bias=True)
@@ -188,6 +196,7 @@ def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
     assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0
 
 
+@pytest.mark.pairs
 def test_what_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"mesh\.model = 3 does not divide num_kv_heads = 32"):
         of(load("llama2-7b", "mesh.model=3"), 12, "v5e")
@@ -198,7 +207,7 @@ def test_what_does_not_divide_is_refused():
 WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "data.global_batch_size=4")
 
 
-@pytest.mark.once("full", "save:query,mlp_up")
+@pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
 def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
     # XLA counts one iteration of a loop, so there is to be none: units one after the other.
@@ -221,6 +230,7 @@ def test_of_a_mixture_the_active_experts_count(mesh):
     assert of(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.pairs
 def test_recomputation_is_the_products_of_the_stack_without_the_last():
     by_policy = {
         remat: of(load("nanogpt-cpu", *WORK, f"memory.remat={remat}"), 1, "cpu").flops.flops
@@ -237,6 +247,7 @@ def test_recomputation_is_the_products_of_the_stack_without_the_last():
     assert by_policy["sqrt:2"] - by_policy["full"] == 2 * tokens * units * unit
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "settings",
     [
@@ -252,6 +263,7 @@ def test_flops_are_those_of_the_traced_step_on_any_mesh(settings):
     assert of(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
 
 
+@pytest.mark.pairs
 def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients():
     settings = ("data.global_batch_size=16", "mesh.data=8", "learner.clip_mode=two_pass", "learner.clip=1.0")
     in_backward = load("nanogpt-cpu", "memory.update=in_backward", *settings)
@@ -259,6 +271,7 @@ def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients(
     assert of(by_layers, 8, "cpu").flops == of(in_backward, 8, "cpu").flops
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward", "layer_programs"])
 def test_the_least_is_never_more_than_the_estimate(update):
     # Most of what this needs is state, so that a bound that counts anything twice is above the estimate.

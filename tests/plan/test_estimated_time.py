@@ -131,6 +131,7 @@ def test_utilization_and_rate_follow_from_the_seconds():
     assert list(report["parts"]) == list(PARTS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("flags", [["--estimate"], ["--step_only"]])
 def test_a_plan_ends_with_the_time_of_a_step(flags, tmp_path, capsys):
     file = tmp_path / "plan.json"
@@ -150,6 +151,7 @@ def test_settings_are_compared_by_time_too(capsys):
     assert "step" in header
 
 
+@pytest.mark.pairs
 def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
     seconds = {}
     for remat in ("none", "full"):

@@ -41,6 +41,7 @@ def arguments(width: int = 64, rows: int = 512) -> tuple[Any, Any, Any]:
     return params, jax.eval_shape(OPTIMIZER.init, params), SHAPE((rows, width), jnp.float32)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("donate", [(), (0, 1), ("params", "moments")])
 def test_bytes_are_those_of_the_compiler(donate: tuple[Any, ...]):
     planned = pl.plan_function(train_step, arguments(), "cpu:1", donate=donate)

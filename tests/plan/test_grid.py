@@ -24,6 +24,7 @@ def config(**changes: Any) -> Any:
     return changed
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("fits", "limit"), [(True, None), (False, 1 << 10)])
 def test_points_are_around_the_asked_one_and_allowed(fits: bool, limit: int | None):
     target = targets.resolve("v5e-4")
@@ -51,6 +52,7 @@ def test_when_time_is_up_whole_rows_are_left_out():
     assert len(points) == 5
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["v5e-4", "rtx4090"])
 def test_what_moves_a_group_can_be_and_does_so(name: str):
     target = targets.resolve(name)
@@ -78,6 +80,7 @@ def test_what_is_set_already_is_not_proposed():
     assert not [text for text in texts if "optimizer_state" in text or "update" in text]
 
 
+@pytest.mark.pairs
 def test_the_command_line_plans_the_points_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text")

@@ -93,6 +93,7 @@ def test_the_closed_form_says_what_it_leaves_out_of_ragged_products():
     assert "as for the gradient of the weights XLA for TPU multiplies" in line
 
 
+@pytest.mark.pairs
 def test_the_note_of_the_closed_form_is_in_the_report(capsys: pytest.CaptureFixture):
     setting = "--config.model.stack.pattern.0.mlp.experts.implementation=ragged"
     assert plan.main(["--config=moe-tiny", "--target=h100x1", "--estimate", setting]) == 0

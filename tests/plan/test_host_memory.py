@@ -71,6 +71,7 @@ def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program:
                 host_room.check_host(program, platform)
 
 
+@pytest.mark.pairs
 def test_a_run_is_refused_before_it_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, program: Program
 ) -> None:

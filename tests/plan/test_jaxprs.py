@@ -48,6 +48,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products_count_as_the_compiler_counts_them(case):
     function, *shapes = PRODUCTS[case]
@@ -154,6 +155,7 @@ def test_splash_counts_its_products(sizes):
     assert both == pytest.approx(9, abs=0.01)  # and the row sums of output times gradient
 
 
+@pytest.mark.pairs
 def test_xla_attention_counts_the_keys_that_a_block_of_rows_sees():
     """Eight blocks of 128 rows see 1/8, 2/8, ..., 8/8 of the keys: 9/16 of everything."""
     assert attention_flops(kernels_xla) == [2 * 9 / 16, 6 * 9 / 16]
@@ -193,6 +195,7 @@ def hand_formula(S, pairs, *, L=2, D=32, N=4, K=2, H=8, F=48, V=small.VOCAB, B=8
     return 3 * 2 * B * (S * weights + L * 2 * N * H * pairs)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_a_model_counts_as_by_hand(unroll):
     model = small.llama(stack__unroll=unroll)
@@ -204,6 +207,7 @@ def test_a_model_counts_as_by_hand(unroll):
     assert gradient_flops(model, seq_len=128).flops == hand_formula(128, pairs) < built.flops_per_token(128) * 128 * 8
 
 
+@pytest.mark.pairs
 def test_neither_loops_nor_microbatches_nor_meshes_change_the_count():
     expected = gradient_flops(small.gpt2(stack__num_layers=4), seq_len=32)
     assert expected.uncounted_loops == 0
@@ -213,6 +217,7 @@ def test_neither_loops_nor_microbatches_nor_meshes_change_the_count():
         assert gradient_flops(small.gpt2(stack__num_layers=4), seq_len=32, **options) == expected
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
     """But for each layer's last product, whose result the backward pass does not read."""
@@ -223,6 +228,7 @@ def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
     assert added == (stack.flops_per_token(16) - last) * 16 * 8
 
 
+@pytest.mark.pairs
 def test_the_whole_step_counts_the_optimizer_too():
     """Muon: five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix, m its shorter side."""
     program = Program(configs.load("stdlib-tiny").instantiate(), jax.devices()[:1])
@@ -256,6 +262,7 @@ def zeros_found(program):
     return {one["path"] for one in traced(program)["zero_gradients"]}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("unroll", [0, 1])
 @pytest.mark.parametrize(
     "options",
@@ -269,7 +276,7 @@ def test_a_stopped_weight_is_found_and_no_other(unroll, options):
     assert zeros_found(small.program(small.experiment(stopped(stack__unroll=unroll), **options))) == STOPPED
 
 
-@pytest.mark.once("4")
+@pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_zeros_are_those_of_computed_gradients(accumulate):
     program = small.program(small.experiment(stopped(), accumulate=accumulate))
@@ -277,6 +284,7 @@ def test_zeros_are_those_of_computed_gradients(accumulate):
     assert {path for path, gradient in gradients.items() if not gradient.any()} == zeros_found(program) == STOPPED
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["stdlib-tiny", "nanogpt-cpu"])
 def test_named_configs_train_every_weight(name):
     config = configs.load(name)
@@ -284,6 +292,7 @@ def test_named_configs_train_every_weight(name):
     assert zeros_found(program) == set()
 
 
+@pytest.mark.pairs
 def test_every_way_from_a_parameter_to_the_loss():
     """Nothing passes a derivative from a to the loss, and b is found to: as the computed gradients say."""
     mesh = Mesh(np.asarray(jax.devices()), ("a",))

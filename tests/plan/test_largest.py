@@ -43,6 +43,7 @@ def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
     return Search(family, answers, compiles, lambda line: None).run("as it is")
 
 
+@pytest.mark.pairs
 def test_width_and_depth_grow_together():
     family = Family.of(configs.load("llama3-8b"))
     members = family.members(4)
@@ -77,6 +78,7 @@ def test_a_family_of_no_blocks_is_refused():
         Family.of(configs.load("digits-nice"))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("most", [0.9e9, 8.1e9, 47e9])
 def test_the_largest_that_fits_is_found(most: float):
     answers = Answers(most)
@@ -118,6 +120,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert sizes[0] < sizes[1], "smaller moments leave room for a larger model"
 
 
+@pytest.mark.pairs
 def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "largest.json"
     flags = ["--config=gpt2-124m", "--target=rtx3060,rtx3090", "--largest", "--estimate"]

@@ -44,6 +44,7 @@ def test_candidates_are_sorted_and_each_is_a_target():
     assert "h200x2" not in names
 
 
+@pytest.mark.pairs
 def test_one_table_of_several_targets(own_folder: Path, capsys: pytest.CaptureFixture):
     flags = ["--target=4090, v5e-8,t4,cpu:3", "--estimate", f"--json={own_folder / 'plans.json'}"]
     assert plan.main([MODEL, *flags]) == 0
@@ -63,6 +64,7 @@ def test_one_table_of_several_targets(own_folder: Path, capsys: pytest.CaptureFi
     assert reports[0]["suggestions"][0]["setting"] in captured.out
 
 
+@pytest.mark.pairs
 def test_the_settings_that_a_table_names_fit(capsys: pytest.CaptureFixture):
     assert plan.main([MODEL, "--target=t4,4090", "--estimate"]) == 0
     settings = [word for word in rows(capsys.readouterr().out)["4090"] if word.startswith("--config.")]
@@ -77,6 +79,7 @@ def test_the_smallest_of_some_and_of_all(capsys: pytest.CaptureFixture):
     assert list(rows(capsys.readouterr().out)) == ["target", machines.candidates()[0]]
 
 
+@pytest.mark.pairs
 def test_where_none_carries_it_the_largest_is_shown(capsys: pytest.CaptureFixture):
     one_row = "--config.data.global_batch_size=1"
     big = "--config=hf:meta-llama/Llama-3.1-405B"
@@ -108,6 +111,7 @@ def test_mistakes(flags: list[str], said: str, capsys: pytest.CaptureFixture):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.pairs
 def test_every_shape_makes_a_config_without_a_file():
     from configs.families.published import published_models
 
@@ -142,6 +146,7 @@ def test_an_unknown_name_has_the_nearest():
         configs.load("hf:meta-llama/Llama-3.1-8B@main", shape_is_enough=True)
 
 
+@pytest.mark.pairs
 def test_a_plan_in_python_takes_the_name(own_folder: Path):
     plan_of_name = pl.plan("lora:Qwen/Qwen2.5-0.5B", "h100", estimate=True)
     assert plan_of_name.fits

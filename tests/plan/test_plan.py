@@ -37,6 +37,7 @@ def report() -> dict[str, Any]:
     return plan("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None)
 
 
+@pytest.mark.pairs
 def test_the_keys_that_programs_read(report: dict[str, Any]):
     assert set(KEYS.split()) <= report.keys()
     assert list(report["breakdown"]) == GROUPS.split()
@@ -57,6 +58,7 @@ def test_state_is_the_layouts_to_the_byte(report: dict[str, Any]):
         assert report["breakdown"][key] > 0
 
 
+@pytest.mark.pairs
 def test_predicted_arguments_are_the_live_bytes(report: dict[str, Any]):
     program = Program(config(mesh__fsdp=4, learner__ema=0.9).instantiate(), jax.devices()[:4])
     state, batch = program.init(), program.put(small.host_batch(program))
@@ -75,6 +77,7 @@ def test_every_gradient_is_there_and_counted_once():
     assert found["breakdown"]["gradients"] >= 0.9 * found["breakdown"]["parameters"]
 
 
+@pytest.mark.pairs
 def test_more_layers_cost_what_they_keep():
     peaks = {}
     for layers in (4, 8):
@@ -87,6 +90,7 @@ def test_more_layers_cost_what_they_keep():
     assert any("kept for each layer" in one["name"] for one in deeper["largest"])
 
 
+@pytest.mark.pairs
 def test_hosted_state_counts_on_the_host():
     trial = config(mesh__data=1, memory__optimizer_state="pinned_host")
     trial.model.vocab_size = 8192  # two tables whose state is 1 MiB a leaf; smaller leaves stay
@@ -123,6 +127,7 @@ def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
     assert report["zero_gradients"] == []
 
 
+@pytest.mark.pairs
 def test_too_big_is_a_report_and_what_fits_is_compiled():
     trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
     trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiled fast, and five times
@@ -145,6 +150,7 @@ def test_nothing_fits_into_less_than_the_state():
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
 def test_what_is_not_traced_would_not_have_fitted(monkeypatch, update):
     """The least bytes of a placement leave out choices alone that the closed form would have refused."""
@@ -169,6 +175,7 @@ def test_weights_go_to_the_host_when_nothing_else_is_enough():
     assert found["device_peak_bytes"] < 8 << 30
 
 
+@pytest.mark.pairs
 def test_on_gpus_layer_programs_move_what_is_on_the_host():
     """XLA's GPU compiler cannot slice host memory, so the other schedules are refused there."""
     trial = configs.load("llama2-13b")

@@ -291,6 +291,7 @@ def python(code: str, **environment: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.pairs
 def test_cpu_devices_are_made_before_jax_starts():
     code = "from framework.plan.targets import *; print(len(resolve('cpu:5').devices()))"
     assert python(code, JAX_PLATFORMS="cpu") == "5"

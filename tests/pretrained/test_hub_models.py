@@ -64,6 +64,7 @@ def test_a_folder_goes_before_an_id(cache: Path, model: Repository, tmp_path: Pa
     assert configs.load("hf:acme/tiny").pretrained.path == "acme/tiny"
 
 
+@pytest.mark.pairs
 def test_a_plan_needs_no_weights_and_a_run_says_so_before_it_compiles(
     cache: Path, model: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

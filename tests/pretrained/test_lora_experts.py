@@ -23,6 +23,7 @@ def moved(state: Any) -> Any:
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["nf4", "int8"])
 def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
     """qlora: stores all matrices of a mixture in 4 bits but the router, tables and norms."""
@@ -43,6 +44,7 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
     assert all("norm" in path or "router" in path or "embed" in path or "head" in path for path in floats), floats
 
 
+@pytest.mark.pairs
 def test_adapters_of_experts_are_merged_and_written(tmp_path: Path):
     source = directory(tmp_path / "in", "mixtral", **SIZES)
     fields = {"model__lora__dropout": 0.0, "model__lora__targets": "experts|."}
@@ -71,6 +73,7 @@ def test_adapters_of_experts_are_merged_and_written(tmp_path: Path):
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.pairs
 def test_adapters_of_all_but_experts_are_written_for_peft(tmp_path: Path):
     source = directory(tmp_path / "in", "mixtral", **SIZES)
     adapted = program(f"lora:{source}")

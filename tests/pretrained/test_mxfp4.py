@@ -80,6 +80,7 @@ def test_a_slice_is_that_of_the_whole():
             PackedTensor("x", _Reader(blocks), _Reader(wrong))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_directory_comes_in_as_bfloat16_and_goes_out_as_floats(devices, tmp_path):
     """On four devices each reads the experts and the halves of blocks that it has."""

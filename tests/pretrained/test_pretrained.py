@@ -64,7 +64,7 @@ def assert_same_tensors(actual: Path, expected: Path) -> None:
         np.testing.assert_array_equal(before[key], after[key], err_msg=key)
 
 
-@pytest.mark.once("gpt2", "llama3-scaled", "gemma2")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_comes_in_goes_out(name, tmp_path):
     source = directory(tmp_path / "in", name)
@@ -119,7 +119,7 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     assert np.abs(alone["ema/embed/token"]).max() > 1
 
 
-@pytest.mark.once("bfloat16")
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
     """transformers reads `dtype`, and `torch_dtype` where that is absent: neither is left over from the source."""
@@ -135,6 +135,7 @@ def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
         assert {str(array.dtype) for array in tensors(to).values()} == {dtype}
 
 
+@pytest.mark.pairs
 def test_adapters_start_at_nothing_on_a_base_of_any_storage(tmp_path):
     source = directory(tmp_path / "in", "llama", intermediate_size=64, hidden_size=64)
     weights = {}  # the first one's, which are those of the directory
@@ -220,6 +221,7 @@ def test_published_configs_are_the_named_ones(name, tmp_path):
     assert families.of_model(ours)[0]["architectures"] == PUBLISHED[name]["architectures"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["stdlib-tiny", "gpt2-1.5b", "llama3-8b", "llama2-70b", "qwen2.5-0.5b"])
 def test_named_configs_can_be_exported(name):
     model = configs.load(name).model
@@ -289,6 +291,7 @@ WRONG = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", WRONG)
 def test_a_bad_directory_is_one_clear_error(case, tmp_path):
     damage, message = WRONG[case]
@@ -313,6 +316,7 @@ def test_no_weights(tmp_path):
         configs.load(f"hf:{tmp_path / 'nowhere'}")
 
 
+@pytest.mark.pairs
 def test_names_without_the_models_prefix(tmp_path):
     """As in the directories of GPT-2 that OpenAI published, which hold masks besides."""
     source = directory(tmp_path / "in", "gpt2", shards=1)

@@ -34,6 +34,7 @@ def number_in_the_name(hub_id: str) -> float | None:
     return max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in sizes)
 
 
+@pytest.mark.pairs
 def test_every_model_has_the_number_of_parameters_that_is_published():
     wrong = []
     for hub_id, model in MODELS.items():

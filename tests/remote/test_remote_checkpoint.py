@@ -61,7 +61,7 @@ def names(url):
     return [name[len(path) + 1 :] for name in fs.find(path)]
 
 
-@pytest.mark.once("s3")
+@pytest.mark.pairs
 def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
     url = f"{store}/run/checkpoints"
     with Checkpointer(directory=url, keep=2) as checkpointer:
@@ -82,6 +82,7 @@ def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
     assert "committed steps [2, 3]" in describe(url)
 
 
+@pytest.mark.pairs
 def test_pieces_are_cut_and_put_together(s3, monkeypatch):
     monkeypatch.setattr(checkpoint_objects, "_PIECE_BYTES", 64)
     state = {
@@ -98,6 +99,7 @@ def test_pieces_are_cut_and_put_together(s3, monkeypatch):
     assert len(sizes) > 8 * 9 * 5 * 4 // 64
 
 
+@pytest.mark.pairs
 def test_a_save_that_failed_leaves_the_old_ones_and_is_cleaned(small):
     url, state = small
 
@@ -136,6 +138,7 @@ def test_a_store_out_of_reach_is_a_save_that_failed(small, monkeypatch):
         assert checkpointer.steps() == [1, 2, 3]
 
 
+@pytest.mark.pairs
 def test_what_a_killed_save_left_is_ignored_and_removed(small):
     url, state = small
     fs, path = connect(url)
@@ -161,6 +164,7 @@ def test_a_step_is_replaced_as_a_whole(small):
     check(Checkpointer(directory=url, read_only=True).restore(2, like(state)).state, other)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("harm", ["flip", "drop", "cut"])
 def test_harm_is_found_and_the_step_before_is_taken(small, harm):
     url, state = small
@@ -238,6 +242,7 @@ def test_two_processes_write_their_parts(s3, tmp_path, environment):
     check(Checkpointer(directory=f"{s3}/c", read_only=True).restore(2, like(state)).state, state)
 
 
+@pytest.mark.pairs
 def test_the_manifest_alone_commits(small):
     url, _ = small
     fs, path = connect(url)

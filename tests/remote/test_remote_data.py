@@ -42,6 +42,7 @@ def texts(tmp_path):
     return tmp_path
 
 
+@pytest.mark.pairs
 def test_text_gives_the_same_batches(store, texts, tmp_path):
     for name in ("a.txt", "b.txt"):
         upload(texts / name, f"{store}/text/{name}")
@@ -49,6 +50,7 @@ def test_text_gives_the_same_batches(store, texts, tmp_path):
     same(batches(config_for(TextFiles, paths=[f"{store}/text/*.txt"]), tmp_path / "two"), local)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sidecar", [True, False])
 def test_token_files_are_fetched_once_and_again_when_they_change(s3, texts, tmp_path, sidecar):
     def prepare(name):
@@ -81,6 +83,7 @@ def test_without_a_cache_dir_copies_are_in_the_users_cache(s3, texts, tmp_path, 
     assert list(tmp_path.glob("mine/plimsoll/fetched/*/x.bin"))
 
 
+@pytest.mark.pairs
 def test_what_is_missing_is_named(store, texts, tmp_path):
     upload(texts / "a.txt", f"{store}/text/a.txt")
     for path, message in [

@@ -79,6 +79,7 @@ def test_others_look_at_it_without_a_claim(url):
         assert checkpoints == f"{url}/checkpoints"
 
 
+@pytest.mark.pairs
 def test_uploads_in_the_background_and_only_what_changed(url, quick):
     with Workdir(url) as workdir:
         sent = []
@@ -138,6 +139,7 @@ def test_a_lease_that_ended_is_taken_over(url, ending):
     workdir.release()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"host": 1}'])
 def test_a_lock_that_holds_anything_else_is_taken_over_too(url, ending, body: bytes):
     put(f"{url}/lock.json", body)
@@ -167,6 +169,7 @@ def test_who_lost_its_lease_writes_nothing_more(url, quick):
     assert json.loads(read(f"{url}/lock.json")) == OTHER
 
 
+@pytest.mark.pairs
 def test_of_many_at_once_one_wins(url, quick):
     won, lost = [], []
 
@@ -225,6 +228,7 @@ def test_secrets_are_cut_out():
             connect(url)
 
 
+@pytest.mark.pairs
 def test_by_gcs_too(gcs):
     mirror = Mirror(f"{gcs}/run")
     assert mirror.claim({"host": "a", "pid": 1, "since": "", "command": ""}) is None

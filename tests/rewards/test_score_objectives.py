@@ -45,6 +45,7 @@ def loss_of(
         return float(out.loss), metrics, normed @ score.T + offset
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("margin", "centering"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.1)])
 def test_pairs(margin: float, centering: float):
     loss, metrics, scores = loss_of(config_for(PairwiseReward, margin=margin, centering=centering), 1)

@@ -29,6 +29,7 @@ def directory(tmp_path: Path, **fields: Any) -> Path:
     return tmp_path
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("fields", "names"),
     [

@@ -26,6 +26,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, trained(request.param)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("memory", "learner"),
     [
@@ -44,6 +45,7 @@ def test_schedules_give_the_same(reference, memory: dict[str, Any], learner: dic
     assert losses[-1] != losses[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
 def test_meshes_give_the_same(reference, mesh: dict[str, int]):
     kind, (weights, losses) = reference
@@ -52,6 +54,7 @@ def test_meshes_give_the_same(reference, mesh: dict[str, int]):
     small.assert_close(other, weights, 2e-3)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("base", ["float32", "nf4"])
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
 def test_with_adapters_the_score_head_learns_whole_and_the_base_is_frozen(base: str, update: str):
@@ -66,6 +69,7 @@ def test_with_adapters_the_score_head_learns_whole_and_the_base_is_frozen(base: 
     small.assert_same_bits(state["frozen"], first["frozen"])
 
 
+@pytest.mark.pairs
 def test_an_evaluation_reports_means_over_sequences(reference):
     kind, _ = reference
     program = small.program(scored.experiment(kind))

@@ -55,6 +55,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder / "run", file
 
 
+@pytest.mark.pairs
 def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     workdir, file = trained
     assert score.main([f"--workdir={workdir}", f"--texts={file}"]) == 0
@@ -102,6 +103,7 @@ def test_what_goes_out_comes_in_with_its_names(
         configs.load(f"reward:{tmp_path / 'out'}")
 
 
+@pytest.mark.pairs
 def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Pairs of one prompt would be in one part of the split.
     rows = [{"prompt": f"def {n}", "chosen": "f(x): return 1", "rejected": "the fox"} for n in range(80)]
@@ -121,6 +123,7 @@ def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path
     assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
 
 
+@pytest.mark.pairs
 def test_what_a_model_cannot_do_is_one_line(
     base: Path, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -52,7 +52,7 @@ def put(program: Program, state):
 # --- accumulation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.once("eight devices")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}], ids=["one device", "eight devices"])
 def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
     """Masks are keyed by the row in the global batch, and losses are divided by the global number of targets."""
@@ -73,6 +73,7 @@ def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
 # --- metrics and counters --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_metrics_of_a_step(program, three_steps):
     _, _, metrics = three_steps
     assert set(metrics[0]) == {
@@ -87,6 +88,7 @@ def test_metrics_of_a_step(program, three_steps):
         assert values["stack/block1/penalty"] > 0.0
 
 
+@pytest.mark.pairs
 def test_the_model_learns_a_batch(program):
     state, losses = program.init(), []
     batch = program.put(small.host_batch(program))
@@ -127,6 +129,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, thr
 # --- frozen leaves ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_frozen_leaves_cost_their_own_bytes_and_keep_their_bits(program, three_steps):
     first, last, _ = three_steps
     frozen = {"embed/position", "stack/block0/mlp/up/weight", "stack/block0/mlp/up/bias"}
@@ -166,6 +169,7 @@ def by_hand(program: Program, state, batch, buffers):
     return {"stack": jax.tree.map(lambda *leaves: jnp.stack(leaves), *units)}
 
 
+@pytest.mark.pairs
 def test_buffers_thread_through_the_loop_unit_by_unit(program, three_steps):
     first, last, _ = three_steps
     assert last["buffer"]["stack"]["block1"]["count"].tolist() == [3, 3]
@@ -178,6 +182,7 @@ def test_buffers_thread_through_the_loop_unit_by_unit(program, three_steps):
     assert np.abs(means[0] - means[1]).max() > 1e-3
 
 
+@pytest.mark.pairs
 def test_buffers_thread_through_microbatches(program, three_steps):
     """Each microbatch sees the buffers that the one before it left; rows are dealt out like cards."""
     first, _, _ = three_steps
@@ -201,6 +206,7 @@ def test_every_byte_of_the_state_is_updated_in_place(program):
     assert program.layout.bytes_per_device("frozen") > 0
 
 
+@pytest.mark.pairs
 def test_every_byte_is_updated_in_place_on_a_mesh():
     program = small.program(eventful(accumulate=2, mesh={"data": 2, "fsdp": 2, "model": 2}, dropout=0.1))
     assert program.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
@@ -226,6 +232,7 @@ def test_no_tracer_leaks(unroll):
         )
 
 
+@pytest.mark.pairs
 def test_evaluation_goes_by_microbatches_and_adds_up():
     whole, parts = small.program(small.experiment()), small.program(small.experiment(accumulate=4))
     batch = small.host_batch(whole)

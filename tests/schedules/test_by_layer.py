@@ -87,6 +87,7 @@ def program_of(case: Case) -> Program:
         return case.program()
 
 
+@pytest.mark.pairs
 def test_first_values_and_checkpoints_do_not_show_it():
     """The same bits as without, at the start and after a step that is stored and read into another division."""
     plain = program_of(Case(memory="streamed", precision="float32"))
@@ -114,6 +115,7 @@ def test_first_values_and_checkpoints_do_not_show_it():
             assert (leaf.shape, leaf.sharding.memory_kind) == (spec.shape, spec.memory_kind)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("field", PLACED)
 def test_the_bytes_moved_by_layer_programs_are_as_many_as_the_layers(field: str):
     """Counted at every call of the rehearsed step. The last unit stays on the device from its forward to its backward

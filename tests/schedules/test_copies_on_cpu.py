@@ -14,7 +14,7 @@ IN_BACKWARD = {"memory.update": "in_backward", "learner.clip_mode": "previous_no
 STREAMED = {"memory.update": "streamed", "memory.optimizer_state": "pinned_host"}
 
 
-@pytest.mark.once("in backward", "state ahead", "all hosted")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "fields",
     [

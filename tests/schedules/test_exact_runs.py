@@ -87,6 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
         yield Saved(checkpointer)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("number", range(len(RING)), ids=map(name, RING))
 def test_a_checkpoint_goes_on_under_another_schedule(saved: Saved, number: int):
     saved.check(RING[number - 1], RING[number])

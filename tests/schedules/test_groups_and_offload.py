@@ -53,6 +53,7 @@ def test_group_sizes():
         small.program(config("sqrt:4"))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("policy", "shapes"),
     [("full", []), ("offload", [(6, 8, 16, 32)]), ("offload:mlp_up", [(6, 8, 16, 128)])]
@@ -76,6 +77,7 @@ def test_gpus_refuse_by_name(monkeypatch):
     closed_form(config("sqrt").instantiate(), resolve("h200"))
 
 
+@pytest.mark.pairs
 def test_the_closed_form_counts_both_memories():
     @cache
     def of(policy, layers):

@@ -68,10 +68,7 @@ SLOW = STREAMS[1:] + [
 ]
 
 
-@pytest.mark.once(
-    "twins-adamw-layers_hosted_gradients-state-save:attention-eight-float64-1",
-    "twins-adamw-layers_two_pass-state+boundaries-none-eight-float64-1",
-)
+@pytest.mark.once("twins-adamw-layers_hosted_gradients-state-save:attention-eight-float64-1")
 @pytest.mark.parametrize(
     "case",
     [*CASES, *slow(case for case in SLOW if case not in CASES)],
@@ -124,7 +121,7 @@ ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() fo
 ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # gradients that nobody keeps cannot be summed
 
 
-@pytest.mark.once("hosted-2")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("memory", "accumulate"), ALIVE.values(), ids=ALIVE)
 def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
     """Bytes of live arrays at each call of a program, in both kinds of memory: those of ghosts are those of arrays."""
@@ -164,6 +161,7 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
         assert ghosts[2] == arrays[2], f"{ghosts} {arrays}"
 
 
+@pytest.mark.pairs
 def test_gradients_and_state_of_one_unit_are_on_the_device():
     """With everything hosted the peak of a deep stack is a part of its weights, or of its gradients, alone."""
     depth = 96

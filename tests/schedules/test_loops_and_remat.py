@@ -41,7 +41,7 @@ def results():
     return of
 
 
-@pytest.mark.once("full", "sqrt", "dots", "save:query,mlp_up")  # test_exact.py has the numbers of offload
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "policy", ["full", "sqrt", "dots", "dots_no_batch", "save:query,mlp_up", "offload", "save:query;offload:mlp_up"]
 )
@@ -58,11 +58,12 @@ def test_recomputing_saves_memory(results):
     assert full < named < dots < none
 
 
+@pytest.mark.pairs
 def test_recomputing_saves_memory_also_where_there_was_no_loop(results):
     assert results("full", 0)[2] < 0.8 * results("none", 0)[2]
 
 
-@pytest.mark.once("none-False")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("policy", "frozen"), [("none", False), ("none", True), ("dots", False), ("full", False)])
 def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     experiment = small.experiment(small.llama(), mesh={"data": 4, "fsdp": 2}, memory={"remat": policy})

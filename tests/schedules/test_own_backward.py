@@ -31,6 +31,7 @@ def held(config: Config) -> int:
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
+@pytest.mark.pairs
 def test_no_program_holds_a_gradient_of_the_whole_stack():
     """The plain step does.
 
@@ -46,7 +47,7 @@ def test_no_program_holds_a_gradient_of_the_whole_stack():
     assert in_backward < 0.5 * gradients
 
 
-@pytest.mark.once("update_rms")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mode", ["previous_norm", "update_rms", "norm_growth"])
 def test_each_clip_mode_is_that_of_the_plain_schedule(mode: str):
     clip = {"previous_norm": 0.1, "update_rms": 1e-4, "norm_growth": 1.01}[mode]
@@ -67,6 +68,7 @@ def test_two_passes_clip_exactly():
     small.assert_close(small.arrays(small.run(small.program(config), 4)[0]), small.arrays(expected), 1e-5)
 
 
+@pytest.mark.pairs
 def test_what_cannot_be_is_refused_by_name():
     for fields, words in (
         ({"clip": 1.0}, r"clip_mode = global_norm with memory\.update = in_backward"),
@@ -80,6 +82,7 @@ def test_what_cannot_be_is_refused_by_name():
         experiment({}, clip=1.0, clip_mode="norm_growth").instantiate()
 
 
+@pytest.mark.pairs
 def test_a_gradient_that_is_not_finite_stops_its_unit_and_all_after_it():
     program = small.program(experiment(IN_BACKWARD))
     state = program.init()
@@ -131,7 +134,7 @@ def plain_run_with_a_frozen_stack() -> dict[str, np.ndarray]:
     return small.arrays(state)
 
 
-@pytest.mark.once("hosted", "unit ahead")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [HOSTED, IN_BACKWARD, UNIT_AHEAD], ids=["hosted", "in backward", "unit ahead"])
 def test_a_frozen_stack_is_passed_over(memory: dict[str, str]):
     state, _ = small.run(small.program(experiment(memory, layers=2, rules=FROZEN_STACK)), 2)

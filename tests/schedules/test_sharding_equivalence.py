@@ -104,6 +104,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     assert all(size > 1e-3 for path, size in largest.items() if not path.endswith("key/bias")), largest
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [pytest.param(*case, marks=() if case in EXPERT_MESHES[1::4] else pytest.mark.pairs) for case in EXPERT_MESHES],
@@ -114,6 +115,7 @@ def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
     test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
 
 
+@pytest.mark.pairs
 def test_experts_that_the_mesh_does_not_divide_are_refused():
     model = small.llama()
     small.block(model).mlp = mixture(experts=6, top_k=2, hidden=16)
@@ -125,6 +127,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
         small.program(small.experiment(MODELS["mixture"](), batch=4, mesh={"fsdp": 2, "expert": 4}))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("model", "operations"),
     [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],

@@ -81,6 +81,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
             np.testing.assert_array_equal(np.asarray(value), kept[path], err_msg=path)
 
 
+@pytest.mark.pairs
 def test_checkpoints_are_the_same():
     layouts = [small.program(experiment(update, "pinned_host")).layout for update in ("after_backward", "streamed")]
     assert [(leaf.path, leaf.spec) for leaf in layouts[0]] == [(leaf.path, leaf.spec) for leaf in layouts[1]]

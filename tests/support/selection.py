@@ -1,8 +1,8 @@
 """Selects the cases that `make test`, `make test-pairs` and `make test-all` run.
 
-    @pytest.mark.once("int8")         `make test` runs the case with this id; the other cases are pairs
-    @pytest.mark.pair_cases("eight")  the case with this id is one of the pairs; `make test` runs the others
-    @pytest.mark.pairs                the whole test is one of the pairs
+    @pytest.mark.first(2)      `make test` runs the first two cases of the test; the others are pairs
+    @pytest.mark.once("int8")  `make test` runs the case with this id; the others are pairs
+    @pytest.mark.pairs         the whole test is one of the pairs
 
 `make test` shows every invariant once, in minutes. The pairs show it again in other settings: two axes that meet
 nowhere else, real processes, compilers for other machines.
@@ -52,8 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     Selection.has_slow_tests = "not slow" not in config.getoption("markexpr")
+    config.addinivalue_line("markers", "first(count): `make test` runs this many cases of the test")
     config.addinivalue_line("markers", "once(*ids): the cases of this test that `make test` runs")
-    config.addinivalue_line("markers", "pair_cases(*ids): the cases of this test that `make test-pairs` runs")
     config.addinivalue_line("markers", "pairs: `make test-pairs` runs this test")
 
 
@@ -80,25 +80,26 @@ def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
         pytest.UsageError: a mark names a case that the test does not have.
     """
     named_ids: dict[str, set[str]] = defaultdict(set)
-    all_ids: dict[str, set[str]] = defaultdict(set)
+    all_ids: dict[str, list[str]] = defaultdict(list)
     for item in items:
-        if not isinstance(item, pytest.Function):
+        first = item.get_closest_marker("first")
+        once = item.get_closest_marker("once")
+        if not isinstance(item, pytest.Function) or (first is None and once is None):
             continue
-        for name in ("once", "pair_cases"):
-            mark = item.get_closest_marker(name)
-            if mark is None:
-                continue
-            case_id = item.callspec.id
-            function = item.nodeid.removesuffix(f"[{case_id}]")
-            named_ids[function].update(mark.args)
-            all_ids[function].add(case_id)
-            if (case_id in mark.args) == (name == "pair_cases"):
+        case_id = item.callspec.id
+        function = item.nodeid.removesuffix(f"[{case_id}]")
+        all_ids[function].append(case_id)
+        if first is not None and len(all_ids[function]) > first.args[0]:
+            item.add_marker("pairs")
+        if once is not None:
+            named_ids[function].update(once.args)
+            if case_id not in once.args:
                 item.add_marker("pairs")
     if any("::" in argument for argument in config.args):
         # Single cases were requested by their ids, so the others are not among the items.
         return
     for function, ids in named_ids.items():
-        unknown = ids - all_ids[function]
+        unknown = ids.difference(all_ids[function])
         if unknown:
             raise pytest.UsageError(f"{function} has no cases {sorted(unknown)}; it has {sorted(all_ids[function])}")
 

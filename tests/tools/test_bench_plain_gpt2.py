@@ -63,6 +63,7 @@ def perturbed(params, seed: int = 7):
     return jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), params)
 
 
+@pytest.mark.pairs
 def test_logits_equal_float64_numpy(tokens: Path):
     params = perturbed(plain_gpt2.init(TINY))
     ids, _ = Batches(tokens, TINY)()
@@ -71,6 +72,7 @@ def test_logits_equal_float64_numpy(tokens: Path):
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.pairs
 def test_loss_falls_on_a_repeated_batch(tokens: Path):
     params = plain_gpt2.init(TINY)
     state = plain_gpt2.OPTIMIZER.init(params)
@@ -84,6 +86,7 @@ def test_loss_falls_on_a_repeated_batch(tokens: Path):
     assert np.all(np.diff(losses) < 0)
 
 
+@pytest.mark.pairs
 def test_only_matrices_decay():
     params = plain_gpt2.init(TINY)
     zeros = jax.tree.map(np.zeros_like, params)
@@ -139,6 +142,7 @@ def as_plain(ours) -> plain_gpt2.Params:
     }
 
 
+@pytest.mark.pairs
 def test_ours_as_the_benchmark_configures_it_trains_the_same(tokens: Path):
     config = Parser("train", "").parse(overrides(TINY, tokens)).config
     program = Program(config.instantiate(), jax.devices()[:1])

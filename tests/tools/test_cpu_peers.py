@@ -214,6 +214,7 @@ def test_a_mistake_on_the_command_line(argument: str, capsys: pytest.CaptureFixt
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_ours_stops_and_goes_on_between_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     tokens = tmp_path / "tokens.bin"
     write_tokens(tokens, TINY.vocab, 20_000)
@@ -247,6 +248,7 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "from command to first step" in printed
 
 
+@pytest.mark.pairs
 def test_a_start_that_fails_is_an_error(tmp_path: Path):
     with pytest.raises(ContestantError, match="made no step"):
         first_step.first_step_seconds(TINY, tmp_path / "absent.bin", tmp_path / "cache", cpu_peers.ENVIRONMENT)
@@ -269,6 +271,7 @@ def test_parts_are_the_same_in_both_tables_and_sum_up():
     assert [float(cell) for cell in lines[-1][-2:]] == [total + 12.0, total]
 
 
+@pytest.mark.pairs
 def test_jax_parts_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_parts, "SQUARE", 8)
     parts = cpu_parts.jax_parts(TINY)

@@ -37,6 +37,7 @@ def test_names_are_unique_and_what_is_compared_exists(limit: int) -> None:
     assert {row["part"] for row in rows if row.get("dry")} == set(gpu.PARTS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("limit", [H100, H200])
 def test_rows_are_valid_and_cover_what_memory_knows(limit: int) -> None:
     """Every config builds; every schedule is tried, and every placement with layer_programs, in both dtypes."""
@@ -111,6 +112,7 @@ def test_a_bad_row_says_so(
     assert message in gpu.text(found)
 
 
+@pytest.mark.pairs
 def test_wrong_numbers_and_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that computes something else is WRONG, and the exit code says so."""
     monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5})

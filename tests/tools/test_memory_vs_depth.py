@@ -79,6 +79,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
         assert any(line.split()[:2] == [name, str(depth)] for line in said.splitlines())
 
 
+@pytest.mark.pairs
 def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A plain stack keeps each layer's input, [12, 64, 32] in float32, and its gradients."""
     out, config = tmp_path / "depth.png", ["--config=nanogpt-cpu", "--config.model.stack.unroll=1", *SMALL]
@@ -91,6 +92,7 @@ def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.Capt
     assert 1.0 <= (deep - shallow) / (gradients + 4 * 12 * 64 * 32 * 4) < 1.5
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -122,6 +124,7 @@ def test_mistakes_are_told_before_anything_is_compiled(
     assert words in error
 
 
+@pytest.mark.pairs
 def test_what_a_platform_does_not_have_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,7 @@ def test_what_a_platform_does_not_have_is_left_out(
     assert not (tmp_path / "y.png").exists()
 
 
+@pytest.mark.pairs
 def test_the_devices_own_peak_is_known_where_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest so far, 30 after initialization: of programs that run by what they need, those that raise it."""
     seen = iter([30, 30, 50, 70])

@@ -67,6 +67,7 @@ def test_rows_are_trained_once_and_printed_from_the_file(bench, monkeypatch: pyt
     ]
 
 
+@pytest.mark.pairs
 def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
     """What is run, of bits per byte that are the distance from a best rate."""
     run, path = bench
@@ -86,7 +87,7 @@ def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
     assert run("--rows=adamw", "--seeds=1", "--extend=0").count('"run"') == 2
 
 
-@pytest.mark.once("apollo_mini")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["apollo_mini", "adamw8bit", "kahan"])
 def test_bytes_are_those_of_the_state(name: str, bench):
     row, steps = ROWS[name], 3

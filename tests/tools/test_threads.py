@@ -14,6 +14,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
+@pytest.mark.pairs
 def test_a_frozen_weight_costs_its_own_bytes(capsys):
     threads.main(["jax-23316"])
     printed = capsys.readouterr().out

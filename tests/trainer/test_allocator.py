@@ -30,6 +30,7 @@ def run(argument: str, **environment: str) -> list[str]:
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.pairs
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_freed_blocks_are_kept():
     (fresh_pages,) = run("leave")

@@ -30,7 +30,7 @@ def first_batch(program: Program, tmp_path: Path) -> dict[str, jax.Array]:
     return program.put(program.experiment.data.train_batch(0, program.rows))
 
 
-@pytest.mark.once("all")
+@pytest.mark.pairs
 @pytest.mark.parametrize("rules", [[], [config_for(Rule, pattern="level0", freeze=True)]], ids=["all", "frozen"])
 def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules: list[Config]):
     made = config()
@@ -89,6 +89,7 @@ class HalfFlow(Flow):
         self.param_dtype = jnp.dtype("bfloat16")
 
 
+@pytest.mark.pairs
 def test_parameters_of_half_precision_are_refused():
     made = config()
     made.model = config_for(HalfFlow, **{name: made.model[name] for name in ("image_shape", "levels", "stacks")})

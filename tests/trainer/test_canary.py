@@ -61,7 +61,7 @@ def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = No
         return config, small.program(config)
 
 
-@pytest.mark.once("all of it")
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case: str) -> None:
     line = canary.check(*prepared(*CASES[case]))
@@ -69,6 +69,7 @@ def test_agrees(case: str) -> None:
     assert float(line.split("agree to ")[1].split()[0]) < (1e-2 if "bfloat16" in case else 1e-5)
 
 
+@pytest.mark.pairs
 def test_says_nothing_where_nothing_is_on_the_host() -> None:
     assert canary.check(*prepared({})) == ""
     config = small.experiment(small.llama(), memory=HOSTED)
@@ -99,6 +100,7 @@ def test_says_when_it_cannot_run() -> None:
     assert line.startswith("canary: did not run, so offloading is not checked: learner.clip_mode = global_norm with ")
 
 
+@pytest.mark.pairs
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of openxla/xla#46231: what comes back for the backward pass is not what was offloaded."""
 
@@ -113,7 +115,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(*prepared(OFFLOAD))
 
 
-@pytest.mark.once("memory1-framework.schedules.piece_loop")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, piece_loop)])
 def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
@@ -124,6 +126,7 @@ def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str
         canary.check(*prepared(memory))
 
 
+@pytest.mark.pairs
 def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     config, program = prepared(HOSTED)
     right = StateLayout.sharding
@@ -143,7 +146,7 @@ def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(config, program)
 
 
-@pytest.mark.once("memory0")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
 def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""

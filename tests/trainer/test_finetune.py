@@ -85,6 +85,7 @@ def test_schedules_agree_and_the_loss_falls(folder: Path, capsys: pytest.Capture
     assert any("eval/held/loss" in row for row in runs.rows(folder / "after_backward"))
 
 
+@pytest.mark.pairs
 def test_adapters_learn_too(folder: Path):
     flags = ("--config.memory.update=in_backward", "--config.trainer.max_steps=8")
     assert train(folder, "lora", *flags, config="lora") == 0

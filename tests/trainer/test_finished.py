@@ -71,6 +71,7 @@ def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_start, "_guarded", start)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("steps", [4, 3, 1])
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_it_says_so_and_writes_nothing(
@@ -101,12 +102,14 @@ def test_never_resuming_is_refused_before_anything_starts(
     assert files(finished) == before
 
 
+@pytest.mark.pairs
 def test_a_dry_run_and_a_longer_one_start(finished: Path, never_starts: None):
     for flags in (["--config.trainer.max_steps=4", "--dry_run"], ["--config.trainer.max_steps=5"]):
         with pytest.raises(AssertionError, match="the run was started"):
             train(finished, *flags)
 
 
+@pytest.mark.pairs
 def test_a_run_killed_after_its_last_save_is_evaluated_and_not_saved_again(killed: tuple[Path, Killed]):
     workdir, left = killed
     assert max(row["step"] for row in left.rows) == 4

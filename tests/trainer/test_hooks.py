@@ -35,6 +35,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.pairs
 def test_the_hook_of_the_docs_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]):
     Path("watch.py").write_text(next(block for block in BLOCKS if "class LargestWeight" in block))
     assert main(["--config=watch.py:watched", *SMALL, "--config.trainer.hooks.0.every=2"]) == 0
@@ -43,6 +44,7 @@ def test_the_hook_of_the_docs_runs_as_it_is_written(capsys: pytest.CaptureFixtur
     assert [row["step"] for row in rows(Path("run")) if "watch/largest_weight" in row] == [2, 4]
 
 
+@pytest.mark.pairs
 def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str]):
     Path("noisy.py").write_text(
         "import configs\n"

@@ -96,7 +96,7 @@ def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatc
     assert leaves(workdir) == leaves(reference)
 
 
-@pytest.mark.once("bad2-flags2")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("bad", "flags"),
     [

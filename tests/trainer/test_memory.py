@@ -139,6 +139,7 @@ def test_one_copy_on_one_device(text: Path, tmp_path: Path) -> None:
     assert state <= max(measured) <= state + SLACK
 
 
+@pytest.mark.pairs
 def test_a_lost_donation_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]
 ) -> None:

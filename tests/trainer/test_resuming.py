@@ -22,6 +22,7 @@ def position(workdir: Path, step: str) -> dict:
     return manifest["extra"]["data"]
 
 
+@pytest.mark.pairs
 def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

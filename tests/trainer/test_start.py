@@ -33,6 +33,7 @@ def small() -> Program:
     return Program(config.instantiate())
 
 
+@pytest.mark.pairs
 def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaches, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()

@@ -18,6 +18,7 @@ from framework.run.run import Run
 from tests.support.runs import CONFIG, LONG, losses, output, rows, start, train, wait_for
 
 
+@pytest.mark.pairs
 def test_a_run_leaves_everything(done: Path) -> None:
     assert list(losses(done)) == list(range(1, 121))
     assert losses(done)[120] < losses(done)[1] - 1.0
@@ -76,7 +77,7 @@ def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
     assert steps == list(range(1, end + 1)), "a step is repeated or missing"
 
 
-@pytest.mark.once("flags1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("flags", [["--config.trainer.save_every=3"], ["--config.trainer.save_every_minutes=0.000001"]])
 def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
@@ -93,6 +94,7 @@ def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
     assert all(step == written for step, written in seen), seen
 
 
+@pytest.mark.pairs
 def test_a_start_before_the_first_checkpoint_leaves_no_second_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_start_before_the_first_checkpoint_leaves_no_second_rows(
     assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.pairs
 def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
             assert row["eval/held/perplexity"] == pytest.approx(math.exp(row["eval/held/loss"]))
 
 
+@pytest.mark.pairs
 def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(done, "--resume=never") == 2
     assert "holds checkpoints up to step 120" in capsys.readouterr().err
@@ -156,6 +160,7 @@ def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.Cap
     assert "holds no valid checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.pairs
 def test_one_experiment_is_built(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the command line is the run's."""
     built: list[Experiment] = []
@@ -171,6 +176,7 @@ def test_one_experiment_is_built(text: Path, tmp_path: Path, monkeypatch: pytest
     assert len(built) == 1
 
 
+@pytest.mark.pairs
 def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(tmp_path / "run", "--dry_run") == 0
     assert "Nothing was trained" in capsys.readouterr().out
@@ -178,6 +184,7 @@ def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.Captu
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.pairs
 def test_a_sample_of_no_prompt_where_the_tokenizer_opens_no_text(text, tmp_path, monkeypatch, capsys):
     """As of most published models: the sample then follows the token between documents."""
     monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: list(text.encode()))
