@@ -66,6 +66,7 @@ def test_a_folder_of_the_same_name_is_not_taken_for_the_named_configs(tmp_path: 
     assert f"the package 'configs' of {tmp_path / 'configs'} was imported before Plimsoll's" in done.stdout
 
 
+@pytest.mark.pairs
 def test_overrides_are_texts_or_values(run: pl.TrainedRun, folder: Path) -> None:
     config = pl.load_config(SPEC, {"trainer.max_steps": "7", "data.tokenizer": pl.config_for(ByteTokenizer)})
     assert config.trainer.max_steps == 7

@@ -103,6 +103,7 @@ def test_any_mesh_and_memory(saved, mesh):
     assert type(restored.state["optimizer"][0]) is type(target["optimizer"][0])
 
 
+@pytest.mark.pairs
 def test_one_device_and_other_memories(saved):
     """Everything on one device; what was on the host comes to the device, and the other way round."""
     one = SingleDeviceSharding(jax.devices()[5])
@@ -115,7 +116,6 @@ def test_one_device_and_other_memories(saved):
     assert restored.state["optimizer"][0].nu["dense"]["weight"].sharding == one
 
 
-@pytest.mark.pairs
 def test_one_device_saved_comes_back_sharded(tmp_path):
     one = SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda x: jax.device_put(x, one), make_state(seed=1))
@@ -124,7 +124,6 @@ def test_one_device_saved_comes_back_sharded(tmp_path):
         assert_same(checkpointer.restore(1, like(make_state())).state, make_state(seed=1))
 
 
-@pytest.mark.pairs
 def test_groups(saved):
     """Evaluation needs the parameters only: other groups are neither compared nor read."""
     checkpointer = Checkpointer(directory=saved, read_only=True)
@@ -140,7 +139,6 @@ def test_groups(saved):
         checkpointer.save(30, state, {})
 
 
-@pytest.mark.pairs
 def test_save_returns_when_the_arrays_may_be_donated(tmp_path):
     """The very next step overwrites the buffers in place, and nothing else stays alive."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
@@ -199,7 +197,6 @@ def test_one_copy_while_saving_and_restoring(tmp_path):
     assert live_bytes() - base < 4096
 
 
-@pytest.mark.pairs
 def test_retention(tmp_path):
     state = make_state()
     with Checkpointer(directory=tmp_path, keep=2, keep_every=4) as checkpointer:
@@ -216,7 +213,6 @@ def test_retention(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000005", "00000006", "00000007"]
 
 
-@pytest.mark.pairs
 def test_same_step_again(saved, caplog):
     """A step is saved once by a run; a step of an earlier course of the run is replaced."""
     state = make_state(seed=99)

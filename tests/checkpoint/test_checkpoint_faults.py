@@ -102,7 +102,6 @@ def data_file(step_directory):
     return path
 
 
-@pytest.mark.pairs
 def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplog):
     rng = random.Random(1)
     flip(data_file(three / "00000003"), rng)

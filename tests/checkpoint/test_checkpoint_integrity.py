@@ -72,6 +72,7 @@ def meshes():
     return {shape: jax.make_mesh(shape, ("a", "b")) for shape in [(4, 2), (2, 4), (8, 1)]}
 
 
+@pytest.mark.pairs
 def test_every_dtype_equals_the_reference():
     """Any bits, NaNs included: nothing is computed with the values."""
     arrays = {dtype: jnp.asarray(sample(dtype)) for dtype in DTYPES}
@@ -86,7 +87,6 @@ def test_wide_dtypes_equal_the_reference():
         assert integrity.checksums(on_device) == {dtype: reference(words(x)) for dtype, x in arrays.items()}
 
 
-@pytest.mark.pairs
 def test_shapes_equal_the_reference():
     shapes = [(), (1,), (0,), (0, 4), (3, 0, 2), (7,), (2, 3, 5), (1, 1, 1)]
     arrays = {str(s): np.asarray(sample("uint32", s)) for s in shapes}
@@ -97,7 +97,6 @@ def test_shapes_equal_the_reference():
     assert integrity.checksums({}) == {}
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8"])
 def test_each_single_bit_flip_changes_both_lanes(dtype):
     """All of them, not a sample: the mix is a bijection of the word."""
@@ -122,7 +121,6 @@ def test_finalizers_are_bijections_on_a_slice_of_words():
             assert len(np.unique(np.asarray(lane))) == 1 << 16
 
 
-@pytest.mark.pairs
 def test_order_matters():
     x = jnp.arange(12.0).reshape(3, 4)
     good = checksum(x)
@@ -186,7 +184,6 @@ def test_a_leaf_over_2_to_the_32_compiles_without_temporaries(meshes):
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 16
 
 
-@pytest.mark.pairs
 def test_no_temporaries_and_no_gather(meshes):
     """Compiled for 64 MiB a leaf on (4, 2): the temporaries are scalars, and only scalars are communicated."""
     mesh = meshes[4, 2]

@@ -164,6 +164,7 @@ def test_two_processes_save_one_restores(both):
     assert restored.state["optimizer"].sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.pairs
 def test_one_process_saves_two_restore(both):
     _, said = both
     assert [lines[1:] for lines in said] == [["PROBLEMS 1 True"]] * 2

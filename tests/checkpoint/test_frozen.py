@@ -43,7 +43,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.pairs
 def test_frozen_arrays_are_read_in_a_phase_of_their_own(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str] = []
 
@@ -68,7 +67,6 @@ def test_frozen_arrays_are_written_once_and_come_back(saved: Path) -> None:
         checkpointer.restore(3, other)
 
 
-@pytest.mark.pairs
 def test_damage_is_found(saved: Path) -> None:
     flip(data_file(saved / "frozen" / "00000002"), random.Random(0))
     with pytest.raises(CheckpointCorruptError, match=r"step 2 of \S*frozen is corrupt: 1 of 1 arrays .* saved: w"):
@@ -79,7 +77,6 @@ def test_damage_is_found(saved: Path) -> None:
         Checkpointer(directory=saved).restore(3, ABSTRACT)
 
 
-@pytest.mark.pairs
 def test_checkpoints_from_before_hold_all_of_it(tmp_path: Path) -> None:
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, Old(**state(1)), {})

@@ -132,7 +132,6 @@ def test_release_leaves_the_lock_of_another(tmp_path):
     assert (tmp_path / "lock.json").read_text() == "another's"
 
 
-@pytest.mark.pairs
 def test_many_jobs_at_once_one_wins(tmp_path):
     """All find the same stale lock at the same time."""
     leave_lock(tmp_path)

@@ -75,7 +75,6 @@ def opened(config: Config, workdir: Path) -> Program:
     return program
 
 
-@pytest.mark.pairs
 def test_a_live_teacher_says_what_is_stored_of_packed_chats(folder: Path, tmp_path: Path) -> None:
     flags = [f"--config.{name}={json.dumps(value)}" for name, value in overrides(folder).items() if value is not None]
     words = [f"--hf={folder}/model", f"--config=hf:{folder}/model", "--config.trainer.max_epochs=none", *flags]
@@ -97,6 +96,7 @@ def test_a_live_teacher_says_what_is_stored_of_packed_chats(folder: Path, tmp_pa
     assert (stored[IDS] == live[IDS])[used].mean() > 0.99
 
 
+@pytest.mark.pairs
 def test_weights_of_a_live_teacher_are_in_host_memory_and_counted(folder: Path, tmp_path: Path) -> None:
     program = opened(student(folder, "live", folder / "model"), tmp_path)
     companion = program.experiment.companion

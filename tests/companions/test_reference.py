@@ -140,6 +140,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("fields", "kind", "lora", "message"), WRONG, ids=[case[3][:40] for case in WRONG])
 def test_what_does_not_fit_is_said_before_anything_is_compiled(fields, kind, lora, message):
     model = with_lora(small.llama()) if lora else small.llama()

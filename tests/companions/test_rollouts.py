@@ -83,6 +83,7 @@ def test_log_probabilities_are_those_of_the_model_that_trains(program: Program, 
     assert not batch["behavior"][~is_answer].any()
 
 
+@pytest.mark.pairs
 def test_the_likeliest_answers_are_the_generators(program: Program, state):
     """Evaluation is greedy, and `generate` continues the same prompts token by token."""
     data = program.experiment.data

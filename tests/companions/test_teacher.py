@@ -143,6 +143,7 @@ def test_batches_have_what_the_teacher_says(scored, tmp_path, mesh, top_k):
     assert (np.asarray(completed[TAIL])[padding] == 0).all()
 
 
+@pytest.mark.pairs
 def test_a_student_trains_and_evaluates(scored, tmp_path):
     texts, scores, _, _, masked = scored
     program = opened(student(texts, scores, masked=masked), tmp_path)

@@ -28,7 +28,6 @@ def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.pairs
 def test_python_blocks_run():
     space: dict[str, Any] = {"__name__": "docs_data"}
     blocks = [block for kind, block in BLOCKS if kind == "python" and not block.startswith("# ")]

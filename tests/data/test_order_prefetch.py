@@ -41,7 +41,6 @@ def test_the_order_is_pinned():
     ]  # fmt: skip
 
 
-@pytest.mark.pairs
 def test_an_epoch_is_shuffled_evenly():
     """Over many epochs each window comes at each place about equally often, and neighbours do not stay together."""
     count, epochs = 6, 3000

@@ -233,7 +233,6 @@ def test_no_more_of_a_large_text_is_read_than_decides_it():
     assert vocabulary_size(texts(), 1000, "<|endoftext|>") == 1000
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("overridden", "ids", "rows"),
     [

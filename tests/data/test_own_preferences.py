@@ -188,7 +188,6 @@ def checked(source: type, objective: type | None, *, reference: bool = True, kin
     experiment.check(experiment.mesh.build(jax.devices()[:1]), reach=False)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("source", "objective", "message"),
     [
@@ -209,7 +208,6 @@ def test_other_data_is_refused(source: type, objective: type | None, message: st
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.pairs
 def test_data_and_objective_that_go_together():
     checked(PairSource, DPO)
     checked(ThumbSource, KTO)
@@ -223,7 +221,7 @@ def test_data_and_objective_that_go_together():
 # --- from a file to a step -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.once("pairs")
+@pytest.mark.pairs
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The first loss is that of a model that is its own reference: log 2 of DPO, 1 - sigmoid(0) of KTO."""
@@ -273,7 +271,6 @@ def test_the_answers_before_are_those_of_the_model_that_the_run_began_with(setti
     assert [row["after"] for row in untrained] == [row["before"] for row in table]
 
 
-@pytest.mark.pairs
 def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs.write_text(tmp_path / "text")
     file = write_rows(tmp_path / "rows.jsonl", [*ROWS["pairs"], {**PAIR, "chosen": "5"}])
@@ -284,7 +281,7 @@ def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsy
     assert "compiling" not in error
 
 
-@pytest.mark.first(1)
+@pytest.mark.pairs
 @pytest.mark.parametrize("config", ["tiny", "stdlib-tiny"])
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_rows_that_are_all_in_the_other_part(part: str, config: str, tmp_path: Path):

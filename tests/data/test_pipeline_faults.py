@@ -203,7 +203,6 @@ def test_a_process_that_is_not_the_first_writes_nothing(documents, pipeline, tmp
     assert not (tmp_path / "workdir").exists()
 
 
-@pytest.mark.pairs
 def test_a_typo_is_answered_before_any_library_is_imported():
     code = (
         "import sys, framework.data.pipeline, framework.data.sources, framework.data.tokenizers, launch.prepare\n"

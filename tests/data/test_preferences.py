@@ -162,7 +162,6 @@ def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
     return sequences
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("kind", "rows", "source"),
     [("texts", TEXTS, PairSource), ("chats", CHATS, PairSource), ("thumbs", THUMBS, ThumbSource)],

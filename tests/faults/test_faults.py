@@ -267,6 +267,7 @@ def test_21_two_jobs_in_one_workdir(text: Path, tmp_path: Path, capsys) -> None:
     assert train(workdir, "--config.trainer.max_steps=1") == 0, "the lock of a dead process is taken over"
 
 
+@pytest.mark.pairs
 def test_22_nothing_in_a_workdir_is_executed(workdir: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
 

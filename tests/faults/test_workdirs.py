@@ -108,6 +108,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_started_over(
     assert state(run) == before
 
 
+@pytest.mark.pairs
 def test_it_says_what_to_do(run: Path, capsys) -> None:
     lose_manifests(run)
     assert train(run, *SHORT) == 2
@@ -260,6 +261,7 @@ def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> No
     }
 
 
+@pytest.mark.pairs
 def test_the_log_has_what_was_said_before_training(run: Path) -> None:
     log = (run / "log.txt").read_text()
     assert log.index("sequences") < log.index("step 1/8")

@@ -219,6 +219,7 @@ def at_first(layer: Any, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Arr
     return jax.jit(lambda key: layer.forward(initialize(specs, key), x, ctx))(jax.random.key(1))
 
 
+@pytest.mark.pairs
 def test_the_first_convolution_is_a_rotation_and_couplings_begin_as_the_identity():
     ctx, x = context("float32"), images("", "float32")
     conv = CHEAP["conv1x1"].instantiate()

@@ -113,6 +113,7 @@ def test_the_series_is_unbiased_in_value_and_gradient():
         assert np.linalg.norm(truth) > 3.0 * scale or "bias" in path, f"{path}: too noisy to tell"
 
 
+@pytest.mark.pairs
 def test_evaluation_is_exact_where_dims_are_few_and_repeats_itself_elsewhere():
     layer, params = block()
     exact, _ = block(log_det="exact")

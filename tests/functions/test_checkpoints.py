@@ -335,6 +335,7 @@ def flip_a_bit(step_directory: Path) -> None:
     largest.write_bytes(content)
 
 
+@pytest.mark.pairs
 def test_a_flipped_bit_is_told_with_the_name_of_the_leaf(tmp_path: Path) -> None:
     """And no other step is taken in silence."""
     tree = {"small": jnp.ones(3), "model": {"large": jnp.arange(64.0 * 128).reshape(64, 128)}, "n": 5}

@@ -41,6 +41,7 @@ def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():
     np.testing.assert_allclose(gradient["layer"]["weight"], jax.grad(of_weight)(params()["layer"]["weight"]))
 
 
+@pytest.mark.pairs
 def test_auxiliary_results_and_named_arguments():
     def with_aux(tree: Any, *, x: jax.Array) -> tuple[jax.Array, str]:
         return loss(tree, x), "aux"

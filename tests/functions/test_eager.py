@@ -80,7 +80,6 @@ def test_a_layer_in_two_branches_is_updated_once_by_the_sum(name: str) -> None:
     assert_equal(actual, expected)
 
 
-@pytest.mark.pairs
 def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
     inner = pl.eager(dense, optimizer, name="inner")
@@ -152,6 +151,7 @@ def test_mixed_dtypes_and_leaves_that_are_not_trained() -> None:
     assert_equal(jax.tree.leaves(new.state), jax.tree.leaves(state))
 
 
+@pytest.mark.pairs
 def test_a_function_is_a_rule_with_a_state_of_its_own() -> None:
     def rule(weights: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         new = jax.tree.map(lambda w, g: w - g / state["count"], weights, gradient)
@@ -182,6 +182,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_of_its_piece_alone(skip: 
         assert_equal(second.weights, trained[1].weights)
 
 
+@pytest.mark.pairs
 def test_updates_are_limited_by_tensor() -> None:
     layer = pl.eager(dense, optax.sgd(1.0), name="dense", max_update_rms=0.01)
     weights = dense_weights(0)
@@ -191,6 +192,7 @@ def test_updates_are_limited_by_tensor() -> None:
         np.testing.assert_allclose(rms, 0.01, rtol=1e-10)
 
 
+@pytest.mark.pairs
 def test_ordinary_leaves_get_their_gradient_beside_trained_ones() -> None:
     layer = pl.eager(dense, optax.sgd(0.1), name="dense")
     params = {"layer": layer.init(dense_weights(0)), "scale": jnp.asarray(2.0)}

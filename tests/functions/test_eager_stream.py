@@ -69,7 +69,7 @@ def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     assert_equal(jax.device_get(actual), jax.device_get(expected))
 
 
-@pytest.mark.pairs
+@pytest.mark.once("lion")
 @pytest.mark.parametrize("name", HOSTED_OPTIMIZERS)
 def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
@@ -91,6 +91,7 @@ def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) 
     assert_equal(jax.device_get(actual), jax.device_get(steps(optimizer)))
 
 
+@pytest.mark.pairs
 def test_a_layer_whose_gradient_is_not_finite_stays_as_it_is() -> None:
     new_weights, state = stack_steps(pl.stream(optax.adamw(0.01), chunk_bytes=CHUNK_BYTES), (jnp.inf, 1.0, 1.0))
     np.testing.assert_array_equal(state["stack"][0].count, [0, 2, 2])

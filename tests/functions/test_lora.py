@@ -126,6 +126,7 @@ def test_merging_adds_in_float32_and_keeps_the_dtype():
     np.testing.assert_array_equal(merged.astype(jnp.float32), np.float32(1 + 2.0**-7))
 
 
+@pytest.mark.pairs
 def test_a_quantized_matrix_is_what_it_says():
     weights = small_transformer.init("float64")["layers"]
     stored = pl.lora_quantize(weights, "up")["up"]
@@ -156,6 +157,7 @@ def test_the_drawn_factor_is_on_the_side_of_the_inputs():
     assert not np.array_equal(both["kernel"].a[0], both["kernel"].a[1])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [

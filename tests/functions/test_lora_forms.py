@@ -163,7 +163,7 @@ def test_it_is_exact(name: str):
 COSTLY = {"cast", "times a number", "einsum over a stack", "vmap over a stack", "for"}
 
 
-@pytest.mark.once("heads", "lookup", "scan", "for", "cond", "checkpoint", "custom_vjp")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", PATHS)
 def test_it_makes_nothing_of_the_size_of_the_matrix(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -316,7 +316,6 @@ def test_inputs_of_a_matrix_in_4_bits_are_not_cut():
         pl.with_lora(lambda p, x: x @ p["w"][:64])(stored, {}, jnp.ones((2, 64)))
 
 
-@pytest.mark.pairs
 def test_rows_of_a_matrix_in_4_bits_are_refused():
     quantized = pl.lora_quantize({"embed": jnp.ones((64, 4))}, "embed")
     with pytest.raises(pl.AdapterError, match="embed: the matrix reaches `gather`"):

@@ -88,6 +88,7 @@ def test_one_use_is_accepted_wherever_it_is(loss: Callable[..., jax.Array]) -> N
     assert not jnp.array_equal(new.weights["kernel"], WEIGHTS["kernel"])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
     layer = KINDS[kind]
@@ -104,7 +105,6 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
     assert jnp.isfinite(jax.jit(loss)(trained))
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_the_backward_pass(kind: str) -> None:
     layer = KINDS[kind]

@@ -262,6 +262,7 @@ def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
     assert_close(jax.vmap(functools.partial(of_x, reversible))(batch), expected)
 
 
+@pytest.mark.pairs
 def test_dtypes_may_be_mixed() -> None:
     """Weights in bfloat16 and float32, streams in float32, of branches in bfloat16: gradients have the dtypes of what
     they are of, and are the plain scan's up to the rounding of a bfloat16 sum."""

@@ -90,6 +90,7 @@ def test_the_factor_of_a_clip_is_exact() -> None:
     assert_equal(streamed, expected)
 
 
+@pytest.mark.pairs
 def test_updates_of_another_dtype_than_the_gradients() -> None:
     params = {"kernel": random(0, 1024, 512).astype(jnp.float32)}
     optimizer = optax.chain(optax.stateless(lambda updates, _: jax.tree.map(wide, updates)), optax.adam(0.01))
@@ -126,6 +127,7 @@ def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
     assert loops_of(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "optimizer",
     [optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), optax.apply_if_finite(optax.adam(0.1), 3)],

@@ -155,7 +155,6 @@ def test_draws_depend_on_seed_and_row_alone() -> None:
     assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw(PROMPTS, 7)[0]
 
 
-@pytest.mark.pairs
 def test_stop_tokens_end_their_rows_alone() -> None:
     generator = started("llama-gqa")[2]
     rows = generator(PROMPTS, Sampling(NEW))

@@ -36,6 +36,7 @@ def drawn(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray
     return np.bincount(np.asarray(tokens), minlength=len(LOGITS)) / DRAWS
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("kind", "temperature", "top_k", "top_p"),
     [("all", 1.0, 6, 1.0), ("all", 0.5, 6, 1.0), ("filtered", 1.0, 3, 1.0), ("filtered", 1.5, 6, 0.7)]

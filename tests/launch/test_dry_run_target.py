@@ -130,6 +130,7 @@ def test_a_target_is_for_dry_runs(text, tmp_path, capsys):
     )
 
 
+@pytest.mark.pairs
 def test_a_corpus_that_is_elsewhere_is_said_and_no_error(text, tmp_path, capsys):
     (text / "valid.txt").unlink()
     assert start(tmp_path, "cpu:2") == 0

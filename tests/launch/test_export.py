@@ -126,6 +126,7 @@ def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
     assert {file.name for file in to.iterdir()} == {*WEIGHTS, "generation_config.json"}
 
 
+@pytest.mark.pairs
 def test_texts_end_where_the_tuned_ones_did(folder: Path):
     """The published generation_config.json would let them run on."""
     to = folder / "other-end"
@@ -137,7 +138,6 @@ def test_texts_end_where_the_tuned_ones_did(folder: Path):
     assert written.items() <= GENERATION.items()
 
 
-@pytest.mark.pairs
 def test_others_may_read_what_the_umask_lets_them(folder: Path):
     to, before = folder / "shared", os.umask(0o027)
     try:

@@ -72,6 +72,7 @@ def test_fewer_devices_than_the_mesh_of_the_run_wants(
     assert "is not the number of devices, 8; nearest: [8]; using mesh.fsdp = 8" in capsys.readouterr().err
 
 
+@pytest.mark.pairs
 def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, capsys: pytest.CaptureFixture) -> None:
     assert generate.main([f"--workdir={workdir}", f"--prompt={PROMPT}", "--config.mesh.expert=3"]) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -238,6 +239,7 @@ def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) 
         assert "pip install 'plimsoll-train[harness]'" in capsys.readouterr().err
 
 
+@pytest.mark.pairs
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     from launch.__main__ import verbs
 

@@ -58,6 +58,7 @@ def test_both_validators_accept(capsys, target: str, more: list[str]) -> None:
     check_job(manifest)
 
 
+@pytest.mark.pairs
 def test_each_validator_catches_what_the_other_does_not(capsys) -> None:
     manifest = dry(capsys, "--target=2xv5e-256")
     wrong = copy.deepcopy(manifest)

@@ -199,7 +199,6 @@ if starts == 1:
     wait_for(lambda: not alive(int((run.folder / "worker").read_text())), 5.0)
 
 
-@pytest.mark.pairs
 def test_output_is_whole_lines_and_all_of_it(launched) -> None:
     run = launched(
         "for n in range(3000): print(i, n, 'x' * 200)\nsys.stdout.write('no newline')\nos.abort()", 2, max_restarts=0

@@ -74,6 +74,7 @@ def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest
     assert "max_new_tokens=128 leaves no room for a message" in capsys.readouterr().err
 
 
+@pytest.mark.pairs
 def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="it comes with: pip install -e '.[harness]'")
     rows = [("the quick", " brown fox"), ("a lazy", " dog"), ("who are", " you?")]

@@ -67,6 +67,7 @@ def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "images per second" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_the_evaluation_is_of_each_held_out_image_once(workdir: Path) -> None:
     (row,) = (row for row in runs.rows(workdir) if row["step"] == 8 and "eval/digits/images" in row)
     assert row["eval/digits/images"] == 361  # of batches of 64

@@ -69,6 +69,7 @@ def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.Capture
     assert generate.main([f"--workdir={folder}/student", *words]) == 0
 
 
+@pytest.mark.pairs
 def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     captured = capsys.readouterr()

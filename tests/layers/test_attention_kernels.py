@@ -80,7 +80,7 @@ def test_values_equal_the_float64_reference(case):
     np.testing.assert_allclose(ours, reference(q, k, v, segments=segments, **options), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.pairs
+@pytest.mark.once("grouped")
 @pytest.mark.parametrize("case", ["grouped", "three blocks of rows", "everything"])
 def test_gradients_equal_finite_differences_of_the_reference(case):
     (_, S, _, _, H), options = CASES[case]

@@ -59,6 +59,7 @@ def test_without_cuda_it_says_so(monkeypatch):
     assert choose_implementation(call(query())) == "xla"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"segments": True}, {"segments": True, "window": 30}, {"window": 30}], ids=str)
 def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):

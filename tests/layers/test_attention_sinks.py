@@ -42,7 +42,6 @@ def reference(q, k, v, sinks, window=None):
     return out
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("window", [None, 17])
 def test_values_are_those_of_the_definition(window):
     q, k, v, sinks, _ = arrays()
@@ -52,7 +51,6 @@ def test_values_are_those_of_the_definition(window):
     assert np.abs(np.asarray(ours)[:, :, -1]).max() < 1e-10, "a head whose sink is large attends to nothing"
 
 
-@pytest.mark.pairs
 def test_gradients_are_those_of_one_more_key_without_a_value():
     q, k, v, sinks, direction = arrays(20)
 
@@ -74,12 +72,12 @@ def test_gradients_are_those_of_one_more_key_without_a_value():
             np.testing.assert_allclose(ours_grad, plain_grad, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.pairs
 def test_a_row_with_nothing_but_its_sink_is_zero():
     weights = softmax_with_sinks(jnp.full((2, 3), -jnp.inf), jnp.asarray([[1.0], [-200.0]]))
     np.testing.assert_array_equal(weights, np.zeros((2, 3)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("window", [None, 5])
 def test_one_token_after_a_cache_is_the_last_row(window):
     q, k, v, sinks, _ = arrays(20)

@@ -160,7 +160,6 @@ def test_rows_behind_the_last_expert_have_no_part_in_the_gradient():
     assert [leaf.dtype for leaf in jax.tree.leaves(pull)] == [jnp.int32], "it keeps no row"
 
 
-@pytest.mark.pairs
 def test_sums_of_bfloat16_rows_are_not_rounded_on_the_way():
     experts_N = jnp.zeros(5000, jnp.int32)
     rows = jnp.zeros((5000, 2), jnp.bfloat16)

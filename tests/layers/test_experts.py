@@ -224,6 +224,7 @@ def test_a_capacity_drops_what_comes_last():
     np.testing.assert_allclose(out.metrics["dropped"], dropped / counted.sum(), rtol=1e-6)
 
 
+@pytest.mark.pairs
 def test_room_for_all_drops_nothing():
     weights, x_BSD = arrays(layer(), "one expert")
     bound, free = layer({"top_k": 2}, capacity=float(EXPERTS)), layer({"top_k": 2})
@@ -279,7 +280,6 @@ def test_even_use_has_a_balance_loss_of_one_and_padding_alone_has_none():
     assert float(nothing) == 0.0
 
 
-@pytest.mark.pairs
 def test_sigmoids_that_all_underflow_divide_nothing_by_zero():
     logits = jnp.full((1, 1, 3), -1e4)
     choice = scores.choose(logits, None, top_k=2, score="sigmoid", normalize=True, scale=1.0)
@@ -287,7 +287,6 @@ def test_sigmoids_that_all_underflow_divide_nothing_by_zero():
     assert np.isfinite(scores.probabilities(logits, "sigmoid")).all()
 
 
-@pytest.mark.pairs
 def test_a_bias_moves_the_choice_and_not_the_shares():
     logits = jnp.asarray([[[2.0, 1.0, 0.0, -1.0]]])
     plain = scores.choose(logits, None, top_k=2, score="sigmoid", normalize=False, scale=1.0)
@@ -378,7 +377,6 @@ def test_more_choices_than_experts_are_refused():
         layer({"score": "softmaxx"})
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(("argnum", "kept"), [(0, [(5, 4, 3), (5,)]), (1, [(46, 4), (5,)])])
 def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
     """Of frozen experts no rows are kept, and of rows without a gradient no weights."""

@@ -91,7 +91,6 @@ def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
     small.assert_close(grads, expected_grads, 2e-6)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("gradient_tokens", [6, 12])
 def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
     """The table's gradient summed over four groups of one chunk, and two of two."""
@@ -99,6 +98,7 @@ def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
     small.assert_close(grads, expected["both"][2], 2e-6)
 
 
+@pytest.mark.pairs
 def test_evaluation_equals_training(expected):
     """Without differentiation another rule of the custom derivative runs."""
     loss, nll = jax.jit(chunked(6, **TERMS["both"]))(PARAMS, X)

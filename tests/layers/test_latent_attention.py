@@ -131,6 +131,7 @@ def test_a_mesh_that_cuts_a_head_is_refused():
         small.program(config)
 
 
+@pytest.mark.pairs
 def test_flops_count_every_product():
     layer = attention().instantiate(dim=16)
     # query_down, query_up, kv_down, kv_up, output; then Q K and A V.

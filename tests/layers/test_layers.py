@@ -91,7 +91,6 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_mlp(activation, gated):
@@ -115,7 +114,6 @@ def test_mlp(activation, gated):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_rotary_turns_pairs_of_the_two_halves():
     H, theta = 8, 100.0
     rotary = Rotary(head_dim=H, theta=theta)
@@ -128,7 +126,6 @@ def test_rotary_turns_pairs_of_the_two_halves():
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
 
 
-@pytest.mark.pairs
 def test_rotary_scores_depend_on_distance_alone():
     rotary = Rotary(head_dim=16)
     q, k = jnp.asarray(random(1, 1, 1, 16)), jnp.asarray(random(1, 1, 1, 16, seed=1))
@@ -265,7 +262,6 @@ def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation)
     np.testing.assert_allclose(np.asarray(y_BSD[0, 1], np.float64), expected, rtol=5e-3)
 
 
-@pytest.mark.pairs
 def test_dropout_does_not_round_what_it_divides_by():
     """0.9 is 0.8984 in bfloat16."""
     ctx = Context(batch={}, rng=jax.random.key(0), rows=jnp.arange(1), training=True, compute_dtype=jnp.bfloat16)

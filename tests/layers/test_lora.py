@@ -35,7 +35,7 @@ def moved(program: Program):
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
 
 
-@pytest.mark.once("False-int8", "True-bfloat16", "True-nf4")
+@pytest.mark.pairs
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_formula(base, bias):

@@ -62,6 +62,7 @@ def test_layers_differ_and_the_first_ones_do_not_depend_on_depth():
     assert np.abs(four[0] - four[1]).max() > 0.01
 
 
+@pytest.mark.pairs
 def test_parameters_of_one_shape_differ():
     values = drawn(small.gpt2())
     query, key = (values[f"stack/block0/attention/{name}/weight"] for name in ("query", "key"))
@@ -116,7 +117,6 @@ def test_dropout_is_off_in_evaluation_and_at_rate_zero():
     assert np.all(mask(Context(batch={}), rate=0.9) == 1.0)
 
 
-@pytest.mark.pairs
 def test_masks_belong_to_rows_of_the_global_batch():
     whole = mask(context())
     np.testing.assert_array_equal(mask(context(rows=(2, 0)), shape=(2, 6, 8)), whole[[2, 0]])

@@ -202,6 +202,7 @@ def test_what_cannot_be_run_backwards_is_refused():
         config.instantiate()
 
 
+@pytest.mark.pairs
 def test_published_weights_have_one_stream():
     from configs.families.llama import Llama
 

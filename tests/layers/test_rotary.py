@@ -21,7 +21,6 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.pairs
 def test_a_part_of_each_head_turns_as_a_head_of_that_size_and_the_others_stay():
     x_BSNH = drawn(1, 4, 2, 12)
     (turned,) = Rotary(head_dim=12, rotary_dim=8)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
@@ -30,7 +29,6 @@ def test_a_part_of_each_head_turns_as_a_head_of_that_size_and_the_others_stay():
     np.testing.assert_array_equal(turned[..., 8:], x_BSNH[..., 8:])
 
 
-@pytest.mark.pairs
 def test_a_part_of_a_head_may_be_even_where_the_head_is_odd():
     x_BSNH = drawn(1, 4, 2, 9)
     (turned,) = Rotary(head_dim=9, rotary_dim=4)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
@@ -90,7 +88,6 @@ def test_longrope_divides_each_frequency_by_its_factor():
         assert rotary.amplitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))
 
 
-@pytest.mark.pairs
 def test_the_short_factors_refuse_sequences_that_they_are_not_for():
     positions = jnp.arange(17)[None]
     x_BSNH = jnp.asarray(drawn(1, 17, 2, 4))

@@ -91,7 +91,6 @@ def test_specs_have_a_leading_axis_of_units():
     assert layer.flops_per_token(9) == 2 * (2 * 2 * DIM * 12 + 3 * 2 * DIM * 6)
 
 
-@pytest.mark.pairs
 def test_fetch_brings_each_units_parameters():
     """A schedule that keeps parameters elsewhere passes its own `fetch`; here they are kept at half their size."""
     layer = stack()
@@ -102,7 +101,6 @@ def test_fetch_brings_each_units_parameters():
     np.testing.assert_array_equal(fetched, y)
 
 
-@pytest.mark.pairs
 def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
     layer = stack()
     params, buffers = values(layer)

@@ -85,7 +85,6 @@ def test_bytes_are_what_the_devices_hold():
     assert layout.abstract()["optimizer"]["rows"].sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.pairs
 def test_a_language_models_state_counted_by_hand():
     """GPT-2's parts at width 32 with AdamW and averages, everything in float32, on one device."""
     layout = small.program(small.experiment(ema=0.9)).layout

@@ -34,7 +34,6 @@ def test_copy_partition_tags_what_matches_and_can_be_applied_again():
     assert set(kinds(specs).values()) == {"device"}
 
 
-@pytest.mark.pairs
 def test_copy_partition_works_on_optax_states_and_parameters():
     program = small.program(small.experiment())
     tagged = copy_partition(program.layout.specs["optimizer"], pattern=r"/mu/.*weight", memory_kind="pinned_host")

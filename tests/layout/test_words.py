@@ -8,7 +8,6 @@ import pytest
 from framework.layout.words import pack, packed_shape, unpack
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 33, 64, 600])
 def test_codes_come_back(rows):
     codes = np.random.default_rng(rows).integers(0, 256, (2, rows, 5), np.uint8)

@@ -34,7 +34,6 @@ def cast(tree, dtype: str):
 # --- averages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_averages_equal_a_hand_written_loop():
     params, grads = updates.draw(0), updates.gradients(20)
     history = updates.ours(learner(ema=0.9), params, grads)
@@ -197,7 +196,6 @@ BAD = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, name):
     step, kept, good = guarded

@@ -103,7 +103,6 @@ def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.Monkey
         configs.load(name).instantiate().learner.check_reach()
 
 
-@pytest.mark.pairs
 def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that could read the optimizer tries nothing; schedules that update by pieces ask when they are traced."""
     monkeypatch.setattr("framework.learner.reaches._reaches", {})
@@ -115,14 +114,12 @@ def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) ->
     assert reaches == ["element"] * len(learner.groups)
 
 
-@pytest.mark.pairs
 def test_units_of_one_leaf() -> None:
     assert {probe(CASES[name][0], ONE) for name in NAMED["global"].split()} == {"global"}
     assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # where there is something larger, they do not decide
     assert probe(CASES["contrib.muon"][0], VECTOR) == "element"  # Adam's
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> None:
     """LAMB divides by the norm of a tensor, which in one row is that of the row: as LoRA's adapters of rank 1."""

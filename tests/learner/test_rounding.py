@@ -65,7 +65,6 @@ def test_the_result_is_the_same_on_any_mesh(axes):
 # --- rounding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_one_of_both_neighbours_and_right_on_average():
     low, high, n = 1.0, 1.0 + 2.0**-7, 200_000
     for part in (0.125, 0.5, 0.9):
@@ -77,7 +76,6 @@ def test_one_of_both_neighbours_and_right_on_average():
         np.testing.assert_array_equal(below, -found)
 
 
-@pytest.mark.pairs
 def test_what_is_exact_or_not_finite_stays():
     most = float(jnp.finfo(jnp.bfloat16).max)
     values = jnp.array([0.0, -0.0, 1.5, -3.0, most, -most, np.inf, -np.inf, np.nan], jnp.float32)

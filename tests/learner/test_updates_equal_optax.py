@@ -85,7 +85,6 @@ def test_twenty_steps_equal_plain_optax_with_an_active_clip(name):
     assert compare(learner(config, clip=clip), reference, grads) <= tolerance
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     "config",
     [
@@ -179,7 +178,6 @@ def test_rules_choose_optimizers_per_group_and_the_first_match_decides():
     }
 
 
-@pytest.mark.pairs
 def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_constants():
     config = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)
     ours = learner(config, rules=[config_for(Rule, pattern="embed|wide/weight", freeze=True)], clip=1.0, ema=0.9)
@@ -252,7 +250,6 @@ def test_a_rules_optimizer_is_reported_by_no_other_rate_than_the_learners():
     assert float(learner(OPTIMIZERS["sgd"][0]).learning_rate(7)) == np.float32(0.05)
 
 
-@pytest.mark.pairs
 def test_the_norm_that_is_reported_is_the_one_before_clipping():
     grads = updates.draw(5)
     decision = updates.decide(learner(OPTIMIZERS["sgd"][0], clip=0.5), jnp.float32(1.0), grads)

@@ -59,6 +59,7 @@ def test_full_run(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "m.jsonl"]
 
 
+@pytest.mark.pairs
 def test_curves_that_are_not_there_are_not_drawn(tmp_path):
     picture = pixels(plot_losses(write(tmp_path / "m.jsonl", 400), tmp_path / "loss.png", "tiny"))
     assert count(picture, TRAIN_BLUE) > 500

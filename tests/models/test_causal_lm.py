@@ -57,7 +57,6 @@ def test_no_position_sees_a_later_one(built):
     assert np.all(moved[:, 7:] > 1e-4)
 
 
-@pytest.mark.pairs
 def test_packed_documents_are_as_if_each_were_alone(built):
     _, _, logits = built
     segments = np.array([[1] * 5 + [2] * 7, [1] * 8 + [2] * 2 + [0] * 2], np.int32)
@@ -75,6 +74,7 @@ def test_packed_documents_are_as_if_each_were_alone(built):
     assert difference(packed, logits({"tokens": TOKENS}))[0, 5:].min() > 1e-3
 
 
+@pytest.mark.pairs
 def test_grouped_queries_equal_heads_of_their_own_with_equal_weights():
     model, params, logits = family("llama")
     grouped = logits({"tokens": TOKENS})
@@ -179,7 +179,6 @@ def test_a_tie_is_one_parameter():
 # --- shapes, dtypes, counts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_bf16_parameters_and_compute_stay_close_to_f32():
     _, params, logits = family("llama")
     expected = logits({"tokens": TOKENS})

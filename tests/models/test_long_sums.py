@@ -64,7 +64,6 @@ def test_the_gradient_of_a_lookup_is_the_sum_of_its_terms(dtype, mesh, sum_bytes
     assert distance(grad[COMMON], expected[COMMON]) < tolerance
 
 
-@pytest.mark.pairs
 def test_indices_outside_of_the_table_add_nothing():
     terms = jnp.ones((1, 4, 8), jnp.bfloat16)
     grad = lookup.table_gradient(jnp.array([[0, -1, 5, 2]]), terms, shape=(3, 8), dtype=jnp.bfloat16)

@@ -59,6 +59,7 @@ def test_loss_and_gradient(name):
     assert np.abs(expected).max() > 1e-3
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_microbatches_add_up(name):
     objective, batch, log_probs = setup(name)
@@ -140,7 +141,7 @@ def test_odds_of_a_certain_answer_are_finite():
     assert np.isfinite(grad).all()
 
 
-@pytest.mark.first(1)
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_of_padding_has_no_loss_and_no_nan(name):
     """Rows of an evaluation beyond the end of a set: nothing is counted."""

@@ -56,7 +56,6 @@ def test_the_papers_equations_in_float64(clip, start):
             np.testing.assert_allclose(value, expected, rtol=2e-7, atol=2e-7 * start, err_msg=path)
 
 
-@pytest.mark.pairs
 def test_its_state_is_next_to_nothing_and_cut_like_the_weights():
     spec = ParameterSpec((4096, 1024), "float32", ("fsdp", "model"), roles=("in", "out"))
     optimizer = partitioned(adalomo(learning_rate=0.1))

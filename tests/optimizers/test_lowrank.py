@@ -133,7 +133,6 @@ def trained(optimizer, grads):
     return flatten(params)
 
 
-@pytest.mark.pairs
 def test_a_projection_for_each_parameter_and_layer():
     """The same gradient for parameters of another name, and under another seed, is projected otherwise."""
     optimizer = apollo_mini(learning_rate=0.1, tables="same")
@@ -248,6 +247,7 @@ def test_one_huge_element_makes_no_nan():
             assert all(np.abs(x).max() < 50 for x in after.values()), huge
 
 
+@pytest.mark.pairs
 def test_steps_are_as_large_as_adamws_without_a_scale():
     """scale = None, rank below the width, gradients of noise: within a fifth."""
     rng = np.random.default_rng(0)

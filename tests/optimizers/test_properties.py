@@ -149,7 +149,6 @@ def test_scales(name):
     assert distance(scaled, train(name, PARAMS, GRADS)) <= PROPERTIES[name].scale
 
 
-@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("axis", [0, 1])
 def test_permutations(name, axis):
@@ -166,6 +165,7 @@ def test_permutations(name, axis):
         assert (distance(permuted, expected, [path]) < PROPERTIES[name].close) == holds, path
 
 
+@pytest.mark.pairs
 @every
 def test_transposition(name):
     matrices = [path for path in SHAPES if path.endswith("/weight")]
@@ -175,6 +175,7 @@ def test_transposition(name):
     assert (error < PROPERTIES[name].close) == PROPERTIES[name].transposes
 
 
+@pytest.mark.pairs
 @every
 def test_zero_gradients(name):
     """Nothing moves before the first gradient that is not zero; after the last, what has no momentum."""

@@ -139,7 +139,6 @@ def learner(**fields: Any) -> Learner:
     return config_for(Learner, optimizer=config, **fields).instantiate(specs=updates.specs())
 
 
-@pytest.mark.pairs
 def test_it_may_not_be_cut_into_rows():
     """Rows would be cut through blocks. What is tried out are toys, in which nothing is quantized."""
     made = learner()

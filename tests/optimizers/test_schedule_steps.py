@@ -208,7 +208,6 @@ def test_steps_as_keys_are_numbers_where_they_are_used():
 # --- schedules that follow the run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_named_configs_have_the_rates_that_their_sources_say():
     """At their own lengths, to the bit: (peak, warm-up, what is left of the peak at the end) of each schedule."""
     expected = {

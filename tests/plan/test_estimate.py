@@ -287,6 +287,7 @@ def test_the_least_is_never_more_than_the_estimate(update):
         assert state <= least_bytes(experiment, sizes) <= need.peak_bytes, (update, placed)
 
 
+@pytest.mark.pairs
 def test_a_table_beside_layers_in_8_bits_is_updated_by_rows():
     # The layers' optimizer looks at blocks of 256, that of the float32 tables at elements. Compiled for v5e-1, 7.22 GiB
     # are alive at the peak; a table as one piece would be 19.57 GiB.

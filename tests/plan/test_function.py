@@ -74,6 +74,7 @@ def test_names_are_the_users():
     assert "moments[0].mu" in planned._repr_html_()
 
 
+@pytest.mark.pairs
 def test_a_jitted_function_and_real_arrays_are_the_same():
     concrete = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), arguments())
     planned = pl.plan_function(jax.jit(train_step), concrete, "cpu:1")

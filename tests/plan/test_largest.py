@@ -78,7 +78,7 @@ def test_a_family_of_no_blocks_is_refused():
         Family.of(configs.load("digits-nice"))
 
 
-@pytest.mark.first(1)
+@pytest.mark.pairs
 @pytest.mark.parametrize("most", [0.9e9, 8.1e9, 47e9])
 def test_the_largest_that_fits_is_found(most: float):
     answers = Answers(most)

@@ -44,6 +44,7 @@ def test_the_keys_that_programs_read(report: dict[str, Any]):
     assert set(report["phases"]) == {"init", "restore", "train", "evaluation", "save"}
 
 
+@pytest.mark.pairs
 def test_the_parts_add_up_and_are_named(report: dict[str, Any]):
     assert sum(report["breakdown"].values()) == report["device_peak_bytes"]
     assert 0 <= report["breakdown"]["other"] <= 0.05 * report["device_peak_bytes"]

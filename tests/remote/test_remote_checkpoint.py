@@ -115,6 +115,7 @@ def test_a_save_that_failed_leaves_the_old_ones_and_is_cleaned(small):
     assert not [name for name in names(url) if name.startswith("00000003")]
 
 
+@pytest.mark.pairs
 def test_a_store_out_of_reach_is_a_save_that_failed(small, monkeypatch):
     url, state = small
 

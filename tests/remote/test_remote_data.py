@@ -97,6 +97,7 @@ def test_what_is_missing_is_named(store, texts, tmp_path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.pairs
 def test_no_credentials(s3, environment, tmp_path):
     import fsspec
 

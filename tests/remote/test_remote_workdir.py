@@ -43,6 +43,7 @@ def put(url, data: bytes):
     fs.pipe_file(path, data)
 
 
+@pytest.mark.pairs
 def test_what_is_written_comes_back(url):
     with Workdir(url) as workdir:
         workdir.metrics.write_text('{"step": 1}\n')

@@ -71,6 +71,7 @@ def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pyt
     assert "accuracy 1" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_a_label_that_is_no_class_is_not_scored(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

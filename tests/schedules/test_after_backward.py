@@ -101,6 +101,7 @@ def test_the_model_learns_a_batch(program):
 # --- steps that are not finite ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, three_steps):
     first, _, _ = three_steps
     state, _ = small.run(program, 1, put(program, first))
@@ -169,7 +170,6 @@ def by_hand(program: Program, state, batch, buffers):
     return {"stack": jax.tree.map(lambda *leaves: jnp.stack(leaves), *units)}
 
 
-@pytest.mark.pairs
 def test_buffers_thread_through_the_loop_unit_by_unit(program, three_steps):
     first, last, _ = three_steps
     assert last["buffer"]["stack"]["block1"]["count"].tolist() == [3, 3]

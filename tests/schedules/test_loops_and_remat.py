@@ -53,6 +53,7 @@ def test_recomputing_changes_no_number(results, policy):
     small.assert_close(grads, expected, 5e-6)
 
 
+@pytest.mark.pairs
 def test_recomputing_saves_memory(results):
     none, dots, named, full = (results(policy)[2] for policy in ("none", "dots", "save:query,mlp_up", "full"))
     assert full < named < dots < none
@@ -73,7 +74,7 @@ def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     assert "f32[2,32,48]" not in text  # the same, gathered
 
 
-@pytest.mark.once("full-False")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("policy", "unlike"), [("full", False), ("none", True)])
 def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
     loss, grads, _ = results(policy, 0, unlike)

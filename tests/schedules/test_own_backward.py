@@ -68,7 +68,6 @@ def test_two_passes_clip_exactly():
     small.assert_close(small.arrays(small.run(small.program(config), 4)[0]), small.arrays(expected), 1e-5)
 
 
-@pytest.mark.pairs
 def test_what_cannot_be_is_refused_by_name():
     for fields, words in (
         ({"clip": 1.0}, r"clip_mode = global_norm with memory\.update = in_backward"),

@@ -54,7 +54,7 @@ def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
     return {p: np.asarray(x, np.float32) for p, x in flatten(state["parameter"]).items()}
 
 
-@pytest.mark.pairs
+@pytest.mark.once("stochastic-streamed-state-eight")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.memory}-{case.placement}-{case.mesh}")
 @pytest.mark.parametrize("rounding", ["stochastic", pytest.param("kahan", marks=pytest.mark.slow)])
 def test_the_same_weights_under_every_schedule(case: Case, rounding: str):

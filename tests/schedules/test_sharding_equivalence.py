@@ -115,7 +115,6 @@ def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
     test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
 
 
-@pytest.mark.pairs
 def test_experts_that_the_mesh_does_not_divide_are_refused():
     model = small.llama()
     small.block(model).mlp = mixture(experts=6, top_k=2, hidden=16)

@@ -52,6 +52,7 @@ def test_the_gaussians_are_those_of_scipy(full: bool):
     assert flow_quality.gaussian_bits(images, noisy, full=full) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.pairs
 def test_the_fit_is_the_best_of_its_kind_for_dequantized_images():
     digits, _ = split()
     noisy = np.concatenate([digits + np.random.default_rng(seed).random(digits.shape) for seed in range(4)])

@@ -87,6 +87,7 @@ def test_it_says_so_and_writes_nothing(
     assert files(finished) == before
 
 
+@pytest.mark.pairs
 def test_what_else_changed_is_said(finished: Path, never_starts: None, capsys: pytest.CaptureFixture):
     assert train(finished, "--config.trainer.max_steps=4", "--config.trainer.save_every=2", "--config.data.seed=5") == 0
     assert "config changed since the checkpoint: config.data.seed: 3 -> 5" in capsys.readouterr().out
