@@ -32,7 +32,10 @@ def make_state(step):
     values = np.random.default_rng(step).standard_normal((64, 128), np.float32)
     sharded, whole = NamedSharding(MESH, PartitionSpec("a", "b")), NamedSharding(MESH, PartitionSpec())
     return {
-        "parameter": {"w": jax.device_put(values, sharded), "b": jax.device_put(values[0].astype(jnp.bfloat16), whole)},
+        "parameter": {
+            "weight": jax.device_put(values, sharded),
+            "b": jax.device_put(values[0].astype(jnp.bfloat16), whole),
+        },
         "counter": {"step": jax.device_put(jnp.int32(step), whole)},
     }
 
@@ -106,13 +109,13 @@ def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplo
     rng = random.Random(1)
     flip(data_file(three / "00000003"), rng)
     checkpointer = Checkpointer(directory=three)
-    named = r"step 3 of .* is corrupt: 1 of 3 arrays are not what was saved: parameter/w$"
+    named = r"step 3 of .* is corrupt: 1 of 3 arrays are not what was saved: parameter/weight$"
     with pytest.raises(CheckpointCorruptError, match=named):
         checkpointer.restore(3, ABSTRACT)  # asked for by number: no other step is taken
     restored = checkpointer.restore_latest(ABSTRACT)
     assert is_step(restored, 2)
     (problem,) = restored.problems
-    assert "not what was saved: parameter/w" in problem
+    assert "not what was saved: parameter/weight" in problem
     assert problem in caplog.text
     assert caplog.records[-1].levelname == "WARNING"
 
@@ -158,8 +161,8 @@ def test_truncated_and_missing_data(three):
     restored = Checkpointer(directory=three).restore_latest(ABSTRACT)
     assert is_step(restored, 1)
     assert len(restored.problems) == 2
-    assert "cannot be read: parameter/w (ValueError: DATA_LOSS" in restored.problems[1]
-    assert "cannot be read: parameter/w (ValueError: OUT_OF_RANGE" in restored.problems[0]
+    assert "cannot be read: parameter/weight (ValueError: DATA_LOSS" in restored.problems[1]
+    assert "cannot be read: parameter/weight (ValueError: OUT_OF_RANGE" in restored.problems[0]
     assert all("parameter/b" not in problem for problem in restored.problems)
 
 
