@@ -75,6 +75,7 @@ def opened(config: Config, workdir: Path) -> Program:
     return program
 
 
+@pytest.mark.pairs
 def test_a_live_teacher_says_what_is_stored_of_packed_chats(folder: Path, tmp_path: Path) -> None:
     flags = [f"--config.{name}={json.dumps(value)}" for name, value in overrides(folder).items() if value is not None]
     words = [f"--hf={folder}/model", f"--config=hf:{folder}/model", "--config.trainer.max_epochs=none", *flags]

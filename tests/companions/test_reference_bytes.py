@@ -66,6 +66,7 @@ def test_preferences_take_the_memory_of_fine_tuning(lora, kind, bound, base):
     assert need(program).peak == most(report)
 
 
+@pytest.mark.pairs
 def test_a_step_takes_the_time_of_its_reference_too():
     seconds = {kind: planned(lora=True, kind=kind)["time"]["seconds"] for kind in ("adapter_off", "stored")}
     assert 1.1 < seconds["adapter_off"] / seconds["stored"] < 1.6

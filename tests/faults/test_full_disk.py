@@ -143,6 +143,7 @@ def test_tokenizing_without_room_is_one_line(text: Path, tmp_path: Path, disk, c
     assert not list((tmp_path / "run").glob("data/*tokens*")), "no half of a token file is left"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("verb", ["plan", "prepare"])
 def test_verbs_name_the_file_in_one_line(text: Path, tmp_path: Path, disk, capsys, verb: str) -> None:
     out = tmp_path / "out"

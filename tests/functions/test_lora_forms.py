@@ -193,6 +193,7 @@ QUANTIZED_PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", QUANTIZED_PATHS)
 def test_it_is_exact_in_4_bits(name: str):
     function = QUANTIZED_PATHS[name]

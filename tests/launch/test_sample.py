@@ -90,6 +90,7 @@ def test_samples_are_drawn_by_seed_and_temperature(workdir: Path, tmp_path: Path
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.pairs
 def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: Path) -> None:
     output = f"--output={tmp_path}/between.png"
     assert sample.main([f"--workdir={workdir}", output, "--num=17", "--interpolate=5", "--seed=2"]) == 0
@@ -134,6 +135,7 @@ def test_mistakes_cost_one_line(
     assert not (tmp_path / "x.png").exists()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("verb", "flags"),
     [(generate, ["--prompt=a"]), (evaluate, ["--files", __file__]), (export, ["--to=exported"])],
@@ -167,6 +169,7 @@ def test_a_grid_holds_its_images(tmp_path: Path, channels: int, mode: str) -> No
         save_grid(images[..., :1].repeat(2, axis=3), tmp_path / "y.png", levels=256)
 
 
+@pytest.mark.pairs
 def test_a_resumed_run_is_not_calibrated_again(workdir: Path, tmp_path: Path) -> None:
     again = tmp_path / "run"
     shutil.copytree(workdir, again)

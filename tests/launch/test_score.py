@@ -83,6 +83,7 @@ def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.
     assert f"{rows.num_rows:,} rows, 0 of them new" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_the_flag_that_another_number_of_tokens_needs_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def test_the_help_names_the_other_use(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--texts FILE" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_more_steps_add_rows(folder: Path, tmp_path: Path) -> None:
     """Nothing that is there is written again."""
     scores = tmp_path / "scores"
@@ -172,6 +174,7 @@ def test_another_teacher_does_not_write_into_the_folder(
     assert (tmp_path / "scores" / "ids.bin").read_bytes() == before
 
 
+@pytest.mark.pairs
 def test_texts_are_scored_by_another_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score.main([f"--workdir={folder}/teacher", "--texts=nowhere.jsonl"]) == 2
     assert "nowhere.jsonl" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def test_the_kernel_for_gpus_cuts_wide_axes_into_tiles():
         np.testing.assert_allclose(y_NO[rows], x_NI[rows] @ weight_EIO[expert], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rank", [3, 8])
 def test_the_kernel_for_gpus_takes_few_columns(rank: int):
     """Those of adapters."""

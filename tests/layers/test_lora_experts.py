@@ -155,6 +155,7 @@ def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targ
         np.testing.assert_allclose(grad / largest, other / largest, err_msg=path, **tolerance)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
     """Of no expert's weights an array stays that is as large as they are: they are dequantized again."""

@@ -221,7 +221,7 @@ class Shift(Layer):
 UNITS = 512
 
 
-@pytest.mark.once("{'update': 'in_backward'}", "{'update': 'layer_programs'}")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "memory",
     [{}, {"update": "in_backward"}, HOSTED, {"update": "in_backward", "remat": "sqrt"}, {"update": "layer_programs"}],

@@ -145,6 +145,7 @@ def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: 
     assert verdict.outcome == "agree", verdict.detail
 
 
+@pytest.mark.pairs
 def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
     """Rotary frequencies are kept for the backward pass as they are, and not cut like the rows of a batch."""
     layer = replace(PLAIN.model.layers[0], attention=Attention(heads=1, kv_heads=1, head_dim=4, rope_theta=10.0))

@@ -263,6 +263,7 @@ def test_the_command_line_is_left_alone_and_so_is_a_config_that_asks_itself():
     assert {"mesh.data", "mesh.model"} < fixed_paths(config, ())
 
 
+@pytest.mark.pairs
 def test_fixed_fields_stay():
     config = small_llama()
     config.memory.remat = "full"

@@ -156,7 +156,7 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
     assert text.count("<figure>") == 4
 
 
-@pytest.mark.first(1)
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("row", "is_larger"),
     [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)],

@@ -165,6 +165,7 @@ def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_measured_rates_are_kept_and_used(monkeypatch, capsys):
     few = {workload.kind: workload for workload in workloads("cpu")}
     smallest = [workload for workload in workloads("cpu") if workload.size < 1e5]

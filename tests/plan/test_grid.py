@@ -44,6 +44,7 @@ def test_points_are_around_the_asked_one_and_allowed(fits: bool, limit: int | No
     assert not any(point.report["suggestions"] for point in points)
 
 
+@pytest.mark.pairs
 def test_when_time_is_up_whole_rows_are_left_out():
     target = targets.resolve("v5e-4")
     report = quick("tiny", config(), target, None, suggests=False) | {"settings": []}

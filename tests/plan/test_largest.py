@@ -104,6 +104,7 @@ def test_nothing_fits():
     assert rows[1] == ["as it is", "none", "too much"]
 
 
+@pytest.mark.pairs
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     picture, file = tmp_path / "largest.png", tmp_path / "largest.json"
     flags = ["--config=gpt2-124m", "--target=rtx3060", "--largest", "--estimate", "--config.data.global_batch_size=1"]

@@ -85,6 +85,7 @@ def test_a_label_that_is_no_class_is_not_scored(
     assert not captured.out
 
 
+@pytest.mark.pairs
 def test_what_goes_out_comes_in_with_its_names(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

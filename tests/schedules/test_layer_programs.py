@@ -224,6 +224,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(
         small.program(deep(4, memory, **learner))
 
 
+@pytest.mark.pairs
 def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     """Bytes by group add up to the peak; FLOPs are those of the step in one program."""
     from framework.plan import plan, targets

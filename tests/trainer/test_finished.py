@@ -93,6 +93,7 @@ def test_what_else_changed_is_said(finished: Path, never_starts: None, capsys: p
     assert "config changed since the checkpoint: config.data.seed: 3 -> 5" in capsys.readouterr().out
 
 
+@pytest.mark.pairs
 def test_never_resuming_is_refused_before_anything_starts(
     finished: Path, never_starts: None, capsys: pytest.CaptureFixture
 ):

@@ -77,7 +77,7 @@ def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
     assert steps == list(range(1, end + 1)), "a step is repeated or missing"
 
 
-@pytest.mark.once("flags1")
+@pytest.mark.pairs
 @pytest.mark.parametrize("flags", [["--config.trainer.save_every=3"], ["--config.trainer.save_every_minutes=0.000001"]])
 def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
