@@ -104,6 +104,7 @@ def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: P
     assert (distances < np.abs(found[:, -1].astype(int) - found[:, 0]).sum((1, 2))[:, None]).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
