@@ -173,6 +173,7 @@ def test_an_interrupt_saves_and_is_raised(folder: Path) -> None:
     assert not (folder / "stopped" / "lock.json").exists()
 
 
+@pytest.mark.pairs
 def test_a_run_that_fails_has_its_exit_code_and_its_cause(folder: Path) -> None:
     config = pl.load_config(SPEC, {"trainer.hooks": [pl.config_for(Spoils)], "learner.nonfinite": "stop"})
     errors: list[pl.RunError] = []

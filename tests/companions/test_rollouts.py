@@ -128,6 +128,7 @@ def test_rows_end_where_the_answer_ends():
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 4], [0] * 5, [0] * 5]
 
 
+@pytest.mark.pairs
 def test_demonstrations_have_the_gradient_of_supervised_training(tmp_path: Path):
     """The next tokens' cross-entropy, mean over the answers' tokens."""
     program = program_of(tmp_path, companion__demonstrations=1)
@@ -155,6 +156,7 @@ def test_demonstrations_have_the_gradient_of_supervised_training(tmp_path: Path)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients(program), expected)
 
 
+@pytest.mark.pairs
 def test_one_program_samples_for_all_steps_and_evaluations(tmp_path: Path):
     program = program_of(tmp_path)
     state = program.init()

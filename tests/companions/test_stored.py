@@ -89,7 +89,7 @@ def test_values_by_another_model_of_the_same_weights_are_computed_again(begun: P
     assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}
 
 
-@pytest.mark.first(1)
+@pytest.mark.pairs
 @pytest.mark.parametrize(("max_steps", "says"), [(3, True), (200, False)])
 def test_a_run_that_reads_few_rows_is_told_so(max_steps: int, says: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TINY_TEXT", "")

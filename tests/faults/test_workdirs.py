@@ -150,6 +150,7 @@ def test_never_takes_no_workdir_that_a_run_has_used(run: Path, tmp_path: Path, c
     assert state(used) == before
 
 
+@pytest.mark.pairs
 def test_a_checkpoint_of_another_format_is_not_passed_over(run: Path, capsys) -> None:
     path = run / "checkpoints" / "00000008" / "manifest" / "data.json"
     body = json.loads(path.read_text())

@@ -62,6 +62,7 @@ def test_the_residual_contracts(coefficient: float):
     np.testing.assert_array_equal(same["first"]["weight"], small_weights["first"]["weight"])
 
 
+@pytest.mark.pairs
 def test_the_inverse_is_bounded_in_steps_and_stops_at_its_tolerance():
     layer, params = block(coefficient=0.97)
     short, _ = block(coefficient=0.97, max_iterations=2)

@@ -69,7 +69,7 @@ def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     assert_equal(jax.device_get(actual), jax.device_get(expected))
 
 
-@pytest.mark.once("lion")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", HOSTED_OPTIMIZERS)
 def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()

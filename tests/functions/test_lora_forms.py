@@ -317,6 +317,7 @@ def test_inputs_of_a_matrix_in_4_bits_are_not_cut():
         pl.with_lora(lambda p, x: x @ p["w"][:64])(stored, {}, jnp.ones((2, 64)))
 
 
+@pytest.mark.pairs
 def test_rows_of_a_matrix_in_4_bits_are_refused():
     quantized = pl.lora_quantize({"embed": jnp.ones((64, 4))}, "embed")
     with pytest.raises(pl.AdapterError, match="embed: the matrix reaches `gather`"):

@@ -138,6 +138,7 @@ def test_texts_end_where_the_tuned_ones_did(folder: Path):
     assert written.items() <= GENERATION.items()
 
 
+@pytest.mark.pairs
 def test_others_may_read_what_the_umask_lets_them(folder: Path):
     to, before = folder / "shared", os.umask(0o027)
     try:

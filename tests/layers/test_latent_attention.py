@@ -75,6 +75,7 @@ def draw(*shape: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("value_dim", [8, 24])
 def test_values_may_be_narrower_or_wider_than_keys(value_dim):
     q = draw(2, 256, 2, 16, seed=0)

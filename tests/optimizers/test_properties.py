@@ -149,6 +149,7 @@ def test_scales(name):
     assert distance(scaled, train(name, PARAMS, GRADS)) <= PROPERTIES[name].scale
 
 
+@pytest.mark.first(8)
 @every
 @pytest.mark.parametrize("axis", [0, 1])
 def test_permutations(name, axis):

@@ -144,6 +144,7 @@ def test_a_plan_ends_with_the_time_of_a_step(flags, tmp_path, capsys):
     assert "tokens a second" in shown
 
 
+@pytest.mark.pairs
 def test_settings_are_compared_by_time_too(capsys):
     words = ["--config=llama2-7b", "--target=v5e-16", "--estimate", "--config.data.global_batch_size=16"]
     assert plan.main([*words, "--compare=memory.remat=dots,full"]) in (0, 4)

@@ -243,6 +243,7 @@ def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     assert layers["breakdown"]["optimizer_state"] > 0
 
 
+@pytest.mark.pairs
 def test_evaluation_sums_microbatches():
     programs_ = [small.program(deep(4, memory, accumulate=2)) for memory in ({"update": "after_backward"}, HOSTED)]
     sums = []

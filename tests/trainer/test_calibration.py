@@ -60,6 +60,7 @@ def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules
     assert len(places) == len({*places}), "a step would donate a buffer twice"
 
 
+@pytest.mark.pairs
 def test_host_leaves_stay_there(tmp_path: Path):
     made = config()
     made.memory.update, made.memory.optimizer_state = "streamed", "pinned_host"

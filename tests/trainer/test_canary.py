@@ -76,6 +76,7 @@ def test_says_nothing_where_nothing_is_on_the_host() -> None:
     assert canary.check(config, small.program(config)) == "", "all of its leaves are too small to be hosted"
 
 
+@pytest.mark.pairs
 def test_a_flow_that_runs_backwards_has_a_canary_too() -> None:
     config = load("tests/support/tiny_images.py:flow")
     config.memory = config_for(Memory, remat="invert", **STREAMED)
