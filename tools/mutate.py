@@ -1,4 +1,4 @@
-"""Breaks the source in ten ways, one at a time, and reports whether a test fails each time.
+"""Breaks the source in 17 ways, one at a time, and reports whether a test fails each time.
 
     python tools/mutate.py             all
     python tools/mutate.py --only mask only those whose name holds "mask"

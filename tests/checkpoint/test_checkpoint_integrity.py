@@ -72,7 +72,6 @@ def meshes():
     return {shape: jax.make_mesh(shape, ("a", "b")) for shape in [(4, 2), (2, 4), (8, 1)]}
 
 
-@pytest.mark.pairs
 def test_every_dtype_equals_the_reference():
     """Any bits, NaNs included: nothing is computed with the values."""
     arrays = {dtype: jnp.asarray(sample(dtype)) for dtype in DTYPES}

@@ -96,7 +96,6 @@ def test_published_parameter_counts():
     assert {name: golden.stored()[name]["parameters"] for name in PUBLISHED} == PUBLISHED
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings_state_the_parameter_count(name):
     text = configs.find(name).__doc__

@@ -25,7 +25,6 @@ def loss(tree: Any, x: jax.Array) -> jax.Array:
 X: Any = np.asarray([0.1, -0.2], np.float32)
 
 
-@pytest.mark.pairs
 def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():
     value, gradient = pl.differentiate(loss, trainable="weight")(params(), X)
     assert float(value) == pytest.approx(float(loss(params(), X)))
@@ -41,7 +40,6 @@ def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():
     np.testing.assert_allclose(gradient["layer"]["weight"], jax.grad(of_weight)(params()["layer"]["weight"]))
 
 
-@pytest.mark.pairs
 def test_auxiliary_results_and_named_arguments():
     def with_aux(tree: Any, *, x: jax.Array) -> tuple[jax.Array, str]:
         return loss(tree, x), "aux"

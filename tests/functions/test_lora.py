@@ -157,7 +157,6 @@ def test_the_drawn_factor_is_on_the_side_of_the_inputs():
     assert not np.array_equal(both["kernel"].a[0], both["kernel"].a[1])
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [

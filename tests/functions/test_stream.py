@@ -127,7 +127,6 @@ def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
     assert loops_of(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     "optimizer",
     [optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), optax.apply_if_finite(optax.adam(0.1), 3)],

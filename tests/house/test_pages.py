@@ -19,7 +19,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_to_a_file_and_a_heading(name: str) -> None:
     page = ROOT / name
@@ -32,7 +31,6 @@ def test_links_lead_to_a_file_and_a_heading(name: str) -> None:
         assert not anchor or anchor in anchors(target), f"{name}: {link}: no such heading"
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("name", PAGES)
 def test_tables_have_headings(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()

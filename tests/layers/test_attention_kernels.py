@@ -67,7 +67,6 @@ CASES = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("case", CASES)
 def test_values_equal_the_float64_reference(case):
     (B, S, N, K, H), options = CASES[case]

@@ -187,7 +187,6 @@ def test_nf4_values_are_the_quantiles_that_define_them():
     np.testing.assert_allclose(NF4, np.array([*negative, 0.0, *positive]) / positive[-1], atol=2e-7)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["int8", "nf4"])
 def test_codes_values_and_products_are_those_of_the_definition(storage):
     levels, block = (np.arange(-127, 128) / 127, 192) if storage == "int8" else (np.array(NF4), 64)

@@ -11,7 +11,6 @@ from framework.layers.products import project
 CTX = Context(batch={})
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (5, 3)])
 @pytest.mark.parametrize("axes", [(4,), (2, 4), (2, 2, 2)])
 def test_gradients_are_those_of_float64(inputs: int, outputs: int, axes: tuple[int, ...]):

@@ -20,7 +20,6 @@ SEED = fold(jnp.uint32(3), 1, 4)
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_noise_is_uniform_and_independent_of_its_neighbours():
     """Mean, variance, a chi-square over its highest byte, and correlations along both axes and between seeds."""
     size = 1024
@@ -40,7 +39,6 @@ def test_seeds_differ_by_every_number_and_name():
     assert len({int(seed) for seed in seeds}) == len(seeds)
 
 
-@pytest.mark.pairs
 def test_a_block_has_the_noise_of_its_place():
     whole = noise(SEED, (64, 96))
     rows = [noise(SEED, (16, 96), Origin((16 * i, 0), (64, 96))) for i in range(4)]

@@ -32,7 +32,6 @@ def paper(p, grads, *, rate, decay, clip, min_scale):
     return p
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(("clip", "start"), [(1.0, 0.3), (0.5, 0.3), (1.0, 1e-5)])
 def test_the_papers_equations_in_float64(clip, start):
     rng = np.random.default_rng(0)
@@ -66,7 +65,6 @@ def test_its_state_is_next_to_nothing_and_cut_like_the_weights():
     assert probe(optimizer, {"weight": spec}) == "tensor"  # rows of it would each be clipped by themselves
 
 
-@pytest.mark.pairs
 def test_a_schedule():
     optimizer, params = adalomo(learning_rate=lambda count: 0.1 * (count == 1)), {"scale": jnp.ones(8)}
     state = optimizer.init(params)

@@ -65,7 +65,6 @@ def optimizer() -> Any:
     return adam_mini(learning_rate=RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("roles", [True, False])
 def test_the_papers_equations_in_float64(roles):
     """Without roles, blocks are columns of matrices."""

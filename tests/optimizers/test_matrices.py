@@ -137,7 +137,6 @@ def test_galore_decomposes_when_it_is_due():
 RECORDED = Path(__file__).parent / "recorded" / "galore.json"
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("case", theirs.CASES)
 @pytest.mark.parametrize("name", theirs.SHAPES)
 def test_galore_torch_as_recorded(name, case):

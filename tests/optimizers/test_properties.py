@@ -176,7 +176,6 @@ def test_transposition(name):
     assert (error < PROPERTIES[name].close) == PROPERTIES[name].transposes
 
 
-@pytest.mark.pairs
 @every
 def test_zero_gradients(name):
     """Nothing moves before the first gradient that is not zero; after the last, what has no momentum."""

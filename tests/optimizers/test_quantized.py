@@ -43,7 +43,6 @@ def nearest(x: np.ndarray, signed: bool) -> np.ndarray:
     return codes if signed else np.where((codes == 0) & (x > 0), 1, codes)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_of_the_nearest_number(signed, dtype):

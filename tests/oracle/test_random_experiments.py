@@ -66,7 +66,6 @@ def compiled_programs_of_one_seed() -> Iterator[None]:
     compare.forget()
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("name", REFERENCE)
 def test_the_reference_imports_nothing_of_the_framework(name: str):
     nodes = list(ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())))
@@ -89,7 +88,6 @@ def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: p
     assert printed.endswith("1 agree, 0 refused, 0 disagree\n")
 
 
-@pytest.mark.pairs
 def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
     experiments = [generator.draw(seed) for seed in range(200)]
     assert experiments[17] == generator.draw(17)

@@ -63,7 +63,6 @@ def test_recorded_files_are_of_these_losses_and_small():
     assert sum(file.stat().st_size for file in files) < 700_000
 
 
-@pytest.mark.pairs
 def test_nothing_is_trivial_in_the_recorded_losses():
     """No gradient is zero, the reference is another model, and KTO's estimate of KL counts."""
     for name in CASES:

@@ -90,7 +90,6 @@ def test_offline_is_what_the_library_takes_for_it(value: str | None, monkeypatch
     assert is_offline() == runpy.run_module("huggingface_hub.constants")["HF_HUB_OFFLINE"]
 
 
-@pytest.mark.pairs
 def test_the_library_reads_the_same_snapshot(cache: Path, repository: Repository):
     library = pytest.importorskip("huggingface_hub")
     folder = fill_cache(cache, repository)

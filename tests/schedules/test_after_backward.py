@@ -101,7 +101,6 @@ def test_the_model_learns_a_batch(program):
 # --- steps that are not finite ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, three_steps):
     first, _, _ = three_steps
     state, _ = small.run(program, 1, put(program, first))

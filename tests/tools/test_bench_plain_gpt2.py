@@ -63,7 +63,6 @@ def perturbed(params, seed: int = 7):
     return jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), params)
 
 
-@pytest.mark.pairs
 def test_logits_equal_float64_numpy(tokens: Path):
     params = perturbed(plain_gpt2.init(TINY))
     ids, _ = Batches(tokens, TINY)()

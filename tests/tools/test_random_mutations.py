@@ -11,7 +11,6 @@ from tools.random_mutations import Mutation
 FILES = ["framework/learner/clipping.py", "framework/plan/guard.py", "framework/schedules/unit.py"]
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("file", FILES)
 def test_every_change_is_another_program(file: str, tmp_path: Path):
     source = (random_mutations.ROOT / file).read_text()

@@ -1,0 +1,151 @@
+"""The cases that `make test` and `make test-pairs` select: tests/support/selection.py."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import durations, selection
+
+IDS = [f"tests/plan/test_page.py::test_it[{number}]" for number in range(300)]
+
+
+class Git:
+    """Answers git's questions in the place of the checkout's history."""
+
+    count = "7"
+    shallow = "false"
+    head = "ab12"
+    changed = ""
+
+    def __call__(self, *words: str) -> str:
+        answers = {"--count": self.count, "--is-shallow-repository": self.shallow, "HEAD^": self.changed}
+        return next((answer for word, answer in answers.items() if word in words), self.head)
+
+
+@pytest.fixture
+def git(monkeypatch: pytest.MonkeyPatch) -> Iterator[Git]:
+    fake = Git()
+    monkeypatch.setattr(selection, "_git", fake)
+    forget()
+    yield fake
+    forget()
+
+
+def forget() -> None:
+    selection.third_of_commit.cache_clear()
+    selection.changed_files.cache_clear()
+
+
+def draw(ids: list[str]) -> list[str]:
+    """Return the ids that --third keeps."""
+    items: list[Any] = [SimpleNamespace(nodeid=nodeid) for nodeid in ids]
+    deselected: list[Any] = []
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
+    forget()
+    selection.draw_third(config, items)
+    kept = [item.nodeid for item in items]
+    assert sorted(kept + [item.nodeid for item in deselected]) == sorted(ids)
+    return kept
+
+
+def test_three_consecutive_commits_run_every_case_once(git: Git) -> None:
+    drawn = []
+    for count in ("7", "8", "9"):
+        git.count = count
+        drawn.append(draw(IDS))
+    assert sorted(nodeid for ids in drawn for nodeid in ids) == sorted(IDS)
+    assert all(70 < len(ids) < 130 for ids in drawn)
+
+
+def test_tests_of_changed_files_are_added(git: Git) -> None:
+    third = draw(IDS)
+    git.changed = "framework/plan/page/page.py\nframework/data/page.py"
+    assert draw(IDS) == third, "neither is framework/plan/page.py"
+    git.changed = "framework/plan/page.py"
+    assert draw(IDS) == IDS
+
+
+def test_a_rename_of_everything_stays_bounded(git: Git, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "expected_seconds", lambda nodeid: selection.CHANGED_SECONDS / 10)
+    third = draw(IDS)
+    git.changed = "tests/plan/test_page.py"
+    assert len(draw(IDS)) == len(third) + 10
+
+
+def test_a_shallow_clone_draws_by_the_commit_itself(git: Git) -> None:
+    git.count, git.shallow = "1", "true"
+    thirds = set()
+    for git.head in ("a1", "a2", "a3"):
+        forget()
+        thirds.add(selection.third_of_commit())
+    assert thirds == {0, 1, 2}
+
+
+def test_without_git_it_is_refused(git: Git) -> None:
+    git.count = ""
+    with pytest.raises(pytest.UsageError, match="no git checkout"):
+        draw(IDS)
+
+
+@pytest.mark.parametrize(
+    ("file", "nodeid", "belongs"),
+    [
+        ("tests/plan/test_hlo.py", "tests/plan/test_hlo.py::test_types", True),
+        ("framework/plan/hlo.py", "tests/plan/test_hlo.py::test_types", True),
+        ("framework/plan/hlo.py", "tests/plan/test_hlo_trips.py::test_it", True),
+        ("framework/plan/in_backward.py", "tests/plan/test_in_backward_bytes.py::test_it", True),
+        ("framework/plan/hl.py", "tests/plan/test_hlo.py::test_types", False),
+        ("framework/data/hlo.py", "tests/plan/test_hlo.py::test_types", False),
+        ("docs/plan.md", "tests/house/test_docs_commands.py::test_commands_run[docs/plan.md1]", True),
+        ("docs/plan.md", "tests/house/test_docs_commands.py::test_commands_run[docs/data.md]", False),
+    ],
+)
+def test_what_belongs_to_a_file(file: str, nodeid: str, belongs: bool) -> None:
+    assert selection.belongs_to(nodeid, [file]) == belongs
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_first(number): pass
+
+@pytest.mark.once("b")
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_once(name): pass
+
+@pytest.mark.pairs
+def test_pairs(): pass
+
+def test_plain(): pass
+"""
+
+
+def collect(folder: Path, text: str, marks: str) -> tuple[list[str], str]:
+    """Return the names of the tests that pytest selects from a file, and what it prints."""
+    (folder / "test_marked.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.support.selection", "-m", marks, "test_marked.py"]
+    environment = {**os.environ, "PYTHONPATH": str(selection.ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    printed = done.stdout + done.stderr
+    return [line.partition("::")[2] for line in printed.splitlines() if "::" in line], printed
+
+
+def test_marks_select_the_cases_of_each_suite(tmp_path: Path) -> None:
+    once, _ = collect(tmp_path, MARKED, "not pairs")
+    assert once == ["test_first[1]", "test_first[2]", "test_once[b]", "test_plain"]
+    pairs, _ = collect(tmp_path, MARKED, "pairs")
+    assert pairs == ["test_first[3]", "test_once[a]", "test_pairs"]
+
+
+def test_a_mark_that_names_no_case_is_an_error(tmp_path: Path) -> None:
+    _, printed = collect(tmp_path, MARKED.replace('once("b")', 'once("c")'), "not pairs")
+    assert "test_once has no cases ['c']; it has ['a', 'b']" in printed
