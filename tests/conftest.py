@@ -15,12 +15,16 @@ import pytest
 pytest_plugins = ["tests.support.durations", "tests.support.memory", "tests.support.selection"]
 
 flags = os.environ.get("XLA_FLAGS", "").split()
-wanted = {"--xla_force_host_platform_device_count": "8"}
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
-    wanted |= {"--xla_backend_optimization_level": "0", "--xla_cpu_use_fusion_emitters": "false"}
+wanted = {
+    "--xla_force_host_platform_device_count": "8",
+    "--xla_backend_optimization_level": "0",
     # Two more that together take 30% off: LLVM's remaining costly passes, and a module cut up for parallel threads that
     # two test processes on two cores do not have.
-    wanted |= {"--xla_llvm_disable_expensive_passes": "true", "--xla_cpu_parallel_codegen_split_count": "1"}
+    "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_parallel_codegen_split_count": "1",
+}
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+    wanted["--xla_cpu_use_fusion_emitters"] = "false"
 flags += [f"{name}={value}" for name, value in wanted.items() if not any(flag.startswith(name) for flag in flags)]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
