@@ -1,7 +1,7 @@
-"""Every command that a page of the documentation shows is run by a test here, or the page says who ran it.
+"""Every block of commands in the documentation is run by a test here, or the page says who ran it.
 
-`QUICK` runs in this process, with every `make test`. `WHOLE` runs in a shell, as a person would paste it; what is
-replaced there is fewer steps, and what needs a network, another machine or a person.
+`QUICK` runs in this process. `WHOLE` runs in a shell, as a reader would paste it, with fewer steps and without what needs
+a network, another machine or a person at the terminal. A page that the last commit changed runs with `make test-pairs`.
 """
 
 import gzip
@@ -264,7 +264,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.pairs
+@pytest.mark.once("docs/configs.md0", "docs/configs.md1", "docs/data.md", "docs/plan.md0", "docs/multihost.md")
 @pytest.mark.parametrize("recipe", QUICK, ids=lambda recipe: recipe.page)
 def test_commands_run(recipe: Recipe, folder: Path) -> None:
     recipe.lay_out(folder)
