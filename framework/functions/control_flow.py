@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from framework.functions.factored import Factored
+from framework.plan.jaxprs import scan_counts
 
 # Arrays, and matrices in factors.
 Values = list[Any]
@@ -90,8 +91,8 @@ def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`lax.scan`. Of a stack of matrices each turn has one; a matrix in the carry has to stay the same."""
     params = equation.params
-    num_constants = params["num_consts"]
-    num_before_stacks = num_constants + params["num_carry"]
+    num_constants, num_carry = scan_counts(params)
+    num_before_stacks = num_constants + num_carry
     constants = operands[:num_constants]
     initial = operands[num_constants:num_before_stacks]
     closed = params["jaxpr"]
@@ -101,8 +102,8 @@ def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     def turn(arrays: Values, slices: Values) -> tuple[Values, Values]:
         layers = [stack.layer(leaves) for stack, leaves in zip(stacks, slices, strict=True)]
         results = runner.run(closed.jaxpr, closed.consts, [*constants, *carry.whole(arrays), *layers])
-        new_carry = carry.arrays(results[: params["num_carry"]])
-        return new_carry, runner.arrays(results[params["num_carry"] :], equation)
+        new_carry = carry.arrays(results[:num_carry])
+        return new_carry, runner.arrays(results[num_carry:], equation)
 
     last, outputs = lax.scan(
         turn,

@@ -8,6 +8,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from framework.functions.marker import update_p
+from framework.plan.jaxprs import scan_counts
 
 # Equations that hand their operands on as they are, the n-th operand as the n-th result.
 _IDENTITIES = {"optimization_barrier", "copy", "copy_p", "sharding_constraint"}
@@ -111,7 +112,8 @@ class _Search:
         """The origin of a loop's result."""
         origin = _as_origin(_results_of(_program(equation.params["jaxpr"]))[position])
         # What is stacked has one turn's in each place; what is carried is a sum over all turns.
-        is_stacked = position >= equation.params["num_carry"]
+        _, num_carry = scan_counts(equation.params)
+        is_stacked = position >= num_carry
         if is_stacked or not origin.pieces:
             return origin
         return Origin(pieces=origin.pieces * 2)

@@ -188,14 +188,13 @@ def unreached(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are its carry.
+    """Return how many operands of a scan are constants, and how many are its carry.
 
     Args:
         params: parameters of the `scan` equation.
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    # From jax 0.11 on, the operands are described by a tree of three parts: constants, carry, what
-    # is scanned over.
+    # Since jax 0.11 a tree of three parts describes the operands: constants, carry, and the stacks it runs over.
     constants, carry, _ = params["ft_in"].unpack()
     return len(list(constants)), len(list(carry))

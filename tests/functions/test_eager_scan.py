@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import framework as pl
+from framework.plan.jaxprs import scan_counts
 from tests.support.eager import DIM, OPTIMIZERS, X, assert_equal, dense, eager_steps, random
 
 LAYERS = 3
@@ -145,7 +146,8 @@ def test_the_forward_pass_keeps_no_copy_of_weights_or_of_what_all_layers_get() -
     carry, xs, scale = inputs()
     program = jax.make_jaxpr(jax.grad(lambda trained: loss_of(stack(trained, carry, xs, scale))))(trained)
     forward = next(eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
-    shapes = [var.aval.shape for var in forward.outvars[forward.params["num_carry"] :]]
+    _, num_carry = scan_counts(forward.params)
+    shapes = [var.aval.shape for var in forward.outvars[num_carry:]]
     # Of each layer: two outputs, and the layer's input.
     assert sorted(shapes) == [(LAYERS,), (LAYERS,), (LAYERS, *X.shape)]
 
