@@ -1,7 +1,8 @@
 """Every block of commands in the documentation is run by a test here, or the page says who ran it.
 
-`QUICK` runs in this process. `WHOLE` runs in a shell, as a reader would paste it, with fewer steps and without what needs
-a network, another machine or a person at the terminal. A page that the last commit changed runs with `make test-pairs`.
+`QUICK` runs in this process. `WHOLE` runs in a shell, as a reader would paste it, with fewer steps and without what
+needs a network, another machine or a person at the terminal. `make test-pairs` always runs a page that the last commit
+changed.
 """
 
 import gzip
