@@ -1,4 +1,4 @@
-"""Records the processor time of every test, starts the longest files first, and reports the slowest tests.
+"""Records the processor time of every test, sorts tests by it, and reports the slowest ones.
 
 `pytest --record-durations` writes tests/durations: the number of cases of each test function that ran, and their
 processor time in seconds. Processor time covers all threads of the test's process and the processes that it waited for,
@@ -37,8 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write tests/durations from this run")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def sort_longest_first(items: list[pytest.Item]) -> None:
     """Put the work that takes longest first, so that no worker starts a long file when the others have finished."""
     seconds_by_unit: dict[str, float] = defaultdict(float)
     for item in items:

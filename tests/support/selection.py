@@ -66,26 +66,29 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the pairs before -m selects, and draw a third afterwards."""
+    """Mark the pairs before -m selects. Afterwards draw a third, and sort what is left."""
     mark_pairs(config, items)
     yield
     if config.getoption("--third"):
         draw_third(config, items)
+    durations.sort_longest_first(items)
 
 
 def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that belong to the pairs, before -m selects.
 
     Raises:
-        pytest.UsageError: a mark names a case that the test does not have.
+        pytest.UsageError: a mark names a case that the test does not have, or the test has no cases.
     """
     named_ids: dict[str, set[str]] = defaultdict(set)
     all_ids: dict[str, list[str]] = defaultdict(list)
     for item in items:
         first = item.get_closest_marker("first")
         once = item.get_closest_marker("once")
-        if not isinstance(item, pytest.Function) or (first is None and once is None):
+        if first is None and once is None:
             continue
+        if not hasattr(item, "callspec"):
+            raise pytest.UsageError(f"{item.nodeid}: `first` and `once` are for tests with cases")
         case_id = item.callspec.id
         function = item.nodeid.removesuffix(f"[{case_id}]")
         all_ids[function].append(case_id)
