@@ -10,19 +10,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 
 from framework.config import Config
 from framework.devices.accelerators import machine_memory_bytes
-from framework.files.workdir import Workdir
 from framework.plan import guard, targets
 from framework.plan.auto.choice import Choice, Machine
 from framework.plan.auto.choosing import Chooser
 from framework.plan.auto.confirm import NoProgramError, confirmed
 from framework.plan.auto.room import Candidate
-from framework.plan.auto.settings import Setting, Settings, fixed_paths, with_settings
+from framework.plan.auto.settings import BATCH, SEARCHED, Setting, Settings, fixed_paths, with_settings
 from framework.plan.targets import Target
 from framework.processes import distributed
 from framework.program.program import Program
@@ -67,7 +68,8 @@ def settled(job: Job, config: Config) -> Settled:
     machine = Machine.of(target, limit, host_bytes)
     fixed = fixed_paths(config, job.request.chosen)
     asked = _digest(config, fixed)
-    kept = distributed.from_primary(_kept(job.workdir) if distributed.is_primary() else None)
+    stored = read_choice(job.workdir.path / FILE, config, fixed) if distributed.is_primary() else None
+    kept = distributed.from_primary(stored)
     lines = []
     if kept is not None:
         choice = Choice.from_json(kept["choice"])
@@ -85,13 +87,33 @@ def _settled(config: Config, choice: Choice, asked: str, lines: list[str]) -> Se
     return Settled(with_settings(config, choice.settings), lines, record)
 
 
-def _kept(workdir: Workdir) -> dict[str, object] | None:
-    """What an earlier start has chosen; None where there is nothing, or what another version has written."""
+def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, object] | None:
+    """Read what an earlier start of the run chose.
+
+    A workdir may come from someone else, and a field of a config may name code. So only settings that the search
+    itself could choose are accepted, with values that the config takes.
+
+    Args:
+        path: auto.json of the workdir.
+        config: resolved for the devices.
+        fixed: fields that the search leaves alone.
+
+    Returns:
+        The record; None where there is none, another version wrote it, or the search could not have chosen it.
+    """
     try:
-        record = json.loads((workdir.path / FILE).read_text())
-        Choice.from_json(record["choice"])
+        record = json.loads(path.read_text())
+        choice = Choice.from_json(record["choice"])
+        others = {str(one.path) for one in choice.settings} - (set(SEARCHED) - {BATCH} - fixed)
+        if others:
+            raise ValueError(f"sets {sorted(others)}, which memory.auto does not choose")
+        # Building the section checks the texts of policies and placements.
+        with_settings(config, choice.settings).memory.instantiate()
         return {"asked": record["asked"], "choice": record["choice"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logging.warning("%s is ignored: %s", path, repr(str(error)))
         return None
 
 
