@@ -125,6 +125,21 @@ class Command:
         return config, lines
 
 
+class _GivenOnce(argparse.Action):
+    """Stores a value and refuses a second one, where argparse would drop the first in silence."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        earlier = getattr(namespace, self.dest)
+        if earlier is not None:
+            parser.error(
+                f"{option_string} is given twice: {earlier!r} and {values!r}; name a folder or glob, or weigh several "
+                "sources by a Mixture in a config (docs/data.md)"
+            )
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with did-you-mean, one-line errors, and `--config*`, which are taken out before argparse sees them."""
 
@@ -166,6 +181,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--data",
             metavar="PATH",
+            action=_GivenOnce,
             help="your own data instead of the config's: a file, a folder, a glob, a URL, or "
             "hf://datasets/ORG/NAME of the Hugging Face Hub; its kind is found, "
             "and a twentieth of it is held out for evaluation",

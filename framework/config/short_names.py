@@ -26,7 +26,7 @@ _COMPONENTS = {
     "framework.data.pretrained_tokenizer": ("PretrainedTokenizer",),
     "framework.data.prompts": ("Arithmetic", "PromptFiles", "Prompts"),
     "framework.data.scored": ("LabelledSource", "RankedSource"),
-    "framework.data.sources": ("JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
+    "framework.data.sources": ("Csv", "JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
     "framework.data.tokenizers": ("BPETokenizer", "ByteTokenizer", "NoTokenizer"),
     "framework.devices.compiler": ("Compiler",),
     "framework.devices.mesh": ("MeshShape",),

@@ -50,7 +50,7 @@ class ChatSource(ExampleSource):
     PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
         split: "all", or one of two disjoint parts; the sha256 of a conversation decides to which it belongs.
         validation_fraction: about so much of all conversations is "validation".
         template_variables: what the template may ask for, such as {"enable_thinking": false}.

@@ -9,13 +9,17 @@ from typing import Literal, NamedTuple
 
 from framework.data.files import DataFile
 
-Kind = Literal["text", "JSON lines", "Parquet", "tokens"]
+Kind = Literal["text", "JSON lines", "Parquet", "CSV", "tokens"]
+# Kinds whose files hold rows with named fields.
+ROW_KINDS: tuple[Kind, ...] = ("JSON lines", "Parquet", "CSV")
 
 # Endings that say what a file holds; .gz and the like behind them are for the reader. Others are text, or nothing.
 KINDS: dict[str, Kind] = {
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
     ".parquet": "Parquet",
+    ".csv": "CSV",
+    ".tsv": "CSV",
     ".bin": "tokens",
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4")

@@ -74,7 +74,7 @@ def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Co
     if not files_by_kind:
         endings = ", ".join(left_out)
         raise ValueError(
-            f"{path} holds no data that is known ({endings}): expected UTF-8 text, .jsonl, .parquet or .bin files"
+            f"{path} holds no data that is known ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin files"
         )
     largest_kind = max(files_by_kind, key=lambda kind: sum(file.size() for file in files_by_kind[kind]))
     for kind, others in files_by_kind.items():

@@ -133,7 +133,7 @@ class PairSource(JudgedSource):
     the chosen one first, and are cut where the row has no room for them.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which its answers belong.
         validation_fraction: about so much of all prompts is "validation".
         strings: "messages" has the chat template write texts as well, a prompt as what the user says.
@@ -162,7 +162,7 @@ class ThumbSource(JudgedSource):
     in the same row, its prompt with another one's answer, for KTO's estimate of the KL divergence.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which its answers belong.
         validation_fraction: about so much of all prompts is "validation".
         strings: "messages" has the chat template write texts as well, a prompt as what the user says.

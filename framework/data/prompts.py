@@ -24,7 +24,7 @@ from framework.data.files import digest_of, find
 from framework.data.order import GlobalOrder
 from framework.data.packing import Batch
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import json_rows, located, parquet_rows, split_of
+from framework.data.sources import located, rows_of_file, split_of
 from framework.data.tokenizers import Tokenizer
 
 # A row of the source: "prompt", and whatever fields it has beside that.
@@ -56,7 +56,7 @@ class PromptFiles(PromptSource):
     The reward function gets each row whole.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which it belongs.
         validation_fraction: about so much of all prompts is "validation".
     """
@@ -68,8 +68,7 @@ class PromptFiles(PromptSource):
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         for file in find(self.paths):
-            is_parquet = file.path.endswith(".parquet")
-            for place, row in parquet_rows(file) if is_parquet else json_rows(file):
+            for place, row in rows_of_file(file):
                 if not isinstance(row, dict) or "prompt" not in row:
                     fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                     raise ValueError(f'{file}, {place}: expected a row with a field "prompt", given {fields or "none"}')

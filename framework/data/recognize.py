@@ -15,17 +15,9 @@ from framework.data.chats import ChatSource, conversation
 from framework.data.comparisons import Judged, is_pair, is_thumb, pair_of, thumbs_of
 from framework.data.files import DataFile
 from framework.data.held_out import TextPart, TokenPart
-from framework.data.kinds import DataListing, Kind
+from framework.data.kinds import ROW_KINDS, DataListing, Kind
 from framework.data.preferences import PairSource, ThumbSource
-from framework.data.sources import (
-    ExampleSource,
-    JsonLines,
-    Parquet,
-    TextFiles,
-    TokenMemmap,
-    json_rows,
-    parquet_rows,
-)
+from framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap, rows_of_file
 from framework.files.hub_names import is_hub_url
 
 # Columns that hold the text of a document, the likeliest first.
@@ -127,9 +119,9 @@ def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
 
 def _rows(listing: DataListing) -> _Rows:
     """Looks into the first row of files that have rows."""
-    if listing.kind not in ("JSON lines", "Parquet"):
+    if listing.kind not in ROW_KINDS:
         return _Rows()
-    place, row = _first_row(listing.kind, listing.first)
+    place, row = _first_row(listing.first)
     try:
         # The fields of both say more than those of a conversation, which such a row may have as well.
         if is_pair(row):
@@ -172,10 +164,9 @@ def _has_messages(*examples: Judged) -> bool:
     return any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
 
 
-def _first_row(kind: Kind, file: DataFile) -> tuple[str, dict[str, Any]]:
-    """(place, row) of the first row of a file. Raises ValueError: it is no JSON object, or there is none."""
-    rows = parquet_rows(file) if kind == "Parquet" else json_rows(file)
-    for place, row in rows:
+def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
+    """Return (place, row) of the first row of a file. Raises ValueError: it is no JSON object, or there is none."""
+    for place, row in rows_of_file(file):
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {place}: expected a JSON object, given {type(row).__name__}")
         return place, row
@@ -204,6 +195,8 @@ def _source(kind: Kind, rows: _Rows, paths: Sequence[str], part: _Part | None) -
         documents = config_for(JsonLines, paths=list(paths), field=rows.text_field)
     elif kind == "Parquet":
         documents = config_for(Parquet, paths=list(paths), column=rows.text_field)
+    elif kind == "CSV":
+        documents = config_for(Csv, paths=list(paths), column=rows.text_field)
     else:
         documents = config_for(TextFiles, paths=list(paths))
     return config_for(TextPart, source=documents, **part_fields) if part else documents

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from framework.config import Config, config_for
 from framework.data import hub_data, local_data
-from framework.data.kinds import DataListing
+from framework.data.kinds import ROW_KINDS, DataListing
 from framework.data.recognize import Recognized
 from framework.data.scored import LabelledSource, RankedSource, class_name, class_names, content_of, sequences_of
 from framework.data.sources import rows_of_file
@@ -41,9 +41,9 @@ def recognized_scored(
             missing. The message names file, row and field.
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
-    if listing.kind not in ("JSON lines", "Parquet"):
+    if listing.kind not in ROW_KINDS:
         wanted = "chosen and rejected" if pairs else "text (or messages) and label"
-        raise ValueError(f"{listing.place} holds {listing.kind}; expected JSON lines or Parquet of rows with {wanted}")
+        raise ValueError(f"{listing.place} holds {listing.kind}; expected JSON lines, Parquet or CSV with {wanted}")
     needs_template = _first_row_needs_template(listing, pairs=pairs)
     classes: list[str] | None = None
     if pairs:

@@ -22,7 +22,7 @@ class LabelledSource(SequenceSource):
     need a PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
         classes: names of the classes, in the order of their numbers. A label is one of the names, or a number.
         split: "all", or one of two disjoint parts; the sha256 of a row decides to which it belongs, of a pair with a
             prompt that of the prompt.

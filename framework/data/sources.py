@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import csv
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -23,11 +25,13 @@ import annotated_types as at
 
 from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
+from framework.data.kinds import KINDS, ending_of
 from framework.data.packing import Examples, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
+_MAX_FIELD_CHARACTERS = 1 << 30
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
@@ -259,8 +263,10 @@ def text_field(record: Any, field: str) -> str:
 
 
 def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of each row of a file, as `parquet_rows` where its name ends so, otherwise as `json_rows`."""
-    return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
+    """Yields (place, row) of each row of a file: Parquet, CSV or TSV by its ending, otherwise JSON lines."""
+    if file.path.endswith(".parquet"):
+        return parquet_rows(file)
+    return csv_rows(file) if is_csv(file.path) else json_rows(file)
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -296,6 +302,72 @@ def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, byte
             yield offset, piece
             offset += len(piece) + len(separator)
     yield offset, unfinished
+
+
+@component
+class Csv(TextSource):
+    """A column of CSV or TSV files with a header, each row a document.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        column: the name of the text column.
+    """
+
+    def __init__(self, *, paths: list[str], column: str = "text"):
+        self.paths = paths
+        self.column = column
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        for place, row in csv_rows(file):
+            if self.column not in row:
+                raise ValueError(f"{file}, {place}: no column {self.column!r}{did_you_mean(self.column, row)}")
+            yield row[self.column]
+
+
+def is_csv(path: str) -> bool:
+    """Returns whether a file's name says that it holds comma- or tab-separated values."""
+    return KINDS.get(ending_of(path)) == "CSV"
+
+
+def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields (place, row) of each row of a CSV file (RFC 4180) after its header, as {column: text}.
+
+    The delimiter is the comma, semicolon or tab that is most frequent in the header. A quoted field may hold delimiters
+    and line breaks.
+
+    Raises:
+        ValueError: the file has no header with distinct names, a row has another number of fields than the header, a
+            quote is not closed, or the text is not UTF-8. The message names the file and the line.
+    """
+    # The module's own limit for a field is 128 KiB; a document may be longer.
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    lines = _text_lines(file)
+    header_line = next(lines, "")
+    delimiter = max(",;\t", key=header_line.count)
+    reader = csv.reader(itertools.chain([header_line], lines), delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        if not all(header) or len(set(header)) < len(header) or not header:
+            raise ValueError(f"{file}: expected a header with a distinct name for each column, given {header}")
+        for fields in reader:
+            if not fields:
+                continue
+            place = f"line {reader.line_num}"
+            if len(fields) != len(header):
+                raise ValueError(f"{file}, {place}: {len(fields)} fields, and the header has {len(header)}")
+            yield place, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: not CSV: {error}") from error
+
+
+def _text_lines(file: DataFile) -> Iterator[str]:
+    """Yields the lines of a UTF-8 file with their ends, without a byte order mark."""
+    for offset, line in _pieces(file, b"\n"):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 at byte {offset + error.start}: {error.reason}") from error
+        yield (text.removeprefix("\ufeff") if offset == 0 else text) + "\n"
 
 
 @component

@@ -276,7 +276,7 @@ def test_too_little_text_is_told_and_more_of_it_trains_in_the_same_workdir(tmp_p
     ("contents", "message"),
     [
         ({}, "the folder .* holds no files"),
-        ({"a.png": b"\0\1"}, r"holds no data that is known \(.png\): expected UTF-8 text, .jsonl, .parquet or .bin"),
+        ({"a.png": b"\0\1"}, r"holds no data that is known \(.png\): expected UTF-8 text, .jsonl, .parquet, .csv or"),
         ({"a.jsonl": b"not json\n"}, r"a.jsonl, line 1 \(byte 0\): not JSON"),
         ({"a.jsonl": b"[1]\n"}, r"a.jsonl, line 1 \(byte 0\): expected a JSON object, given list"),
         ({"a.jsonl": b"\n"}, r"a.jsonl holds no rows"),
