@@ -14,17 +14,19 @@ import pytest
 from tests.support.pages import PAGES, blocks
 from tests.support.recipes import Recipe, run_here, run_in_shell
 
-STEPS = "--config.trainer.max_steps=2"
+STEPS = "--config.trainer.max_steps=2 --config.trainer.eval_batches=1"
+# The same on a twentieth of the standard library, whose whole text takes 16 s to tokenize.
+FEW = f"{STEPS} --config.data.source.share=0.05"
 # What a block of `make` and of pytest starts is this suite itself.
 NO_MAKE = {"make ": "make --dry-run ", "source .venv/bin/activate": "true"}
-A_RUN = f"plimsoll train --config=nanogpt-cpu {STEPS} --workdir="
+A_RUN = f"plimsoll train --config=nanogpt-cpu {FEW} --workdir="
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 # A directory as transformers writes it, of a model for conversations, whose adapters peft can load.
 PUBLISHED = (
-    f"plimsoll train --config=stdlib-tiny {STEPS} --workdir=runs/base",
+    f"plimsoll train --config=stdlib-tiny {FEW} --workdir=runs/base",
     "plimsoll export --workdir=runs/base --to=DIR",
     "cp template.jinja DIR/chat_template.jinja",
 )
@@ -77,7 +79,7 @@ WHOLE = (
         replaced={
             **NO_MAKE,
             "--data=my_folder/": f"--data=raw/ {STEPS}",
-            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {STEPS}",
+            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {FEW}",
             "--config=digits-glow": f"--config=digits-glow {STEPS}",
             # Of fewer pairs, too: the reference is computed of all of them.
             "--config=dpo-tiny": f"--config=dpo-tiny {STEPS} --config.data.source.every=200",
@@ -104,7 +106,7 @@ WHOLE = (
         ("plimsoll train --config=my.py", "plimsoll train --config=stdlib-tiny", "python -m tests.oracle"),
         replaced={
             "--config.trainer.max_steps=20": STEPS,
-            "--config=stdlib-tiny": f"--config=stdlib-tiny {STEPS}",
+            "--config=stdlib-tiny": f"--config=stdlib-tiny {FEW}",
             "--seeds 0:200": "--seeds 0:1",
         },
         files={"my.py": "class ScaleNorm"},
@@ -113,7 +115,7 @@ WHOLE = (
     Recipe(
         "docs/experts.md",
         ("plimsoll train --config=moe-tiny",),
-        replaced={"--workdir=runs/moe": f"{STEPS} --workdir=runs/moe"},
+        replaced={"--workdir=runs/moe": f"{FEW} --workdir=runs/moe"},
         prints=(r"step +2/2\b", r"num_experts", r"verdict"),
     ),
     Recipe("docs/benchmarks/optimizers.md", ("python -m tools.bench.optimizers",), prints=(r"\| AdamW \| 8 \|",)),
@@ -127,7 +129,7 @@ WHOLE = (
     Recipe(
         "docs/configs.md",
         ("plimsoll train --config=stdlib-tiny",),
-        replaced={"--workdir=runs/exact": f"--workdir=runs/exact {STEPS}"},
+        replaced={"--workdir=runs/exact": f"--workdir=runs/exact {FEW}"},
     ),
     Recipe(
         "docs/data.md",
@@ -152,7 +154,7 @@ WHOLE = (
             "plimsoll train --config=lora:tiny",
             "plimsoll export --workdir=runs/tuned --to=tuned",
         ),
-        replaced={"--config.trainer.max_steps=100": STEPS, "--config.trainer.max_epochs=20": STEPS},
+        replaced={"--config.trainer.max_steps=100": FEW, "--config.trainer.max_epochs=20": STEPS},
         prints=("verdict +fits",),
     ),
     Recipe(
@@ -182,7 +184,7 @@ WHOLE = (
     Recipe(
         "docs/generate.md",
         ("plimsoll train", "plimsoll chat"),
-        replaced={"--config.trainer.max_steps=100": STEPS, "--hf=DIR": "--workdir=runs/ask", "--web ": ""},
+        replaced={"--config.trainer.max_steps=100": FEW, "--hf=DIR": "--workdir=runs/ask", "--web ": ""},
         after=("python ask.py",),
         files={"ask.py": "from framework.inference.generation"},
         prints=(
@@ -195,7 +197,7 @@ WHOLE = (
     Recipe(
         "docs/memory.md",
         ("plimsoll train --config=stdlib-tiny-reversible",),
-        replaced={"--config=stdlib-tiny-reversible": f"--config=stdlib-tiny-reversible {STEPS}"},
+        replaced={"--config=stdlib-tiny-reversible": f"--config=stdlib-tiny-reversible {FEW}"},
     ),
     Recipe(
         "docs/models.md",
@@ -219,7 +221,7 @@ WHOLE = (
     Recipe(
         "docs/optimizers.md",
         ("plimsoll train",),
-        replaced={"--workdir=runs/adalomo": f"--workdir=runs/adalomo {STEPS}"},
+        replaced={"--workdir=runs/adalomo": f"--workdir=runs/adalomo {FEW}"},
         prints=("AdaLomo|apollo",),
     ),
     Recipe(
