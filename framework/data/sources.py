@@ -266,7 +266,8 @@ def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
     """Yields (place, row) of each row of a file: Parquet, CSV or TSV by its ending, otherwise JSON lines."""
     if file.path.endswith(".parquet"):
         return parquet_rows(file)
-    return csv_rows(file) if is_csv(file.path) else json_rows(file)
+    is_csv = KINDS.get(ending_of(file.path)) == "CSV"
+    return csv_rows(file) if is_csv else json_rows(file)
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -322,11 +323,6 @@ class Csv(TextSource):
             if self.column not in row:
                 raise ValueError(f"{file}, {place}: no column {self.column!r}{did_you_mean(self.column, row)}")
             yield row[self.column]
-
-
-def is_csv(path: str) -> bool:
-    """Returns whether a file's name says that it holds comma- or tab-separated values."""
-    return KINDS.get(ending_of(path)) == "CSV"
 
 
 def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:

@@ -96,7 +96,7 @@ def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, 
     Args:
         path: auto.json of the workdir.
         config: resolved for the devices.
-        fixed: fields that the search leaves alone.
+        fixed: fields that the search does not change.
 
     Returns:
         The record; None where there is none, another version wrote it, or the search could not have chosen it.

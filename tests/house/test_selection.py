@@ -16,7 +16,7 @@ IDS = [f"tests/plan/test_page.py::test_it[{number}]" for number in range(300)]
 
 
 class Git:
-    """Answers git's questions in the place of the checkout's history."""
+    """A fake of git, with a history of its own."""
 
     count = "7"
     shallow = "false"

@@ -238,7 +238,6 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
 # --- launch.train ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

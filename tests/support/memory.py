@@ -1,7 +1,7 @@
 """Keeps the memory of a test process small: two of them share a laptop of 8 GiB.
 
-A process forgets what it has compiled and cached when it has grown. It does not do so after every file, because every
-file compiles the same small programs of jax.numpy again.
+A process drops its compiled programs and caches when it has grown, after a file. It keeps them otherwise, since every
+file needs the same small programs of jax.numpy.
 """
 
 import ctypes

@@ -29,7 +29,7 @@ CHANGED_SECONDS = 600.0
 
 
 class Selection:
-    """What -m selects, known before test modules are imported."""
+    """The selection by -m, known before test modules are imported."""
 
     has_slow_tests = True
 
@@ -125,7 +125,7 @@ def draw_third(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def belongs_to(nodeid: str, files: Iterable[str]) -> bool:
-    """Whether a test is in one of the files, is named after one, or has one as its case.
+    """Return whether a test is in one of the files, is named after one, or has one as its case.
 
     tests/plan/test_hlo_trips.py belongs to itself, to framework/plan/hlo.py and to framework/plan/trips.py; the case
     `[docs/plan.md]` of any test belongs to docs/plan.md.
