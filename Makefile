@@ -24,8 +24,8 @@ test-pairs: $(VENV)/.dev  ## a third of the other cases, drawn by the commit: se
 test-all: $(VENV)/.dev  ## every test, whole products of settings too (hours); -m "not slow" leaves those out
 	$(PYTEST) -m "not peers"
 
-test-peers: $(VENV)/.peers  ## against torch and transformers, live
-	$(PYTEST) -m peers
+test-peers: $(VENV)/.peers  ## against torch and transformers, live; PEERS=--third for a third, drawn by the commit
+	$(PYTEST) -m peers $(PEERS)
 
 wheel: $(VENV)/.train  ## dist/plimsoll_train-*.whl, which `pip install` takes anywhere
 	rm -rf build dist

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import notebooks
-from tests.support.runs import CONFIG, ROOT, write_text
+from tests.support.runs import CONFIG, ROOT, write_text, xla_flags
 
 FIRST, OWN_LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 LORA, LORA_EQUINOX, TRAINED_PART = re.findall(
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(folder: Path, source: str) -> list[str]:
     """The lines that a program prints in that folder, with one device."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -237,7 +237,6 @@ def test_the_first_convolution_is_a_rotation_and_couplings_begin_as_the_identity
         np.testing.assert_array_equal(log_det, 0.0)
 
 
-@pytest.mark.pairs
 def test_actnorm_calibrates():
     x = 3.0 * images("", "float32") + jnp.arange(4.0)
     layer = CHEAP["actnorm"].instantiate()

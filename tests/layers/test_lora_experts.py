@@ -265,10 +265,23 @@ def test_merged_experts_are_those_of_the_model_without_adapters(base: str | None
     assert np.abs(logits - without).max() > 0.1
 
 
+FSDP_MODEL = {"expert": 2, "fsdp": 2, "model": 2}
+SEQ_DATA = {"expert": 2, "seq": 2, "data": 2}
+
+
+# Any two of the three axes' values meet.
 @pytest.mark.pairs
-@pytest.mark.parametrize("mesh", [{"expert": 2, "fsdp": 2, "model": 2}, {"expert": 2, "seq": 2, "data": 2}])
-@pytest.mark.parametrize("capacity", [None, 8.0])
-@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+@pytest.mark.parametrize(
+    ("base", "capacity", "mesh"),
+    [
+        (None, None, FSDP_MODEL),
+        (None, 8.0, SEQ_DATA),
+        ("nf4", None, SEQ_DATA),
+        ("nf4", 8.0, FSDP_MODEL),
+        ("int8", None, FSDP_MODEL),
+        ("int8", 8.0, SEQ_DATA),
+    ],
+)
 def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh: dict[str, int]):
     def program(mesh: dict[str, int] | None) -> Any:
         config = model(base=base)
@@ -287,8 +300,9 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("base", [None, "nf4"])
-@pytest.mark.parametrize("update", ["streamed", "in_backward", "layer_programs"])
+@pytest.mark.parametrize(
+    ("base", "update"), [("nf4", "streamed"), ("nf4", "in_backward"), ("nf4", "layer_programs"), (None, "streamed")]
+)
 def test_schedules_with_everything_hosted_change_no_number(base: str | None, update: str):
     from unittest import mock
 

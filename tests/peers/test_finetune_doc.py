@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.runs import xla_flags
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "finetune.md").read_text()
 pytestmark = [
@@ -25,7 +27,13 @@ def test_from_a_directory_to_an_adapter(libraries, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": xla_flags(),
+        "TMPDIR": str(tmp_path),
+    }
     printed = []
     for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S):
         done = subprocess.run(["bash", "-e", "-c", block], env=environment, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -346,8 +346,12 @@ def batch(program: Program, step: int) -> dict[str, jax.Array]:
     return program.put({**found, "weights": found["weights"] * np.float32(np.nan if step == POISONED else 1.0)})
 
 
-def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
-    """The framework's side, and the weights before each step. No tracer leaks; host leaves are back on the host."""
+def train(case: Case, *, finds_leaks: bool) -> tuple[Any, list[float], list[float], list[Any]]:
+    """The framework's side, and the weights before each step. Host leaves are back on the host.
+
+    Finding leaked tracers doubles the time: JAX then caches no trace, and collects garbage after each of them.
+    """
+    leaks = jax.checking_leaks if finds_leaks else nullcontext
     program = case.program()
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
@@ -357,10 +361,14 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     if isinstance(program.execution, Layerwise):
         program.execution.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         _ = program.execution.layers
-        with jax.checking_leaks():
+        with leaks():
             program.compile()
     else:
-        _compile(program, case)
+        # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
+        _ = program.step_jit
+        with leaks():
+            traced = program.traced_step
+        _compile(program, traced, case)
     state, losses, norms, weights = placed(case, program), [], [], []
     for step in range(STEPS):
         weights.append(apart(jax.tree.map(np.array, program.stored(state)["parameter"])))
@@ -373,11 +381,7 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
 
 
-def _compile(program: Program, case: Case) -> None:
-    # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
-    _ = program.step_jit
-    with jax.checking_leaks():
-        traced = program.traced_step
+def _compile(program: Program, traced: jax.stages.Traced, case: Case) -> None:
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
     lowered = traced.lower()

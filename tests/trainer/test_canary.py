@@ -147,7 +147,7 @@ def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(config, program)
 
 
-@pytest.mark.pairs
+@pytest.mark.first(1)
 @pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
 def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""
