@@ -20,6 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from framework.files.texts import parse_json
 from launch.chat_lines import left_out
 from launch.weights import tell
 
@@ -206,7 +207,7 @@ def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
 
     expected = 'expected {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}'
     try:
-        fields = json.loads(body)
+        fields = parse_json(body)
     # Arrays that are nested too deeply are a RecursionError.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{expected}, given no JSON: {error}") from None

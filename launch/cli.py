@@ -28,13 +28,14 @@ from absl import flags
 from absl import logging as absl_logging
 
 import configs
-from framework.config import Config, ConfigError, did_you_mean
+from framework.config import Config, ConfigError, FieldError, did_you_mean
 from framework.config.accelerator_rules import apply_accelerator_rules, is_for, rules_of
 from framework.data import own_data
 from framework.devices.environment import prepare_jax
 from framework.run import mistakes
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
+from framework.terminal.visible import visible
 from launch import first_words, flag_hints, reports
 
 __all__ = [
@@ -119,7 +120,12 @@ class Command:
         for setting in settings:
             if setting.path.split(".")[0] == "accelerator_rules":
                 _set(config, setting)
-        lines = apply_accelerator_rules(config, accelerator)
+        chosen = {setting.path for setting in settings}
+
+        def is_overridden(path: str) -> bool:
+            return any(path == one or path.startswith(f"{one}.") for one in chosen)
+
+        lines = apply_accelerator_rules(config, accelerator, is_overridden)
         for setting in settings:
             _set(config, setting)
         return config, lines
@@ -267,7 +273,13 @@ def apply_overrides(config: Config, overrides: Overrides) -> Config:
 def _override(config: Config, path: str, text: str) -> _Setting:
     """Applies an override, in place; returns it with the value that its text stands for."""
     with _located(path, text):
-        config.override(path, text)
+        try:
+            config.override(path, text)
+        except FieldError as error:
+            meant = flag_hints.field_meant(path, config)
+            if not meant:
+                raise
+            raise FieldError(f"no such field; did you mean {meant!r}?", path=error.path) from None
         # A copy, as later overrides may change what this one has set.
         value = copy.deepcopy(config.get_path(path))
     return _Setting(path, text, value)
@@ -328,7 +340,7 @@ class _Line(logging.Formatter):
             message += f"\n{self.formatException(record.exc_info)}"
         # All that log through absl share one logger, whose name says nothing.
         origin = _module_at(Path(record.pathname)) if record.name == "absl" else record.name
-        return f"{record.levelname.lower()}: {message} ({origin})"
+        return f"{record.levelname.lower()}: {visible(message)} ({origin})"
 
 
 def _module_at(path: Path) -> str:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from framework.files.texts import read_text
+from framework.files.texts import parse_json, read_text
 from framework.files.workdir import writing
 from framework.terminal.exit_codes import ExitCode
 from framework.terminal.phases import SHORT, phase
@@ -116,7 +116,7 @@ def read_choices(path: str) -> list[dict[str, Any]]:
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            question = json.loads(line)
+            question = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: expected {form}, and this is not JSON: {error}") from None
         problem = _problem(question)

@@ -44,6 +44,9 @@ _ELSEWHERE = {
     "eval_interval": "trainer.eval_every",
     "save_steps": "trainer.save_every",
     "save_interval": "trainer.save_every",
+    "checkpoint_every": "trainer.save_every",
+    "checkpoint_interval": "trainer.save_every",
+    "checkpoint_steps": "trainer.save_every",
     "logging_steps": "trainer.log_every",
     "log_interval": "trainer.log_every",
     "gradient_checkpointing": "memory.remat",
@@ -100,6 +103,12 @@ def hint(
     if not path:
         return _few(valid_flags)
     return _meant(f"--config.{path}", value)
+
+
+def field_meant(path: str, config: Config) -> str:
+    """The field that goes by another name in other trainers, the last part of a path; "" where there is none."""
+    target = _ELSEWHERE.get(path.rpartition(".")[2], "")
+    return target if target in (known for known, _ in config.walk()) else ""
 
 
 def _field_names(config: Config) -> list[str]:

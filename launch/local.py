@@ -15,6 +15,7 @@ import importlib
 import multiprocessing
 import os
 import queue
+import secrets
 import shlex
 import shutil
 import signal
@@ -30,6 +31,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 from framework.checkpoint.directory import folder, scan
+from framework.processes import rendezvous
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
 from launch import cli, commands
@@ -215,6 +217,8 @@ class Supervisor:
         # What JAX reads when it is imported has to be there in the server, which imports it for all
         # processes.
         os.environ.update(shared, PYTHONUNBUFFERED="1")
+        # What somebody else on this machine sends to process 0 does not count.
+        os.environ.setdefault(rendezvous.KEY, secrets.token_hex(16))
         # The folder of the start comes first on the server's path, and may hold a launch.py.
         if not from_here() and _SAFE_PATH not in os.environ:
             os.environ.update({_SAFE_PATH: "1", _OF_SERVER: "1"})

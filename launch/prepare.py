@@ -22,6 +22,8 @@ from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap, located
 from framework.data.tokenize import Progress, write_tokens
+from framework.files import durable
+from framework.files.texts import parse_json
 from framework.files.workdir import writing
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
@@ -106,7 +108,7 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
         if out.exists():
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(out, aside)
-        os.rename(temporary, out)
+        durable.rename(temporary, out)
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -142,7 +144,7 @@ def _check_replaceable(out: Path, force: bool) -> None:
     if names and not force:
         raise FileExistsError(f"--out={out} holds {len(names)} files already; --force replaces what this verb wrote")
     manifest = out / MANIFEST
-    written_names = json.loads(manifest.read_text())["files"] if manifest.exists() else []
+    written_names = parse_json(manifest.read_text())["files"] if manifest.exists() else []
     for name in names:
         if name not in written_names:
             raise FileExistsError(f"--out={out} holds {name}, which this verb did not write: --force leaves it alone")

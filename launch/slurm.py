@@ -30,6 +30,8 @@ case $code in 130 | 143) exit 0 ;; *) exit "$code" ;; esac
 SCRIPT = """
 cd -- {directory} || exit 2
 CODES=$(mktemp -d "$PWD/.slurm-$SLURM_JOB_ID-XXXXXX") || exit 2
+# Process 0 counts those alone that know it.
+export PLIMSOLL_RENDEZVOUS_KEY="${{PLIMSOLL_RENDEZVOUS_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
 export CODES
 # shellcheck disable=SC2016  # the tasks expand it
 {srun} bash -c {task} task {line}

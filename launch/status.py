@@ -4,7 +4,7 @@
     plimsoll status --workdir=gs://bucket/a --json
 
 Every process says every few seconds how it is, in WORKDIR/health. Exit codes: 0 the run goes on or came to its end; 1
-it does not: a process is silent, stands still or ended otherwise; 2 there is nothing to tell of.
+it does not: a process is gone, silent, stands still or ended otherwise; 2 there is nothing to tell of.
 """
 
 import json
@@ -92,11 +92,15 @@ def _worst(states: list[str], missing: int) -> str:
 
 
 def _health(facts: dict[str, Any], now: float) -> str:
-    """running, done, ended (with its exit code), silent, or standing still."""
+    """running, done, ended (with its exit code), gone, silent, or standing still."""
+    from framework.processes.health import has_gone
+
     code = facts.get("exit")
     if code is not None:
         return "done" if code == ExitCode.DONE else f"ended with exit code {code}"
     silent_seconds = now - facts["time"]
+    if has_gone(facts):
+        return f"gone without a word, as after kill -9; the last one is {silent_seconds:.0f} s old"
     if silent_seconds > _SILENT * facts["interval"] + _SILENT:
         return f"silent for {silent_seconds:.0f} s"
     still_seconds = facts["time"] - facts["moved"]

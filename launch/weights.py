@@ -7,6 +7,7 @@ from functools import partial
 import configs
 from framework.api import loaded
 from framework.api.loaded import Loaded
+from framework.terminal.visible import visible
 from launch import cli
 
 __all__ = ["Loaded", "load", "parse", "parser", "tell"]
@@ -75,4 +76,4 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
 
 def tell(message: str) -> None:
     """Prints a message to stderr: stdout is for results."""
-    print(message, file=sys.stderr, flush=True)
+    print(visible(message), file=sys.stderr, flush=True)

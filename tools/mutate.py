@@ -43,9 +43,9 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner/update.py",
-        "lambda new, old: new.astype(old.dtype), new_state",
-        "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, new_state",
+        "framework/learner/precision.py",
+        "lambda new, old: new.astype(old.dtype), state",
+        "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, state",
         ("tests/learner",),
     ),
     Mutation(

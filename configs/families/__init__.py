@@ -5,7 +5,6 @@ To add one, see docs/models.md.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
 from framework.files.hub_names import is_hub_url
+from framework.files.texts import parse_json
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
@@ -115,7 +115,7 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(file.read_text())
+        facts = parse_json(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(facts, dict):

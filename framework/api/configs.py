@@ -13,6 +13,7 @@ from framework.config.accelerator_rules import apply_accelerator_rules
 from framework.config.named import load_named
 from framework.data.own_data import with_data
 from framework.program import stored
+from framework.terminal.visible import visible
 
 
 class _Origin(NamedTuple):
@@ -152,4 +153,4 @@ def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) ->
 
 def tell(line: str) -> None:
     """Prints a line to stderr, for what is no result."""
-    print(line, file=sys.stderr, flush=True)
+    print(visible(line), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import Config, config_for, target_of
+from framework.config.changes import config_changes
 from framework.config.named import load_named
 from framework.data.tokenizers import BPETokenizer
 from framework.devices.environment import prepare_jax
@@ -71,15 +72,16 @@ def load_run(
     """
     prepare_jax()
     workdir, checkpoints = read_only(folder)
-    config = stored.read(workdir, tell)
+    from framework.checkpoint.checkpointer import Checkpointer
+
+    checkpointer = Checkpointer(directory=checkpoints, read_only=True)
+    config = _config_of_run(workdir, checkpointer, step, tell)
     change(config)
     experiment = _experiment(config, workdir, averaged=averaged, text=text)
     # Imported late: what is wrong so far is told before the devices are looked for.
-    from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
     from framework.program.inference import inference_program
 
-    checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     _refuse_empty(checkpointer)
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
@@ -89,6 +91,28 @@ def load_run(
     # The group that was not read is empty.
     state = {"parameter": {}, "ema": {}, **restored.state}
     return Loaded(config, experiment, program, state, averaged, workdir)
+
+
+def _config_of_run(workdir: Path, checkpointer: Any, step: int | None, tell: Tell) -> Config:
+    """The config that the checkpoint was saved with, whose digest covers it; that of the workdir where it has none.
+
+    config.json is of the last start, and anybody may have changed it since.
+    """
+    config = stored.read(workdir, tell)
+    steps = checkpointer.steps() if step is None else [step]
+    for saved_step in reversed(steps):
+        try:
+            extra = checkpointer.manifest(saved_step).extra
+        except (ValueError, OSError):
+            # `restore` says what is wrong with it.
+            continue
+        if "config" not in extra:
+            return config
+        saved = stored.of_checkpoint(extra["config"], f"the checkpoint of step {saved_step}", lambda line: None)
+        for change in config_changes(saved.to_dict()["model"], config.to_dict()["model"], path="config.model"):
+            tell(f"{workdir / 'config.json'} is not what step {saved_step} was saved with, which counts: {change}")
+        return saved
+    return config
 
 
 def _experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:

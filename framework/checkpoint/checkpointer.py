@@ -41,6 +41,7 @@ from framework.checkpoint.leaves import (
     without_frozen,
 )
 from framework.config import PositiveInt
+from framework.files import durable
 from framework.files.remote import is_url
 from framework.layout import flatten
 from framework.processes import distributed
@@ -123,7 +124,7 @@ class Checkpointer:
     def _prepare_directory(self) -> None:
         """Makes the directory, and removes what killed saves left in it."""
         if not self._in_store:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(self.directory)
         # The processes share the directory, so one of them tidies up.
         if not distributed.is_primary():
             return
@@ -254,9 +255,16 @@ class Checkpointer:
         )
 
     def _finish(self, step: int, finish_write: Callable[[], None]) -> None:
-        """Waits for the commit, in the background, and then removes old checkpoints: none before the commit."""
+        """Waits for the commit, in the background, and then removes old checkpoints: none before the commit.
+
+        Orbax puts the arrays on the disk, but neither their index, nor the manifest, nor the names: without these a
+        power cut would lose the checkpoint.
+        """
         try:
             finish_write()
+            if distributed.is_primary() and not self._in_store:
+                durable.sync_tree(files.step_directory(self.directory, step))
+                durable.sync(self.directory)
         except BaseException as error:
             # Nobody sees what a thread raises: `wait` raises it in the thread of the training loop.
             self._failure = self._failed(step, error)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.files.remote import connect, is_url
+from framework.files.texts import parse_json
 from framework.terminal.tables import Section, render
 
 FORMAT = 1
@@ -36,6 +37,8 @@ MANIFEST_FILE = "data.json"
 STATE = "state"
 FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
+# Files of a step on a disk, beside the manifest and the arrays' own; none is empty.
+_FILES_OF_ORBAX = (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt")
 
 _STEP = re.compile(r"\d{1,18}")
 # What a killed process may leave behind, named by us, or by orbax for a step of ours. Nothing else is ever removed.
@@ -123,7 +126,7 @@ class Manifest:
         """
         path = directory / MANIFEST / MANIFEST_FILE
         try:
-            body = json.loads(path.read_bytes())
+            body = parse_json(path.read_bytes())
             stored_digest = body.pop("digest")
             digest = _digest(body)
             stored_format = body.pop("format")
@@ -278,11 +281,10 @@ def incomplete(path: Path) -> str | None:
     names = [entry.name for entry in path.iterdir()]
     if not names:
         return "it is empty"
-    needed = [COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"]
+    needed = [f"{MANIFEST}/{MANIFEST_FILE}"]
     # The array folder of objects.py has none of orbax's files: there the manifest is the commit.
-    if any(name.startswith(_OBJECTS) for name in names):
-        needed = []
-    needed.append(f"{MANIFEST}/{MANIFEST_FILE}")
+    if not any(name.startswith(_OBJECTS) for name in names):
+        needed = [*_FILES_OF_ORBAX, *needed]
     missing = [name for name in needed if not (path / name).is_file()]
     return f"{missing[0]} is missing" if missing else None
 
@@ -300,6 +302,8 @@ def remove_leftovers(root: Path) -> list[str]:
     for name in sorted(os.listdir(root)):
         path = root / name
         replaced = _REPLACED.fullmatch(name)
+        if replaced and _lost_content(root / replaced[1]):
+            shutil.rmtree(root / replaced[1])
         if replaced and not os.path.lexists(root / replaced[1]):
             path.rename(root / replaced[1])
             messages.append(f"put {root / replaced[1]} back, which was to be replaced")
@@ -310,6 +314,19 @@ def remove_leftovers(root: Path) -> list[str]:
             shutil.rmtree(path)
             messages.append(f"removed {path}, left behind by a job that was stopped")
     return messages
+
+
+def _lost_content(path: Path) -> bool:
+    """Whether a step's directory is one whose files a power cut has emptied."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        Manifest.read(path)
+    except CheckpointCorruptError:
+        return True
+    except CheckpointFormatError:
+        return False
+    return any((path / name).is_file() and not (path / name).stat().st_size for name in _FILES_OF_ORBAX)
 
 
 def _remove_objects(path: Any) -> list[str]:

@@ -1,18 +1,19 @@
 """Looks at what earlier runs left in a workdir, and decides whether a start may go on there. Nothing is changed here.
 
 A run that lost its checkpoints, as in a copy that was interrupted, looks much like one that never had any. The two are
-told apart by a file beside the checkpoints: SAVED, which names the newest checkpoint that was committed.
+told apart by a file beside the checkpoints: SAVED, which names the newest checkpoint that was committed, or says that
+none was.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from framework.checkpoint import directory as files
 from framework.config.changes import config_changes
+from framework.files.texts import parse_json
 from framework.files.workdir import Workdir, write_json
 from framework.metrics.jsonl import read_metrics
 
@@ -26,10 +27,24 @@ _ADVICE = (
 )
 
 
-def record_saved(workdir: Path, step: int) -> None:
-    """Notes in the workdir that the checkpoint of `step` was committed. Raises OSError: it cannot be written."""
+def record_saved(workdir: Path, step: int | None) -> None:
+    """Notes in the workdir that the checkpoint of `step` was committed; None: none was so far.
+
+    Raises:
+        OSError: the note cannot be written.
+    """
     record = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_json(workdir / SAVED, record)
+
+
+def record_start(workdir: Path) -> None:
+    """Notes in the workdir that no checkpoint was committed so far, unless one was.
+
+    Raises:
+        OSError: the note cannot be written.
+    """
+    if not (workdir / SAVED).exists():
+        record_saved(workdir, None)
 
 
 def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]:
@@ -130,7 +145,8 @@ def _proof(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
     """Names what shows that a run had a checkpoint here; None if nothing does."""
     saved = _json(workdir.path / SAVED)
     if isinstance(saved, dict) and "step" in saved:
-        return f"{SAVED}: step {saved['step']}"
+        # Whatever else is there was left by a run whose saves all failed, as on a full disk.
+        return None if saved["step"] is None else f"{SAVED}: step {saved['step']}"
     # Earlier versions did not write that file: what follows finds their runs.
     resumed_step = max((row.get("resumed_from", 0) for row in rows), default=0)
     if resumed_step:
@@ -161,6 +177,6 @@ def _changes(path: Path, config: dict[str, Any]) -> list[str]:
 def _json(path: Path) -> Any:
     """What a JSON file holds; None if there is no such file, or it is damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None

@@ -14,10 +14,11 @@ import optax
 from framework.companions.forward import Forward, HeadFunction
 from framework.config import config_for
 from framework.config.named import load_named
+from framework.data.files import FileHashes, digest_of, find
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.tokenizers import Tokenizer
 from framework.files import hub_models
-from framework.layout import Nested
+from framework.layout import Nested, flatten
 from framework.learner.learner import Learner
 from framework.program.experiment import Experiment
 from framework.program.program import Program
@@ -25,6 +26,7 @@ from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.memory import Memory
 from framework.terminal.phases import SHORT, phase
+from framework.weights.directory import Directory
 
 
 class OtherModel:
@@ -75,6 +77,23 @@ class OtherModel:
         """The error, beginning with the option that names the directory; as it is where none does."""
         message = f"{self.name} = {self.path}: {error}" if self.path else str(error)
         return FileNotFoundError(message) if isinstance(error, FileNotFoundError) else ValueError(message)
+
+    def weights_digest(self, hashes: FileHashes) -> str:
+        """A digest of all that decides the weights: the files' checksums, or the seed of first values; shapes, dtypes.
+
+        Args:
+            hashes: keeps the files' checksums.
+        """
+        experiment: Any = self.program.experiment
+        facts: list[Any] = [experiment.trainer.seed]
+        if experiment.pretrained is not None:
+            directory = Directory(experiment.pretrained.path)
+            names = sorted(set(directory.home.values()))
+            facts = [hashes.sha256(find(str(directory.path / name))[0]) for name in names]
+        # The same files make other weights where these are stored in fewer bits.
+        specs = flatten(experiment.model.parameter_specs())
+        facts += [[path, list(spec.shape), str(spec.dtype)] for path, spec in sorted(specs.items())]
+        return digest_of(facts)
 
     def check_files(self) -> None:
         """Reads the headers of the directory and its tokenizer; the data is set up.

@@ -43,6 +43,8 @@ from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.sections import sections_of
 
 _FILE = "rollouts.jsonl"
+# Rows of the data that the reward function is tried on before a run begins.
+_TRIED_ROWS = 2
 
 
 @component
@@ -161,10 +163,21 @@ class Rollouts(Companion):
         self.reference.check(experiment)
 
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
-        """See `Companion`: the reward function's own file, which is imported, and those of a reference."""
-        self.reward.load()
+        """See `Companion`: the reward function, which is called once, and the files of a reference."""
+        self._try_reward(_prompts(program.experiment))
         if self.reference is not None:
             self.reference.check_files(program, workdir, begins=begins)
+
+    def _try_reward(self, data: Prompts) -> None:
+        """Calls the reward function with the data's first rows, and their right answers where they have some.
+
+        Raises:
+            ValueError: it failed. It would otherwise fail after the demonstrations, or after the first answers.
+        """
+        rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
+        prompts = [prompt_text(row["prompt"]) for row in rows]
+        answers = [str(row.get("answer", "")) for row in rows]
+        self.reward(prompts, answers, rows)
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,14 +11,12 @@ import numpy as np
 from framework.companions.other_model import OtherModel
 from framework.companions.stored import DAMAGED, FOLDER, StoredRows
 from framework.data.batches import RowSet
-from framework.data.files import FileHashes, digest_of, find
+from framework.data.files import FileHashes
 from framework.data.order import Prefetcher
-from framework.layout import flatten
 from framework.processes import distributed
 from framework.program.companion import Tell
 from framework.program.program import Program
 from framework.terminal.phases import phase
-from framework.weights.directory import Directory
 
 
 class Scoring:
@@ -131,7 +128,10 @@ class Scoring:
         weights = ""
         # One process reads files for their checksums.
         if distributed.is_primary():
-            weights = _checksum(self._model, FileHashes(self._folder.with_name(".reference-hashes.json")), keeps_hashes)
+            hashes = FileHashes(self._folder.with_name(".reference-hashes.json"))
+            weights = self._model.weights_digest(hashes)
+            if keeps_hashes:
+                hashes.save()
         weights = distributed.from_primary(weights)
         return StoredRows(self._folder, self._sets, self._data.seq_len, weights)
 
@@ -186,19 +186,3 @@ class Scoring:
             return np.asarray(values)
         everywhere = jax.jit(lambda x: x, out_shardings=self._program.replicated)(values)
         return np.asarray(everywhere.addressable_data(0))
-
-
-def _checksum(model: OtherModel, hashes: FileHashes, keeps_hashes: bool) -> str:
-    """A checksum of all that decides a model's weights."""
-    experiment: Any = model.program.experiment
-    facts: list[Any] = [experiment.trainer.seed]
-    if experiment.pretrained is not None:
-        directory = Directory(experiment.pretrained.path)
-        files = sorted(set(directory.home.values()))
-        facts = [hashes.sha256(find(str(directory.path / name))[0]) for name in files]
-        if keeps_hashes:
-            hashes.save()
-    # The same files make other weights where these are stored in fewer bits.
-    specs = flatten(experiment.model.parameter_specs())
-    facts += [[path, list(spec.shape), str(spec.dtype)] for path, spec in sorted(specs.items())]
-    return digest_of(facts)

@@ -1,16 +1,15 @@
 """Log-probabilities that were computed once of every row of the data, in files of the workdir.
 
-    reference/reference.json    what they are of, and how many rows of each set are done
+    reference/reference.json    what they are of, how many rows of each set are done, and the checksum of these
     reference/train.f32         float32[rows, S] of a training source; of a validation set under its own name
 
-Rows are done in order, a batch at a time, and the JSON file counts them after they were written: a process that is
-killed loses the batches since, and the next one goes on there. Once all are done, it has the files' checksums.
+Rows are done in order, a batch at a time, and the JSON file counts them after they are on the disk: a process that is
+killed, or a power cut, loses the batches since, and the next start goes on there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from framework.data.batches import RowSet
+from framework.files import durable
+from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 from framework.terminal.phases import SHORT, phase
 
@@ -29,6 +30,8 @@ _FACTS = "reference.json"
 DAMAGED = "damaged"
 # Rows are counted as done this often at most.
 _SECONDS = 0.2
+# Rows that are read at a time for their checksum.
+_ROWS = 1024
 
 
 class StoredRows:
@@ -51,6 +54,8 @@ class StoredRows:
         }
         self._saved_at = 0.0
         self.done: dict[str, int] = dict.fromkeys(sets, 0)
+        # Of the rows that are done, in the process that writes them.
+        self._hashes = {name: hashlib.sha256() for name in sets}
 
     @property
     def difference(self) -> str | None:
@@ -72,21 +77,22 @@ class StoredRows:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the files have other values than those that were written when the last row was done.
-
-        It reads them whole. Of files that are not complete, nobody knows.
-        """
+        """Whether the rows that are done have other values than those that were written. It reads all of them."""
         stored = self._read()
-        if stored is None or "sha256" not in stored:
+        if stored is None:
             return False
-        return stored["sha256"] != self._checksums()
+        with phase("checking the stored reference", patience=SHORT):
+            hashes = self._hash_files(stored["done"])
+        return stored.get("sha256") != _hex_digests(hashes)
 
     def begin(self, *, anew: bool) -> None:
         """Makes the files ready to be written, those of an earlier start with what they have; `anew` drops that."""
         stored = None if anew else self._read()
         if stored is None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            durable.make_folder(self.folder)
+            self.done = dict.fromkeys(self._sets, 0)
+            self._hashes = {name: hashlib.sha256() for name in self._sets}
             for name in self._sets:
                 with open(self._file(name), "wb") as file:
                     # A file of zeros, whose blocks the disk has yet to give.
@@ -94,6 +100,7 @@ class StoredRows:
             self._save()
         else:
             self.done = {name: stored["done"][name] for name in self._sets}
+            self._hashes = self._hash_files(self.done)
 
     def open(self) -> dict[str, np.ndarray]:
         """The values of all sets, f32[rows, S], for reading."""
@@ -114,37 +121,39 @@ class StoredRows:
     def write(self, name: str, first: int, values: np.ndarray) -> None:
         """Writes the rows of a set from `first` on, f32[n, S]; the rows before them are done."""
         num_rows = min(len(values), self._sets[name].num_rows - first)
+        rows = np.ascontiguousarray(values[:num_rows], np.float32)
         stored = self._values(name, "r+")
-        stored[first : first + num_rows] = values[:num_rows]
+        stored[first : first + num_rows] = rows
+        self._hashes[name].update(rows.tobytes())
         self.done[name] = first + num_rows
         if self.is_complete or time.monotonic() - self._saved_at > _SECONDS:
-            if isinstance(stored, np.memmap):
-                stored.flush()
             self._save()
 
     def _save(self) -> None:
-        facts = {**self._facts, "done": self.done}
-        if self.is_complete:
-            facts["sha256"] = self._checksums()
+        for name in self._sets:
+            # This includes pages that were written through a memory map.
+            durable.sync(self._file(name))
+        facts = {**self._facts, "done": self.done, "sha256": _hex_digests(self._hashes)}
         write_json(self.folder / _FACTS, facts)
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:
         """The content of the JSON file; None where it is not there, or says nothing that could be used."""
         try:
-            stored = json.loads((self.folder / _FACTS).read_text())
+            stored = parse_json((self.folder / _FACTS).read_text())
         except (FileNotFoundError, ValueError):
             return None
         return stored if isinstance(stored, dict) and isinstance(stored.get("done"), dict) else None
 
-    def _checksums(self) -> dict[str, str]:
-        """The sha256 of each file, by the name of the set."""
-        checksums = {}
-        with phase("checking the stored reference", patience=SHORT):
-            for name in self._sets:
-                with open(self._file(name), "rb") as file:
-                    checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return checksums
+    def _hash_files(self, done: Mapping[str, int]) -> dict[str, Any]:
+        """The hash of the first rows of each file, so many as are done, by the name of the set."""
+        hashes = {}
+        for name in self._sets:
+            hashes[name] = hashlib.sha256()
+            values = self._values(name, "r")[: done[name]]
+            for first in range(0, len(values), _ROWS):
+                hashes[name].update(values[first : first + _ROWS].tobytes())
+        return hashes
 
     def _num_bytes(self, name: str) -> int:
         """The length of a set's file."""
@@ -159,3 +168,7 @@ class StoredRows:
         if num_rows == 0:
             return np.zeros((0, self._seq_len), np.float32)
         return np.memmap(self._file(name), np.float32, mode, shape=(num_rows, self._seq_len))
+
+
+def _hex_digests(hashes: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest.hexdigest() for name, digest in hashes.items()}

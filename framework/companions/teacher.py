@@ -15,8 +15,12 @@ from framework.companions.teacher_files import Rows, TeacherRows, row_key
 from framework.companions.teacher_scoring import digests_of, rows_of
 from framework.config import PositiveInt, component
 from framework.data.batches import Shapes
+from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
+from framework.files.texts import parse_json
+from framework.files.workdir import write_json
 from framework.models.causal_lm import CausalLM
+from framework.processes import distributed
 from framework.program.companion import Companion, Passes, Tell
 from framework.program.experiment import Experiment
 from framework.program.program import Program
@@ -25,6 +29,8 @@ from framework.schedules.layerwise.programs import Compile, Ledger
 
 # Rows of training, and batches of each validation set, that are looked at before a run begins.
 _CHECKED_ROWS = 1000
+# The file in a workdir that says which teacher the run has begun with.
+_RECORD = "teacher.json"
 _SCORE_AGAIN = "run `plimsoll score` again, with this config's trainer.max_steps or with --rows=all"
 
 
@@ -90,19 +96,49 @@ class Teacher(Companion):
             self._check_rows(program.experiment)
         else:
             self._live(program).check_files()
+        if not begins:
+            self._check_teacher(program, workdir)
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`."""
+        if self.kind == "stored" and self._rows is None:
+            self._rows = self._opened(program)
+        if distributed.is_primary():
+            write_json(workdir / _RECORD, {"weights": self._weights(program, workdir)})
         if self.kind == "live":
             self._live(program).load()
             return
-        if self._rows is None:
-            self._rows = self._opened(program)
+        assert self._rows is not None
         facts = self._rows.facts
         tell(
             f"teacher: {self.path} has {self._rows.num_rows:,} rows of {facts.seq_len} tokens, the likeliest "
             f"{facts.top_k} of each, weights {facts.weights[:12]}"
         )
+
+    def _check_teacher(self, program: Program, workdir: Path) -> None:
+        """Raises ValueError, in every process, where the run has begun with the answers of another teacher."""
+        difference = None
+        if distributed.is_primary() and (workdir / _RECORD).exists():
+            known = parse_json((workdir / _RECORD).read_text())["weights"]
+            found = self._weights(program, workdir)
+            if known != found:
+                difference = f"weights {found[:12]}, and the run has begun with {known[:12]}"
+        difference = distributed.from_primary(difference)
+        if difference:
+            raise ValueError(
+                f"companion.path = {self.path}: another teacher ({difference}); expected the same one, or another "
+                "--workdir"
+            )
+
+    def _weights(self, program: Program, workdir: Path) -> str:
+        """A digest of the teacher's weights."""
+        if self.kind == "live":
+            hashes = FileHashes(workdir / ".teacher-hashes.json")
+            digest = self._live(program).weights_digest(hashes)
+            hashes.save()
+            return digest
+        assert self._rows is not None
+        return self._rows.facts.weights
 
     def is_open(self, program: Program) -> bool:
         """See `Companion`."""

@@ -5,12 +5,14 @@
     ids.bin         uint16 or 32[N, S, K]     the K likeliest tokens of each position, the likeliest first
     log_probs.bin   float16[N, S, K]          their log-probabilities, in nats
     tails.bin       float32[N, S]             the log of the probability of all other tokens together, at least -50
+    checksums.bin   uint32[N]                 CRC-32 of a row's bytes in the four files above, in this order
 
-All are little-endian arrays in C order without a header. A row takes S * (K * 4 + 4) + 16 bytes where the vocabulary
-has at most 65536 ids, otherwise S * (K * 6 + 4) + 16. float16 keeps a log-probability to one part in 2048.
+All are little-endian arrays in C order without a header. A row takes S * (K * 4 + 4) + 20 bytes where the vocabulary
+has at most 65536 ids, otherwise S * (K * 6 + 4) + 20. float16 keeps a log-probability to one part in 2048.
 
 Rows are found by what is in them, so the order of the data, its seed and the batch size may change. The number in
-teacher.json is written last: what a kill leaves behind it is cut off by the next writer.
+teacher.json is written last: what a kill leaves behind it is cut off by the next writer. A row's checksum is compared
+whenever the row is read.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import json
+import math
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +34,12 @@ import numpy as np
 from framework.data.files import digest_of
 from framework.data.packing import Batch
 from framework.data.sources import Leaf
+from framework.files import durable
+from framework.files.texts import parse_json
 from framework.files.workdir import write_json, writing
 
 MANIFEST = "teacher.json"
-_FORMAT = 1
+_FORMAT = 2
 _KEY_BYTES = 16
 
 
@@ -80,7 +85,7 @@ class Facts:
     @property
     def row_bytes(self) -> int:
         """What a row takes in the files."""
-        return sum(array.size * array.itemsize for array in self.empty(1))
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _row_types(self))
 
     def empty(self, count: int) -> Rows:
         """Arrays of so many rows, of the files' shapes and dtypes."""
@@ -122,8 +127,24 @@ def data_digests(leaves: list[Leaf], seq_len: int, *, masked: bool, packing_seed
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, in the order of what they hold in `Rows`."""
-    return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails")]
+    """The files of a folder, in the order of `_row_types`."""
+    return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails", "checksums")]
+
+
+def _row_types(facts: Facts) -> list[tuple[np.dtype, tuple[int, ...]]]:
+    """The dtype and the shape of one row in each file."""
+    return [*((array.dtype, array.shape[1:]) for array in facts.empty(0)), (np.dtype("<u4"), ())]
+
+
+def _checksums(rows: Rows) -> np.ndarray:
+    """The CRC-32 of each row, uint32[N]."""
+    checksums = np.zeros(len(rows.keys), "<u4")
+    for number in range(len(checksums)):
+        checksum = 0
+        for array in rows:
+            checksum = zlib.crc32(array[number].tobytes(), checksum)
+        checksums[number] = checksum
+    return checksums
 
 
 def read_manifest(folder: Path) -> tuple[Facts, int]:
@@ -132,14 +153,17 @@ def read_manifest(folder: Path) -> tuple[Facts, int]:
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {MANIFEST}: expected a folder that `plimsoll score` has written")
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_text())
         stored_format = manifest.pop("format")
         num_rows = manifest.pop("rows")
         if stored_format == _FORMAT:
             return Facts(**manifest), num_rows
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not what `plimsoll score` writes: {error!r}") from None
-    raise ValueError(f"{path} has format {stored_format}; this version reads format {_FORMAT}")
+    raise ValueError(
+        f"{path} has format {stored_format}; this version reads format {_FORMAT}: "
+        "run `plimsoll score` again, into a new folder"
+    )
 
 
 class TeacherRows:
@@ -153,15 +177,16 @@ class TeacherRows:
         self.folder = folder
         self.facts, self.num_rows = read_manifest(folder)
         arrays = []
-        for path, row in zip(_files(folder), self.facts.empty(1), strict=True):
-            num_bytes = self.num_rows * row.size * row.itemsize
+        for path, (dtype, row_shape) in zip(_files(folder), _row_types(self.facts), strict=True):
+            shape = (self.num_rows, *row_shape)
+            num_bytes = math.prod(shape) * dtype.itemsize
             size = path.stat().st_size if path.exists() else 0
             if size < num_bytes:
                 raise ValueError(f"{path} has {size:,} bytes; its {self.num_rows:,} rows take {num_bytes:,}")
-            shape = (self.num_rows, *row.shape[1:])
             # An empty file cannot be mapped.
-            arrays.append(np.memmap(path, row.dtype, "r", shape=shape) if self.num_rows else np.zeros(shape, row.dtype))
-        self._stored = Rows(*arrays)
+            arrays.append(np.memmap(path, dtype, "r", shape=shape) if self.num_rows else np.zeros(shape, dtype))
+        *stored, self._checksums = arrays
+        self._stored = Rows(*stored)
         self._number_by_key = {key.tobytes(): number for number, key in enumerate(np.asarray(self._stored.keys))}
 
     def __contains__(self, key: bytes) -> bool:
@@ -172,8 +197,19 @@ class TeacherRows:
         return self._number_by_key.get(key)
 
     def take(self, numbers: list[int]) -> Rows:
-        """Copies of these rows."""
-        return Rows(*(np.asarray(array[numbers]) for array in self._stored))
+        """Copies of these rows.
+
+        Raises:
+            ValueError: one of them is not what was stored.
+        """
+        rows = Rows(*(np.asarray(array[numbers]) for array in self._stored))
+        damaged = np.flatnonzero(_checksums(rows) != self._checksums[numbers])
+        if damaged.size:
+            raise ValueError(
+                f"{self.folder} is damaged: row {numbers[damaged[0]]:,} is not what `plimsoll score` stored; "
+                "remove the folder and run that again"
+            )
+        return rows
 
 
 class TeacherWriter:
@@ -199,7 +235,7 @@ class TeacherWriter:
     @contextlib.contextmanager
     def open(self) -> Iterator[TeacherWriter]:
         """The files are open, cut to the rows that count, and this process alone writes them."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(self.folder)
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context(open(self.folder / ".lock", "w"))
             try:
@@ -207,9 +243,9 @@ class TeacherWriter:
             except BlockingIOError:
                 raise ValueError(f"{self.folder}: another process is writing there") from None
             self._files = []
-            for path, row in zip(_files(self.folder), self.facts.empty(1), strict=True):
+            for path, (dtype, row_shape) in zip(_files(self.folder), _row_types(self.facts), strict=True):
                 file = stack.enter_context(open(path, "ab"))
-                file.truncate(self.num_rows * row.size * row.itemsize)
+                file.truncate(self.num_rows * math.prod(row_shape) * dtype.itemsize)
                 self._files.append(file)
             # Also where no row follows, the folder says what it is of.
             self.commit()
@@ -217,10 +253,15 @@ class TeacherWriter:
 
     def append(self, rows: Rows) -> None:
         """Writes rows behind the others; they count from the next `commit` on."""
-        for file, array, row in zip(self._files, rows, self.facts.empty(1), strict=True):
-            assert array.shape[1:] == row.shape[1:], (array.shape, row.shape)
+        *row_types, _ = _row_types(self.facts)
+        arrays = []
+        for array, (dtype, row_shape) in zip(rows, row_types, strict=True):
+            assert array.shape[1:] == row_shape, (array.shape, row_shape)
+            arrays.append(np.ascontiguousarray(array, dtype))
+        checksums = _checksums(Rows(*arrays))
+        for file, array in zip(self._files, [*arrays, checksums], strict=True):
             with writing(file.name):
-                file.write(np.ascontiguousarray(array, row.dtype).tobytes())
+                file.write(array.tobytes())
         self.num_rows += len(rows.keys)
 
     def commit(self) -> None:

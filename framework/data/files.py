@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import did_you_mean
-from framework.files import hub
+from framework.files import durable, hub
 from framework.files.remote import connect, explained, is_url
+from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 from framework.terminal.phases import SHORT, phase
 
@@ -221,7 +222,7 @@ def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
             if not target.exists():
                 # The rename makes a whole copy appear at once, whenever the process is killed.
                 file.fs.get_file(remote_path, f"{target}.tmp")
-                os.replace(f"{target}.tmp", target)
+                durable.rename(f"{target}.tmp", target)
     (copy,) = find(str(copies / _last_part(file.path)))
     # Messages speak of the file that the user has named.
     copy.name = file.name
@@ -242,7 +243,9 @@ class FileHashes:
         if path is not None:
             # Without the file, or with one that is damaged, everything is hashed anew.
             with contextlib.suppress(FileNotFoundError, ValueError):
-                self._entries = json.loads(path.read_text())
+                entries = parse_json(path.read_text())
+                if isinstance(entries, dict):
+                    self._entries = {k: entry for k, entry in entries.items() if _is_pair(entry)}
 
     def of(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
         """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
@@ -273,6 +276,10 @@ class FileHashes:
         """Writes the results to the file at `path`, whole or not at all."""
         if self._path is not None and self._entries:
             write_json(self._path, self._entries)
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2
 
 
 def digest_of(data: Any) -> str:

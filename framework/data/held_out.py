@@ -22,9 +22,9 @@ _MANY_FILES = 20
 class TextPart(TextSource):
     """One of two disjoint parts of a source of text. Nothing is in both, and neither is empty.
 
-    Of 20 files or more with one document each, whole files are held out, by the sha256 of their names. Of fewer files,
-    the end of each is, from the beginning of a line. Of files with many documents, those are held out that the sha256
-    of their text chooses (so that equal documents are in one part), and the last one of each file.
+    Of 20 files or more with one document each, whole files are held out, by the sha256 of their names; files of equal
+    content go together. Of fewer files, the end of each is held out, from the beginning of a line. Of files with many
+    documents, those are held out that the sha256 of their text chooses, so that equal documents are in one part.
 
     Args:
         source: config of the source of text.
@@ -51,8 +51,9 @@ class TextPart(TextSource):
         if not self._splits_by_file:
             return files
         held_out_names = self._held_out_names([file.name for file in files])
+        first_names = _first_of_equal(files)
         is_validation = self.split == "validation"
-        return [file for file in files if (file.name in held_out_names) == is_validation]
+        return [file for file in files if (first_names[file.name] in held_out_names) == is_validation]
 
     @functools.cached_property
     def _splits_by_file(self) -> bool:
@@ -88,14 +89,38 @@ class TextPart(TextSource):
         return document[:cut] if self.split == "train" else document[cut:]
 
     def _chosen_documents(self, documents: Iterator[str]) -> Iterator[str]:
-        """Those of one file's documents that belong to this part."""
-        last_document = None
+        """Those of some documents that belong to this part."""
+        moved = self._moved_document
         for document in documents:
-            if last_document is not None and split_of(last_document, self.validation_fraction) == self.split:
-                yield last_document
-            last_document = document
-        if last_document is not None and self.split == "validation":
-            yield last_document
+            is_held_out = split_of(document, self.validation_fraction) == "validation"
+            if moved is not None and _digest(document) == moved:
+                is_held_out = not is_held_out
+            if is_held_out == (self.split == "validation"):
+                yield document
+
+    @functools.cached_property
+    def _moved_document(self) -> bytes | None:
+        """The sha256 of the text that goes to the other part, as all documents would otherwise be in one.
+
+        It is None for all but small sources: the search ends at the first document of the second part.
+
+        Raises:
+            ValueError: all documents are equal.
+        """
+        parts = set()
+        digests = set()
+        for file in self.source.files():
+            for document in self.source.read(file):
+                parts.add(split_of(document, self.validation_fraction))
+                if len(parts) == 2:
+                    return None
+                digests.add(_digest(document))
+        if len(digests) == 1:
+            raise ValueError(
+                "all documents of the data are equal, so none can be held out; expected several, or data.validation "
+                "of another source"
+            )
+        return min(digests, default=None)
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.source.codec(tokenizer)
@@ -104,9 +129,30 @@ class TextPart(TextSource):
         return {
             "split": self.split,
             "validation_fraction": self.validation_fraction,
+            # Another number where documents are divided in another way: cached tokens are then made anew.
+            "division": 2,
             "source": type(self.source).__name__,
             **self.source.settings(),
         }
+
+
+def _digest(document: str) -> bytes:
+    return hashlib.sha256(document.encode()).digest()
+
+
+def _first_of_equal(files: list[DataFile]) -> dict[str, str]:
+    """{name of a file: that of the first file with the same content}."""
+    by_size: dict[int, list[DataFile]] = {}
+    for file in files:
+        by_size.setdefault(file.size(), []).append(file)
+    first_names = {}
+    for candidates in by_size.values():
+        first_by_digest: dict[str, str] = {}
+        for file in candidates:
+            # Most files are the only ones of their size, and are not read.
+            digest = FileHashes().sha256(file) if len(candidates) > 1 else ""
+            first_names[file.name] = first_by_digest.setdefault(digest, file.name)
+    return first_names
 
 
 @component

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import shutil
 import uuid
@@ -29,6 +28,7 @@ from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
 from framework.data.vocabulary import training_text
 from framework.data.whole_sequences import SequenceSource, check_classes
+from framework.files import durable
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
@@ -469,7 +469,7 @@ def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: 
                 tokenizing.percent(progress.position / max(progress.total, 1))
         write_json(temporary / "source.json", contents)
         try:
-            os.rename(temporary, folder)
+            durable.rename(temporary, folder)
         except OSError:
             # Where the folder exists by now, another job tokenized the same content first.
             if not folder.exists():

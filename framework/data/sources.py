@@ -11,7 +11,6 @@ import contextlib
 import csv
 import hashlib
 import itertools
-import json
 import math
 import os
 import platform
@@ -29,6 +28,7 @@ from framework.data.kinds import KINDS, ending_of
 from framework.data.packing import Examples, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
+from framework.files.texts import parse_json
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FIELD_CHARACTERS = 1 << 30
@@ -282,7 +282,7 @@ def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         # Besides a JSONDecodeError this is the UnicodeDecodeError of a line that is not UTF-8.
         except ValueError as error:
             raise ValueError(f"{file}, {place}: not JSON: {error}") from error

@@ -9,7 +9,6 @@ A `.bin` without a sidecar is read too; then dtype and separator are the reader'
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from framework.data.files import BLOCK_BYTES, DataFile, FileHashes
 from framework.data.tokenizers import Tokenizer
+from framework.files.texts import parse_json
 
 TokenDType = Literal["uint16", "uint32"]
 
@@ -132,7 +132,7 @@ class TokenShard:
         if file.path == self.file.path or not file.fs.exists(file.path):
             return {}
         try:
-            facts = json.loads(file.read())
+            facts = parse_json(file.read())
             return {name: facts[name] for name in FACTS}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error

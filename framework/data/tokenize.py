@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +71,6 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
             progress.tokens += batch.tokens
             progress.position = sum(file.position for file in files)
             yield progress
-        # The caller's rename must not reach the disk before the tokens do.
-        stream.flush()
-        os.fsync(stream.fileno())
     if not progress.documents:
         raise ValueError(why_nothing(source))
     # The hashes are those of the file as it can be read back, not of what was meant to be written.

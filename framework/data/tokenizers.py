@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from framework.config import NonNegativeInt, PositiveInt, component
 from framework.data.files import digest_of, find
+from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 
@@ -290,11 +290,15 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
     from tokenizers import Tokenizer
 
     try:
-        facts = json.loads(data)
+        facts = parse_json(data)
         library = Tokenizer.from_str(data.decode("utf-8"))
-    # The library raises plain Exception for whatever it cannot read.
-    except Exception as error:
+    # The library raises plain Exception for whatever it cannot read, or panics, which is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: {error}") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("model"), dict):
+        raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: it names no model")
     kind = facts["model"].get("type")
     decoders = _decoders(facts)
     if kind not in ("BPE", "Unigram") or not {"ByteLevel", "Metaspace", "Replace"} & decoders:

@@ -11,7 +11,6 @@ Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from framework.files.hub_names import HubRepo
+from framework.files.texts import parse_json
 
 _TREE_FORMAT = 1
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -111,7 +111,7 @@ def cached(repo: HubRepo) -> Snapshot | None:
 def _tree(file: Path) -> dict[str, int] | None:
     """Reads the list of a commit's files; None where there is none, or one that cannot be understood."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        tree = json.loads(file.read_text())
+        tree = parse_json(file.read_text())
         if tree["format_version"] == _TREE_FORMAT:
             return {name: int(facts["size"]) for name, facts in tree["files"].items()}
     return None

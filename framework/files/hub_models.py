@@ -5,12 +5,12 @@ A config keeps a repository as hf://ORG/NAME@COMMIT, so that it means the same f
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from framework.files import hub
 from framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
+from framework.files.texts import parse_json
 
 # All that is read of a model but its weights.
 SMALL_FILES = (
@@ -84,7 +84,7 @@ def folder_with_weights(place: str | Path) -> Path:
     has_single = snapshot.has(WEIGHTS) or (snapshot.sizes is not None and WEIGHTS in snapshot.sizes)
     names = [WEIGHTS]
     if not has_single and snapshot.has(INDEX):
-        names = _shards(snapshot.folder / INDEX)
+        names = sorted(set(weight_map(snapshot.folder / INDEX).values()))
     fetched = hub.fetch(repo, names)
     hub.require(fetched, names)
     return fetched.snapshot.folder
@@ -148,9 +148,12 @@ def _model_repo(url: str) -> HubRepo:
     return repo
 
 
-def _shards(index: Path) -> list[str]:
-    """The files that an index of shards names. Raises ValueError where it is none."""
+def weight_map(index: Path) -> dict[str, str]:
+    """{name of a tensor: the file that has it}, as an index of shards says. Raises ValueError where it is none."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: no index of shards: {error}") from error
+        files = parse_json(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: no index of shards: {error!r}") from None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index}: no index of shards: expected weight_map to name a file for each tensor")
+    return files

@@ -24,6 +24,8 @@ from typing import Any
 
 from absl import logging
 
+from framework.files.texts import parse_json
+
 # Seconds between two uploads, and between two refreshments of the lock.
 INTERVAL = 20.0
 # Seconds. A lock that was not refreshed for so long belongs to nobody.
@@ -308,7 +310,7 @@ class Mirror:
         owner_words = "a job that cannot be told from it"
         # Whatever stands in the object, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            stored_owner = json.loads(body)
+            stored_owner = parse_json(body)
             owner_words = OWNER.format_map(stored_owner)
             owner = stored_owner
         message = f"took over {self.url}: its lock was left behind by {owner_words}"

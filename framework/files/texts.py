@@ -1,6 +1,8 @@
-"""Texts that are read from files, whole and to the byte."""
+"""Texts and JSON that are read from files, whole and to the byte."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 
 def read_text(path: str | Path, *, may_be_empty: bool = False) -> str:
@@ -13,3 +15,15 @@ def read_text(path: str | Path, *, may_be_empty: bool = False) -> str:
     if not text and not may_be_empty:
         raise ValueError(f"{path} is empty")
     return text
+
+
+def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
+    """What a JSON text says; `options` are those of json.loads.
+
+    Raises:
+        ValueError: it is not JSON, or nested more deeply than Python can read.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None

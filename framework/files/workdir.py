@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from framework.files import durable
 from framework.files.footprint import Footprint
 from framework.files.remote import OWNER, Mirror, is_url, without_secrets
+from framework.files.texts import parse_json
 from framework.terminal import interrupts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
@@ -128,7 +130,7 @@ class Workdir:
     def _claim_local(self, owner: dict[str, Any]) -> str | None:
         # First of all, since the directory itself may have to be taken away again.
         footprint = Footprint(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(self.path)
         text = json.dumps(owner, indent=2) + "\n"
         with contextlib.ExitStack() as on_error:
             directory = os.open(self.path, os.O_RDONLY)
@@ -138,6 +140,8 @@ class Workdir:
                 # Mode "x" decides between two hosts, which may both have got their flock.
                 with open(self._lock, "x", encoding="utf-8") as file:
                     file.write(text)
+                # A lock without content would be refused as that of an unknown owner.
+                durable.sync(self._lock)
             except FileExistsError:
                 raise ValueError(f"--workdir: another job has just claimed {self.path}") from None
             # Success: the descriptor stays open, as the flock goes when it is closed.
@@ -167,7 +171,7 @@ class Workdir:
         owner: dict[str, Any] = {}
         owner_words = None
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            owner = json.loads(text or "")
+            owner = parse_json(text or "")
             owner_words = OWNER.format_map(owner)
         if not is_locked:
             stop = "stop that job first"
@@ -362,18 +366,9 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     try:
         with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            # The content must be on the disk before the name leads to it.
-            os.fsync(descriptor)
-        os.replace(temporary, target)
+        durable.rename(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     finally:
         cancel_removal()
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        # The rename itself must reach the disk too.
-        os.fsync(directory)
-    finally:
-        os.close(directory)

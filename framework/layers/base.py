@@ -243,6 +243,14 @@ class Layer:
         """State that no gradient trains (a running mean, say), zero at first, passed to `apply` as layer_state."""
         return {}
 
+    @property
+    def depends_on_microbatches(self) -> bool:
+        """Whether another learner.accumulate is another training, beyond rounding. `memory.auto` then leaves it alone.
+
+        So it is where a microbatch sees state that the one before it has left.
+        """
+        return bool(self.own_buffers())
+
     def parameter_specs(self) -> Nested:
         """Nested dict of ParameterSpec: own parameters, and each child's under its name."""
         layer_specs = self.own_specs()

@@ -71,6 +71,11 @@ class LMHead(Layer):
             name = type(self.objective).__name__
             raise ValueError(f"objective = {name} is for a ScoreHead, given a language model's head")
 
+    @property
+    def depends_on_microbatches(self) -> bool:
+        """Whether the objective does."""
+        return self.objective is not None and self.objective.depends_on_microbatches
+
     def children(self) -> dict[str, Layer]:
         """The final norm."""
         return {"norm": self.norm}

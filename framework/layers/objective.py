@@ -39,11 +39,13 @@ class Objective:
     Attributes:
         arrays: names of the batch's arrays that it reads, beside tokens, targets and weights.
         unit: of the loss that is reported, such as "nats per pair".
+        depends_on_microbatches: another learner.accumulate is another loss, beyond rounding; see `Layer`.
         reads_scores: it is for a `framework.layers.score_head.ScoreHead`, not for the head of a language model.
     """
 
     arrays: tuple[str, ...] = ()
     unit: str = "nats per token"
+    depends_on_microbatches: bool = False
     reads_scores: bool = False
 
     def check_labels(self, num_labels: int) -> None:

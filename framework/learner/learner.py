@@ -78,7 +78,8 @@ class Learner:
         ema: decay of a moving average of the weights, 0.999 say; None keeps none. Averages are float32, or the wider
             dtype of the update: four bytes a trainable parameter, beside bfloat16 weights too.
         master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
-        moment_dtype: dtype in which moments are kept; None means that of the weights that are updated.
+        moment_dtype: dtype in which moments are kept; None means that of the weights that are updated. bfloat16 is
+            rounded up or down at random, right on average.
         rounding: how weights narrower than float32 take an update when they have no master copy. "nearest": the update
             is computed in their own dtype. The others compute in float32: "stochastic" rounds bfloat16 up or down at
             random, right on average, and keeps nothing; "kahan" keeps what rounding cut off, in the weights' dtype.
@@ -158,7 +159,7 @@ class Learner:
         specs_of_units = {(group.stage, group.label): self.unit_specs(group) for group in self.groups}
         self._instances = instances.instances_of(configs, learning_rates, specs_of_units)
         draws = any(instance.optimizer.draws for instance in self._instances.values())
-        self.draws = rounding == "stochastic" or draws
+        self.draws = self._precision.draws or draws
 
     def in_sections(self, sections: Iterable[Section]) -> Learner:
         """The learner of the same model with sections in the place of stacks; each has the optimizers of its stack.

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, OptStateSpec, ParameterSpec
+from framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
 from framework.optimizers.partition import mirrors_parameter
-from framework.optimizers.rounding import Rounding
+from framework.optimizers.rounding import Origin, Rounding, fold_name, noise, round_stochastically
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,35 @@ class Precision:
         weight_dtypes = [leaf.dtype for leaf in jax.tree.leaves(weights)]
         wide = jnp.result_type(self.moment_dtype, *weight_dtypes)
         return jax.tree.map(lambda leaf: leaf.astype(wide) if leaf.dtype == self.moment_dtype else leaf, state)
+
+    @property
+    def draws(self) -> bool:
+        """Whether updates draw noise: for weights, or for moments in bfloat16."""
+        return self.rounding == "stochastic" or self.moment_dtype == jnp.bfloat16
+
+    def narrowed(self, state: Any, stored: Any, seed: jax.Array, origin: Origin | None) -> Any:
+        """An optimizer state after its update, in the dtypes in which it is stored.
+
+        Moments in bfloat16 are rounded stochastically. An average that moves by less than 1/512 of itself, as with
+        b2 = 0.999, would not move at all if it were rounded to nearest.
+
+        Args:
+            state: as `widened` had it, after the update.
+            stored: the state before the update, as it is stored; only dtypes count.
+            seed: uint32 scalar, of this update of the unit.
+            origin: where blocks lie in their tensors; None where they are whole.
+        """
+        if self.moment_dtype != jnp.bfloat16:
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), state, stored)
+
+        def rounded(keypath: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+            if old.dtype != jnp.bfloat16 or new.dtype == old.dtype:
+                return new.astype(old.dtype)
+            # The weights of that name draw from the same seed.
+            leaf_seed = fold_name(fold_name(seed, "moment"), path_name(keypath))
+            return round_stochastically(new, old.dtype, noise(leaf_seed, new.shape, origin))
+
+        return jax.tree_util.tree_map_with_path(rounded, state, stored)
 
 
 def _wide(dtype: Any) -> Any:

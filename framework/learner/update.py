@@ -88,6 +88,7 @@ class GroupUpdate:
             seed,
             decision,
         )
+        new_state = precision.narrowed(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
         new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
         if MASTER in entry:
             # `_new_weights` has chosen the master already.
@@ -163,13 +164,12 @@ def _new_entry(
 
     Args:
         entry: the entry before the update.
-        new_state: the optimizer's new state.
+        new_state: the optimizer's new state, in the dtypes of the entry.
         left_out: what rounding cut off from the new weights (Kahan).
         new_norms: the norms of clip_mode norm_growth.
         ok: scalar, whether the step counts.
     """
-    # Moments were widened for the update (see `Precision.widened`): they go back to the dtype in which they are stored.
-    new_entry = {STATE: jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry[STATE])}
+    new_entry = {STATE: new_state}
     if COMPENSATION in entry:
         new_entry[COMPENSATION] = left_out
     if new_norms is not None:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from framework.files import durable
+from framework.files.texts import parse_json
+
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -97,9 +100,7 @@ class JsonlWriter:
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "wb") as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        durable.rename(temporary, self.path)
         self._file.close()
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
 
@@ -127,7 +128,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             # A last line that lacks only its newline is whole.

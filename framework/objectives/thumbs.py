@@ -60,6 +60,8 @@ class KTO(Objective):
     """
 
     arrays = ("ends", "segments", "reference", "labels")
+    # z is that of a microbatch.
+    depends_on_microbatches = True
     unit = "loss per answer"
 
     def __init__(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import PositiveFloat, PositiveInt, component
+from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 from framework.metrics.goodput import Goodput
 from framework.terminal import interrupts
@@ -104,6 +104,7 @@ class Pulse:
             "num_processes": num_processes,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "identity": identity(os.getpid()),
             "started": time.time(),
             "attempt": 1 + previous_attempt,
             "interval": health.status_seconds,
@@ -215,10 +216,36 @@ class Pulse:
         os._exit(ExitCode.HANG)
 
 
+def identity(pid: int) -> str:
+    """What tells a process from a later one with its number, and from those of a container; "" if it has ended.
+
+    That is the namespace of its number and the time of its start, by the kernel's clock (proc(5), field 22 of stat).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        # The second field, the program's name, may hold blanks and brackets.
+        state, *fields = stat.rpartition(")")[2].split()
+        if state in ("Z", "X"):
+            return ""
+        return f"{os.readlink('/proc/self/ns/pid')} {fields[18]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def has_gone(facts: dict[str, Any]) -> bool:
+    """Whether the process that wrote the facts has ended; False where that cannot be told from here."""
+    known = str(facts.get("identity", ""))
+    own = identity(os.getpid())
+    is_of_this_machine = facts.get("host") == socket.gethostname()
+    if not known or not own or not is_of_this_machine or known.split()[0] != own.split()[0]:
+        return False
+    return identity(facts["pid"]) != known
+
+
 def read(path: Path) -> dict[str, Any] | None:
     """Returns what a process said last; None if there is nothing that makes sense."""
     try:
-        facts = json.loads(path.read_bytes())
+        facts = parse_json(path.read_bytes())
         is_complete = facts["time"] and facts["attempt"]
         return facts if is_complete else None
     except (OSError, ValueError, TypeError, KeyError):

@@ -2,23 +2,92 @@
 
 JAX's own wait ends, when it is over, with an abort in C++ that names nobody. Here process 0 listens
 at the address of the coordinator until every process has said who it is, tells all of them to go
-on, and leaves the address to JAX.
+on, and leaves the address to JAX. It sends each connection a nonce first, and proofs are HMAC-SHA256 of
+that and of the card (RFC 2104).
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 import select
+import selectors
 import socket
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from absl import logging
+
+from framework.config.names import printable
+from framework.files.texts import parse_json
+
+# An environment variable that is equal in all processes of a run and known to nobody else: launchers set it. With it,
+# process 0 counts those alone that know it; without it, anybody who can reach the port could pass for one.
+KEY = "PLIMSOLL_RENDEZVOUS_KEY"
+# A connection has this long, and so many bytes, to say who it is.
+_CARD_SECONDS = 5.0
+_CARD_BYTES = 4096
+_ANSWER_BYTES = 65536
+# Connections, beside one for each process, that may be open without having said who they are.
+_MAX_GUESTS = 64
+_MAX_PROCESSES = 1 << 20
 
 
 class ProcessesMissingError(RuntimeError):
     """The processes of a run did not find each other in time, or are not those of one run."""
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a process says of itself.
+
+    Attributes:
+        process_id: its number.
+        num_processes: how many processes it takes the run to have.
+        words: "process PID on host NAME".
+    """
+
+    process_id: int
+    num_processes: int
+    words: str
+
+    def message(self, nonce: str) -> bytes:
+        """The line that says so, with a proof that the sender knows the run's key."""
+        return _line({"id": self.process_id, "of": self.num_processes, "who": self.words, "proof": self._proof(nonce)})
+
+    @classmethod
+    def read(cls, line: bytes, nonce: str, num_processes: int) -> _Card | None:
+        """The card of a line; None if it is of no process of this run.
+
+        Args:
+            line: what was received.
+            nonce: what the sender was sent.
+            num_processes: of this run.
+        """
+        try:
+            message = parse_json(line)
+            values = message["id"], message["of"], message["who"], message["proof"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        # type() and not isinstance: True is an int.
+        if [type(value) for value in values] != [int, int, str, str]:
+            return None
+        process_id, of, words, proof = values
+        card = cls(process_id, of, words)
+        if not hmac.compare_digest(card._proof(nonce).encode(), proof.encode("utf-8", "replace")):
+            return None
+        if not 0 <= process_id < max(num_processes, of) or not 0 < of <= _MAX_PROCESSES:
+            return None
+        return cls(process_id, of, printable(words))
+
+    def _proof(self, nonce: str) -> str:
+        text = f"{nonce} {self.process_id} {self.num_processes} {self.words}"
+        return hmac.new(_key(), text.encode("utf-8", "replace"), "sha256").hexdigest()
 
 
 class _Arrival(NamedTuple):
@@ -26,6 +95,19 @@ class _Arrival(NamedTuple):
 
     words: str  # "process PID on host NAME"
     connection: socket.socket | None  # None for process 0, which listens itself
+
+
+@dataclass
+class _Guest:
+    """A connection that has not yet said who it is."""
+
+    deadline: float
+    nonce: str
+    received: bytes = b""
+
+
+def _key() -> bytes:
+    return os.environ.get(KEY, "").encode()
 
 
 def bind_host(host: str) -> str:
@@ -65,41 +147,149 @@ def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -
 def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
     """Listens, as process 0, until all have said who they are, and tells them to go on."""
     deadline = time.monotonic() + seconds
-    arrivals = {0: _Arrival(_own_words(), None)}
-    # The connections stay open until the end, when all are answered at once.
+    address = (bind_host(host), port)
     with ExitStack() as stack:
-        address = (bind_host(host), port)
         try:
             server = stack.enter_context(socket.create_server(address, backlog=1024))
         except OSError as error:
             problem = f"process 0 cannot listen at {host}:{port}: {error.strerror}"
             raise ProcessesMissingError(problem) from None
-        while len(arrivals) < num_processes:
-            remaining_seconds = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([server], [], [], remaining_seconds)
-            if not ready:
-                problem = _who_is_missing(arrivals, num_processes, seconds)
-                _tell(arrivals.values(), problem)
-                raise ProcessesMissingError(problem)
-            connection = stack.enter_context(server.accept()[0])
-            card = _read_card(connection, 5.0)
-            # Whoever sends anything else is no process of this run.
-            if card is None:
-                connection.close()
-                continue
-            problem = _contradiction(card, arrivals, num_processes)
-            arrival = _Arrival(card["who"], connection)
-            if problem:
-                _tell([*arrivals.values(), arrival], problem)
-                raise ProcessesMissingError(problem)
-            arrivals[card["id"]] = arrival
+        # The connections of those that have come stay open until the end, when all are answered at once.
+        hall = stack.enter_context(_Hall(server, num_processes))
+        while len(hall.arrivals) < num_processes:
+            if time.monotonic() >= deadline:
+                hall.end(_who_is_missing(hall, num_processes, seconds))
+            hall.wait(deadline)
         # Before the others go on, as JAX in this process is to listen at the same port.
         server.close()
-        _tell(arrivals.values(), "")
+        _tell(hall.arrivals.values(), "")
 
 
-def _who_is_missing(arrivals: dict[int, _Arrival], num_processes: int, seconds: float) -> str:
+class _Hall:
+    """What process 0 knows of the connections to it. Anybody on the network may connect and send anything.
+
+    So nothing here waits for one connection: each has a time and a number of bytes in which to say who it is.
+
+    Attributes:
+        arrivals: the processes of the run that are there, by their number.
+        num_strangers: connections that were none of the run's.
+    """
+
+    def __init__(self, server: socket.socket, num_processes: int):
+        self.arrivals: dict[int, _Arrival] = {0: _Arrival(_own_words(), None)}
+        self.num_strangers = 0
+        self._server = server
+        self._num_processes = num_processes
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._selector = selectors.DefaultSelector()
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Hall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for connection in (*self._guests, *(arrival.connection for arrival in self.arrivals.values())):
+            if connection is not None:
+                connection.close()
+
+    def wait(self, deadline: float) -> None:
+        """Takes what comes until the next time that matters, which is the deadline at the latest.
+
+        Raises:
+            ProcessesMissingError: two processes of the run, which has a key, contradict each other.
+        """
+        next_time = min([deadline, *(guest.deadline for guest in self._guests.values())])
+        for key, _ in self._selector.select(max(0.0, next_time - time.monotonic())):
+            if key.fileobj is self._server:
+                self._accept()
+            elif key.fileobj in self._guests:
+                self._hear(key.fileobj)  # pyright: ignore[reportArgumentType]
+        now = time.monotonic()
+        for connection in [one for one, guest in self._guests.items() if guest.deadline <= now]:
+            self._send_away(connection)
+
+    def end(self, problem: str) -> NoReturn:
+        """Tells all that are there about a problem, which ends the start. Raises ProcessesMissingError."""
+        _tell(self.arrivals.values(), problem)
+        raise ProcessesMissingError(problem)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            # It has gone again, or there are no file descriptors left.
+            return
+        if len(self._guests) >= _MAX_GUESTS + self._num_processes:
+            self._send_away(next(iter(self._guests)))
+        connection.setblocking(False)
+        guest = _Guest(time.monotonic() + _CARD_SECONDS, secrets.token_hex(16))
+        self._guests[connection] = guest
+        self._selector.register(connection, selectors.EVENT_READ)
+        with suppress(OSError):
+            connection.sendall(_line({"nonce": guest.nonce}))
+
+    def _hear(self, connection: socket.socket) -> None:
+        guest = self._guests[connection]
+        try:
+            part = connection.recv(_CARD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        guest.received += part
+        if b"\n" in guest.received:
+            self._greet(connection, guest)
+        elif not part or len(guest.received) > _CARD_BYTES:
+            self._send_away(connection)
+
+    def _greet(self, connection: socket.socket, guest: _Guest) -> None:
+        card = _Card.read(guest.received.partition(b"\n")[0], guest.nonce, self._num_processes)
+        if card is None:
+            self._send_away(connection)
+            return
+        self._selector.unregister(connection)
+        del self._guests[connection]
+        arrival = _Arrival(card.words, connection)
+        problem = self._contradiction(card)
+        if not problem:
+            earlier = self.arrivals.get(card.process_id)
+            if earlier is not None and earlier.connection is not None:
+                earlier.connection.close()
+            self.arrivals[card.process_id] = arrival
+            return
+        _tell([arrival], problem)
+        connection.close()
+        if _key():
+            # Only processes of the run know the key.
+            self.end(problem)
+        # It may be anybody, so the others go on waiting for the real one.
+        logging.warning("rendezvous: %s", problem)
+
+    def _contradiction(self, card: _Card) -> str:
+        """Describes how a process contradicts those that are there; "" if it does not."""
+        process_id = card.process_id
+        if card.num_processes != self._num_processes:
+            words = f"process {process_id} ({card.words})"
+            return f"{words} counts {card.num_processes} processes, and process 0 {self._num_processes}"
+        earlier = self.arrivals.get(process_id)
+        # A process whose connection has ended was started again.
+        if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
+            pair = f"{earlier.words} and {card.words}"
+            return f"two processes say that they are process {process_id}: {pair}"
+        return ""
+
+    def _send_away(self, connection: socket.socket) -> None:
+        self.num_strangers += 1
+        self._selector.unregister(connection)
+        del self._guests[connection]
+        connection.close()
+
+
+def _who_is_missing(hall: _Hall, num_processes: int, seconds: float) -> str:
     """Describes, when the time is up, which processes are missing and which are there."""
+    arrivals = hall.arrivals
     # Of thousands of processes only so many are named: the text is one line of a log.
     missing_ids = sorted({*range(num_processes)} - arrivals.keys())
     missing = ", ".join(map(str, missing_ids[:16]))
@@ -109,45 +299,35 @@ def _who_is_missing(arrivals: dict[int, _Arrival], num_processes: int, seconds: 
     if len(arrivals) > 8:
         present += ", ..."
     count = f"{len(missing_ids)} of {num_processes} processes are missing"
-    return f"after {seconds:g} s, {count}: {missing}; there are {present}"
-
-
-def _contradiction(card: dict[str, Any], arrivals: dict[int, _Arrival], num_processes: int) -> str:
-    """Describes how a process contradicts those that are there; "" if it does not."""
-    process_id = card["id"]
-    if card["of"] != num_processes:
-        words = f"process {process_id} ({card['who']})"
-        return f"{words} counts {card['of']} processes, and process 0 {num_processes}"
-    earlier = arrivals.get(process_id)
-    # A process whose connection has ended was started again.
-    if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
-        pair = f"{earlier.words} and {card['who']}"
-        return f"two processes say that they are process {process_id}: {pair}"
-    return ""
+    strangers = ""
+    if hall.num_strangers:
+        strangers = f"; {hall.num_strangers} connections were of no process of this run"
+        if _key():
+            strangers += f", or without its {KEY}"
+    return f"after {seconds:g} s, {count}: {missing}; there are {present}{strangers}"
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
     """Tells process 0 who this is, and waits until it says to go on."""
     deadline = time.monotonic() + seconds
     problem = f"nobody answers at {host}:{port}"
-    card = {"id": process_id, "of": num_processes, "who": _own_words()}
-    message = json.dumps(card).encode() + b"\n"
+    card = _Card(process_id, num_processes, _own_words())
     while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=remaining_seconds) as connection:
-                connection.sendall(message)
-                # Process 0 knows better who is missing, so its answer is waited for a little
-                # longer.
-                answer_seconds = max(0.1, deadline - time.monotonic()) + 5.0
-                answer = _read_answer(connection, answer_seconds)
+                # Process 0 knows better who is missing, so its answer is waited for a little longer.
+                answer_deadline = deadline + 5.0
+                greeting = _read(connection, answer_deadline)
+                connection.sendall(card.message(str(greeting.get("nonce", ""))))
+                answer = _read(connection, answer_deadline)
         except OSError as error:
-            answer = None
+            answer = {}
             problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
         # Without an answer, process 0 is not up yet, or was started again.
-        if answer is None:
+        if "problem" not in answer:
             time.sleep(0.05)
         elif answer["problem"]:
-            raise ProcessesMissingError(answer["problem"])
+            raise ProcessesMissingError(str(answer["problem"]))
         else:
             return
     waiting = f"process {process_id} has waited for {seconds:g} s"
@@ -175,31 +355,24 @@ def _tell(arrivals: Iterable[_Arrival], problem: str) -> None:
         # One that has gone must not keep the answer from the next.
         with suppress(OSError):
             if arrival.connection is not None:
-                message = json.dumps({"problem": problem}).encode() + b"\n"
-                arrival.connection.sendall(message)
+                arrival.connection.sendall(_line({"problem": problem}))
 
 
-def _read_card(connection: socket.socket, seconds: float) -> dict[str, Any] | None:
-    """Reads what a process says of itself; None for anything else."""
-    card = _read(connection, seconds)
-    if isinstance(card.get("id"), int) and card.get("of") and card.get("who"):
-        return card
-    return None
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def _read_answer(connection: socket.socket, seconds: float) -> dict[str, Any] | None:
-    """Reads the answer of process 0; None for anything else."""
-    answer = _read(connection, seconds)
-    return answer if "problem" in answer else None
-
-
-def _read(connection: socket.socket, seconds: float) -> dict[str, Any]:
-    """Reads one line with a JSON object; {} for anything else."""
-    connection.settimeout(seconds)
+def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Reads one line with a JSON object; {} for anything else, and for a line that has not come in time."""
+    received = b""
     with suppress(OSError, ValueError):
-        # With a limit, since anybody on the network may send anything.
-        line = connection.makefile("rb").readline(65536)
-        message = json.loads(line)
+        while b"\n" not in received and len(received) <= _ANSWER_BYTES:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = connection.recv(_ANSWER_BYTES)
+            if not part or time.monotonic() > deadline:
+                return {}
+            received += part
+        message = parse_json(received.partition(b"\n")[0])
         if isinstance(message, dict):
             return message
     return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from framework.config import Config, ConfigError, did_you_mean, target_of
 from framework.config.names import printable
@@ -53,17 +54,34 @@ def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
 
 def _read(file: Path, tell: Callable[[str], None]) -> Config:
     """The config in a file, which is checked by its class before anything is built: it may be a stranger's."""
+    return _checked(lambda: Config.from_json(file.read_bytes()), str(file), tell)
+
+
+def of_checkpoint(config: dict[str, Any], where: str, tell: Callable[[str], None]) -> Config:
+    """The config that a checkpoint's manifest has, as `read`.
+
+    Args:
+        config: as JSON; the manifest's digest covers it.
+        where: what messages call the checkpoint.
+        tell: is told what of it is left out.
+
+    Raises:
+        ConfigError: as from `read`.
+    """
+    return _checked(lambda: Config.from_dict(config), where, tell)
+
+
+def _checked(parse: Callable[[], Config], where: str, tell: Callable[[str], None]) -> Config:
     from framework.program.experiment import Experiment
 
-    text = file.read_bytes()
     try:
-        config = Config.from_json(text)
+        config = parse()
         target = target_of(config)
         if not (isinstance(target, type) and issubclass(target, Experiment)):
             raise ConfigError(f"expected the config of an Experiment, given that of {target.__name__}")
         leave_places_out(config, tell)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     return config
 
 

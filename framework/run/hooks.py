@@ -41,6 +41,9 @@ class RollBack(Exception):
 class Hook:
     """Does nothing, at every moment."""
 
+    def at_start(self, run: Run, step: int) -> None:
+        """The run begins, at step 0, or goes on from `step`; everything is compiled."""
+
     def before_step(self, run: Run, step: int) -> None:
         """Step `step` is about to be dispatched."""
 
@@ -149,6 +152,11 @@ class Report(Hook):
 class Evaluate(Hook):
     """Evaluates every validation set every eval_every steps and at the end, on at most eval_batches batches each."""
 
+    def at_start(self, run: Run, step: int) -> None:
+        # The run that saved this step may have been interrupted while it evaluated it.
+        if step and run.evaluated_step != step:
+            self.after_step(run, step)
+
     def after_step(self, run: Run, step: int) -> None:
         every = run.options.eval_every
         if every and step % every == 0 and step < run.options.max_steps:
@@ -156,7 +164,8 @@ class Evaluate(Hook):
                 self.evaluate(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        if step == run.options.max_steps:
+        # A run that was killed after its last save and before its end may have evaluated that step already.
+        if step == run.options.max_steps and run.evaluated_step != step:
             with run.goodput.during("evaluate"):
                 # On the same batches as before, so that the last figure goes on the curve of the others. Whoever wants
                 # the whole set may have it afterwards (`plimsoll evaluate --validation`): on a large set it takes
@@ -189,6 +198,7 @@ class Evaluate(Hook):
             return
         run.writer.write(step, row)
         run.evaluation = row
+        run.evaluated_step = step
         parts = []
         for name in run.data.validation_names:
             share = share_of(run.data, name, limit)

@@ -18,6 +18,7 @@ from absl import logging
 
 from framework.config import Config
 from framework.devices.accelerators import machine_memory_bytes
+from framework.files.texts import parse_json
 from framework.plan import guard, targets
 from framework.plan.auto.choice import Choice, Machine
 from framework.plan.auto.choosing import Chooser
@@ -102,7 +103,7 @@ def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, 
         The record; None where there is none, another version wrote it, or the search could not have chosen it.
     """
     try:
-        record = json.loads(path.read_text())
+        record = parse_json(path.read_text())
         choice = Choice.from_json(record["choice"])
         others = {str(one.path) for one in choice.settings} - (set(SEARCHED) - {BATCH} - fixed)
         if others:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from framework.config import ConfigError
 from framework.terminal.exit_codes import DoesNotFitError, ExitCode
+from framework.terminal.visible import visible
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -52,7 +53,7 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
         return None
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {visible(message)}", file=sys.stderr)
     return _code(error)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import jax
 
@@ -16,9 +15,10 @@ from framework.config.changes import config_changes
 from framework.config.texts import as_text
 from framework.data.order import BatchOrder
 from framework.devices.accelerators import spec_for
+from framework.files import durable
 from framework.files.workdir import Workdir
 from framework.metrics.goodput import Goodput
-from framework.metrics.jsonl import JsonlWriter
+from framework.metrics.jsonl import JsonlWriter, read_metrics
 from framework.metrics.patient import PatientWriter
 from framework.metrics.services import MlflowWriter
 from framework.metrics.throughput import Throughput
@@ -47,6 +47,7 @@ class Run:
     Attributes:
         state: the training state; {} before `start`.
         evaluation: metrics of the last evaluation, by name.
+        evaluated_step: the step of that evaluation; None before there is one.
         signals: those that ask this process to stop, in the order in which they came.
         save_is_due: after the step that was dispatched last; the same in every process.
     """
@@ -71,6 +72,7 @@ class Run:
         self.data = experiment.data
         self.state: State = {}
         self.evaluation: dict[str, float] = {}
+        self.evaluated_step: int | None = None
         self.signals: list[int] = []
         self.save_is_due = False
         # Only a roll back leaves a batch out.
@@ -116,6 +118,8 @@ class Run:
         self._open()
         if not self.checkpointer.steps():
             self.goodput.go_back({})
+            if distributed.is_primary():
+                remains.record_start(self.workdir.path)
             # Rows of a run that was killed before its first checkpoint are dropped.
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
                 self.writer.resume(0)
@@ -139,8 +143,24 @@ class Run:
         if difference:
             self.progress.print(f"{difference}; going on, as --force says")
         self.pulse.note(step=step)
+        self._find_evaluation(step)
         self.progress.print(f"resumed from step {step}")
         return step
+
+    def _find_evaluation(self, step: int) -> None:
+        """Takes the evaluation of the step that the run goes on from out of metrics.jsonl, where it is there."""
+        evaluation: dict[str, float] = {}
+        if distributed.is_primary():
+            for row in read_metrics(self.workdir.metrics):
+                if row["step"] == step:
+                    evaluation |= {
+                        name: value for name, value in row.items() if name.startswith(("eval/", "eval_ema/"))
+                    }
+        evaluation = distributed.from_primary(evaluation)
+        names = self.data.validation_names
+        if names and all(any(key.startswith(f"eval/{name}/") for key in evaluation) for name in names):
+            self.evaluation = evaluation
+            self.evaluated_step = step
 
     def _open(self) -> None:
         """Begins to write to the workdir, which is this run's from here on."""
@@ -151,11 +171,17 @@ class Run:
             keep_every=self.options.keep_every,
             # Uploads the other files of a workdir that is a URL: none is to be older than a checkpoint.
             before_commit=self.workdir.sync,
-            after_commit=partial(remains.record_saved, self.workdir.path),
+            after_commit=self._record_saved,
         )
         self.writer = self._writers(services)
         self.workdir.keep()
         self.progress.write_log()
+
+    def _record_saved(self, step: int) -> None:
+        """Notes the commit of a step, and puts the rows of metrics up to it on the disk."""
+        if self.workdir.metrics.exists():
+            durable.sync(self.workdir.metrics)
+        remains.record_saved(self.workdir.path, step)
 
     def initialize(self) -> None:
         """Fills the state with the values that a run starts from: initial ones, or pretrained weights."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import jax
 
+from framework.checkpoint.replicas import ReplicaMismatchError
 from framework.metrics.throughput import MetricsBuffer
 from framework.plan.guard import Need
 from framework.processes import distributed
@@ -15,6 +16,7 @@ from framework.run.hooks import (
     Evaluate,
     Guard,
     Hook,
+    NonFiniteError,
     Prediction,
     Profile,
     Report,
@@ -58,10 +60,16 @@ class Trainer:
         self.agreed = {"stop": 0, "save": 0}
         # Whether a step was trained, which a signal would lose.
         self._begun = False
+        # The step that `run.state` is of, and the metrics that have not been handed to the hooks.
+        self._step = 0
+        self._buffer = MetricsBuffer()
 
     def train(self, step: int) -> int | None:
         """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end. A
         signal that one process gets stops all of them, after the same step.
+
+        An error of the user's code (a hook, a reward, a source of data) ends the run after a save. Of several processes
+        each would have to take part in that, and another one may not have met the error: there nothing is saved.
 
         Raises:
             LastStepNotSavedError: the checkpoint of the last step is not on disk.
@@ -71,7 +79,17 @@ class Trainer:
         run = self.run
         self._compile()
         with stop_signals(lambda: self._begun) as run.signals:
-            step = self._train_through_roll_backs(step)
+            self._step = step
+            try:
+                for hook in self.hooks:
+                    hook.at_start(run, step)
+                step = self._train_through_roll_backs(step)
+            except (NonFiniteError, ReplicaMismatchError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception:
+                if jax.process_count() == 1:
+                    self._save_after_error(step)
+                raise
             for hook in self.hooks:
                 hook.at_end(run, step)
             with phase("waiting for the last checkpoint to be written", patience=SHORT):
@@ -84,6 +102,22 @@ class Trainer:
             # A signal may have come after the last vote: evaluating and saving take a while.
             last_signal = distributed.greatest(next(iter(run.signals), 0))
             return last_signal or None
+
+    def _save_after_error(self, first_step: int) -> None:
+        """Saves the state as it was after the last step, if a step was taken and the state is whole."""
+        run = self.run
+        is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.state))
+        if self._step == first_step or not is_whole:
+            return
+        # A hook may be what has failed.
+        with suppress(Exception):
+            self._metrics(self._buffer.take(keep=0))
+        if self._step not in run.checkpointer.steps():
+            run.save(self._step)
+        if run.saved(self._step):
+            run.progress.print(
+                f"step {self._step} was saved; once the error below is repaired, the same command goes on"
+            )
 
     def _compile(self) -> None:
         run = self.run
@@ -144,7 +178,7 @@ class Trainer:
         # Later lines come at a pace that is known by then; the first one may take minutes.
         first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
         first_report = min(step - step % run.options.log_every + run.options.log_every, run.options.max_steps)
-        buffer = MetricsBuffer()
+        buffer = self._buffer = MetricsBuffer()
         batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
         try:
             run.goodput.enter("step")
@@ -158,6 +192,7 @@ class Trainer:
                     _, batch = next(batches)
                 self._begun = True
                 run.state, metrics = run.program.step(run.state, run.program.put(batch))
+                self._step = step
                 buffer.put(step, self._with_votes(metrics))
                 # The line comes a step late.
                 if step > first_report:
@@ -170,6 +205,9 @@ class Trainer:
                     self._metrics(buffer.take(keep=0))
                 for hook in self.hooks:
                     hook.after_step(run, step)
+                if run.stopping:
+                    # Not after one more step: an evaluation that the signal has interrupted is of this one.
+                    self.agreed["stop"] = next(iter(run.signals))
             until_reported.close()
             self._metrics(buffer.take(keep=0))
         finally:

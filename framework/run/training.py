@@ -162,7 +162,10 @@ class Training:
         goodput = job.goodput
         report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
         self.progress.print(render(report))
-        self._tell([f"warning: {warning}" for warning in self.experiment.data.warnings()])
+        warnings = self.experiment.data.warnings()
+        if self.experiment.pretrained is not None:
+            warnings = [*warnings, *self.experiment.pretrained.warnings(self.experiment.data.seq_len)]
+        self._tell([f"warning: {warning}" for warning in warnings])
         host_room.check_host(self.program)
         goodput.enter("compile")
         # First values that come from a checkpoint or from files are not drawn, and a dry run draws

@@ -18,6 +18,7 @@ from framework.terminal import interrupts, phases
 from framework.terminal.board import Phase
 from framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
 from framework.terminal.tables import human_bytes, human_count
+from framework.terminal.visible import visible
 
 
 class Progress:
@@ -127,11 +128,12 @@ class Progress:
 
     def print(self, message: object) -> None:
         """Shows a message on lines of its own, above the bar."""
-        self._log_line(str(message))
+        text = visible(str(message))
+        self._log_line(text)
         if self._bar is None:
-            self._show(str(message))
+            self._show(text)
         else:
-            self._bar.console.print(str(message), markup=False, soft_wrap=True)
+            self._bar.console.print(text, markup=False, soft_wrap=True)
 
     def _log_line(self, line: str) -> None:
         if self._waiting is not None:

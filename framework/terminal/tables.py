@@ -8,6 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from framework.terminal.visible import visible
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -116,7 +118,7 @@ def render(sections: Sequence[Section]) -> str:
                 cell = value.rjust(width) if section.numbers else value.ljust(width)
                 cells.append(cell)
             lines.append("  " + "   ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
+    return visible("\n".join(lines)) + "\n"
 
 
 def human_bytes(size: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,7 @@ class Directory:
             # As transformers: an index beside it is of shards that were there before.
             self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
         elif index.is_file():
-            try:
-                self.home = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{index}: no index of shards: {error}") from None
+            self.home = hub_models.weight_map(index)
         else:
             content: list[str] | str = "no such directory"
             if self.path.is_dir():

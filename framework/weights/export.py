@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from framework.files import hub_models
+from framework.files import durable, hub_models
 from framework.files.workdir import writing
 from framework.layers.lora import merge_adapters
 from framework.layers.score_head import ScoreHead
@@ -326,6 +326,6 @@ def _appearing(to: str | Path, extra_files: Files) -> Iterator[Path]:
                 with writing(file):
                     file.write_bytes(data)
             yield folder
-            folder.rename(to)
+            durable.rename(folder, to)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,12 +8,13 @@ first, and `NAME_scales` a byte for each block. The result is exact: bfloat16 ha
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from framework.files.texts import parse_json
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
@@ -130,7 +131,7 @@ def _method(file: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        facts = json.loads(file.read_text())
+        facts = parse_json(file.read_text())
     except ValueError:
         # Whoever reads the config says so.
         return None

@@ -64,6 +64,16 @@ class Pretrained:
         self.draws_head = draws_head
         self.family: Family = family.instantiate()
 
+    def warnings(self, seq_len: int) -> list[str]:
+        """What a person should know before training on sequences of so many tokens, a line each."""
+        most = self.facts.get("max_position_embeddings")
+        if not isinstance(most, int) or seq_len <= most:
+            return []
+        return [
+            f"data.seq_len = {seq_len:,} is longer than what {self.path} was trained on: its config.json has "
+            f"max_position_embeddings = {most:,}"
+        ]
+
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
         """The sources of each parameter, checked against the headers of all files; no tensor is read.
 

@@ -1,5 +1,6 @@
 """`import framework as pl`: configs, training, models and plans from Python, as a script or a notebook calls them."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -212,6 +213,27 @@ def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsy
         model.generate("a", max_new_tokens=0)
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         pl.load(folder / "nope")
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("step", [None, 2])
+def test_what_was_changed_in_config_json_does_not_count(
+    run: pl.TrainedRun, folder: Path, step: int | None, capsys: pytest.CaptureFixture
+) -> None:
+    """The checkpoint has the config under a digest."""
+    expected = pl.load(folder / "run", step=step).score("the quick brown fox")
+    file = folder / "run" / "config.json"
+    text = file.read_text()
+    changed = json.loads(text)
+    changed["model"]["head"]["norm"]["eps"] = 10.0
+    try:
+        file.write_text(json.dumps(changed))
+        capsys.readouterr()
+        assert pl.load(folder / "run", step=step).score("the quick brown fox") == expected
+    finally:
+        file.write_text(text)
+    printed = capsys.readouterr()
+    assert "which counts: config.model.head.norm.eps: " in printed.out + printed.err
 
 
 @pytest.mark.pairs

@@ -304,6 +304,15 @@ def test_a_reward_function_that_fails_is_named(function: str, message: str, prog
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("function", ["too_few", "failing"])
+def test_a_reward_function_is_tried_before_a_run_begins(function: str, program: Program, tmp_path: Path):
+    """Before the demonstrations, after which it would be asked first."""
+    program.experiment.companion.check_files(program, tmp_path, begins=True)
+    companion = Rollouts(reward=rewarded.REWARD.replace("high_bytes", function), demonstrations=5)
+    with pytest.raises(ValueError, match=rf"companion\.reward = .*:{function}: "):
+        companion.check_files(program, tmp_path, begins=True)
+
+
 def test_other_data_is_refused():
     config = rewarded.rewarded()
     config.data = config_for(

@@ -1,5 +1,6 @@
 """The teacher of a run: what is stored of it is what it says, found by row, and everything else is refused."""
 
+import json
 import re
 from pathlib import Path
 
@@ -258,7 +259,23 @@ def test_files_are_those_of_the_documented_size(tmp_path):
         writer.append(drawn(5))
         writer.commit()
     sizes = sum(path.stat().st_size for path in tmp_path.glob("*.bin"))
-    assert sizes == 5 * (4 * (2 * 4 + 4) + 16) == 5 * FACTS.row_bytes
+    assert sizes == 5 * (4 * (2 * 4 + 4) + 20) == 5 * FACTS.row_bytes
+
+
+@pytest.mark.parametrize("name", ["ids", "log_probs", "tails", "checksums"])
+def test_a_row_that_was_changed_is_refused(tmp_path, name):
+    with TeacherWriter(tmp_path, FACTS).open() as writer:
+        writer.append(drawn(5))
+        writer.commit()
+    path = tmp_path / f"{name}.bin"
+    content = bytearray(path.read_bytes())
+    row_bytes = len(content) // 5
+    content[3 * row_bytes : 4 * row_bytes] = bytes(row_bytes)
+    path.write_bytes(content)
+    rows = TeacherRows(tmp_path)
+    rows.take([0, 4, 2])
+    with pytest.raises(ValueError, match="is damaged: row 3 is not what `plimsoll score` stored"):
+        rows.take([0, 3])
 
 
 def test_files_of_something_else_are_left_alone(tmp_path):
@@ -272,6 +289,10 @@ def test_files_of_something_else_are_left_alone(tmp_path):
         TeacherWriter(tmp_path, other)
     (tmp_path / "ids.bin").write_bytes(b"12345")
     with pytest.raises(ValueError, match=r"ids.bin has 5 bytes; its 5 rows take 80"):
+        TeacherRows(tmp_path)
+    manifest = json.loads((tmp_path / "teacher.json").read_text())
+    (tmp_path / "teacher.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(ValueError, match="has format 1; this version reads format 2: run `plimsoll score`"):
         TeacherRows(tmp_path)
     (tmp_path / "teacher.json").write_text("[]")
     with pytest.raises(ValueError, match="is not what `plimsoll score` writes"):

@@ -88,7 +88,6 @@ def test_rules_come_after_the_name_and_before_overrides(user_file):
     command = parse(f"--config={user_file}:mine", "--workdir=w", "--config.layers.0.heads=2")
     config, lines = command.resolve("v5e-8")
     assert lines == [
-        "rule v5e-*: layers.0.heads 4 -> 8",
         "rule v5e-*: remat none -> full",
         "rule v5e-*: steps 10 -> 20",
         "rule v5e-8: steps 20 -> 30",
@@ -122,6 +121,9 @@ def test_rules_are_checked_and_may_be_overridden(user_file):
     assert command.resolve("v5e-8")[1] == []
     command = parse(f"--config={user_file}:mine", "--workdir=w", "--config.accelerator_rules.1.pattern=cpu-*")
     assert command.resolve("cpu-1")[1] == ["rule cpu-*: steps 10 -> 30"]
+    flags = ["--config.accelerator_rules.1.pattern=cpu-*", "--config.steps=16"]
+    config, lines = parse(f"--config={user_file}:mine", "--workdir=w", *flags).resolve("cpu-1")
+    assert (config.steps, lines) == (16, []), "what is not used is not told"
     config = configs.load(f"{user_file}:mine")
     config.accelerator_rules[0].set = {"layers.0.dim": 8, "optimizer": config_for(optax.sgd, learning_rate=1.0)}
     lines = cli.apply_accelerator_rules(config, "v5e-4")

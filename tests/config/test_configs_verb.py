@@ -69,7 +69,8 @@ def test_show_is_short_unless_asked_for_more(capsys):
 
 def test_show_marks_rules_and_overrides(capsys, user_file):
     lines = run(capsys, "show", f"{user_file}:mine", "--accelerator=v5e-4", "--config.steps=7")
-    assert {"rule v5e-*: remat none -> full", "rule v5e-*: steps 10 -> 20"} < set(lines[1:4])
+    assert "rule v5e-*: remat none -> full" in lines[1:4]
+    assert not any("steps 10 -> 20" in line for line in lines), "the command line has another number"
     by_path = {line.split(" = ")[0]: line for line in lines[4:] if " = " in line}
     assert by_path["remat"].split(maxsplit=2)[2] == "full  <- rule v5e-*"
     assert by_path["steps"].split(maxsplit=2)[2] == "7  <- command line"

@@ -85,12 +85,44 @@ def test_files_are_listed_as_often_however_many_there_are(tmp_path: Path, monkey
 
 
 def test_equal_documents_are_in_one_part(tmp_path: Path):
-    rows = [{"text": f"document {number % 50}"} for number in range(200)] + [{"text": "the last"}]
-    file = write_rows(tmp_path / "a.jsonl", rows)
-    train_texts, held_out_texts = parts_of(source=config_for(JsonLines, paths=[str(file)]), validation_fraction=0.2)
-    assert sorted(train_texts + held_out_texts) == sorted(row["text"] for row in rows)
+    rows = [{"text": f"document {number % 50}"} for number in range(200)]
+    # The last document of each file stands elsewhere, too.
+    for number in range(4):
+        write_rows(tmp_path / f"{number}.jsonl", rows[50 * number : 50 * number + 40 + number])
+    source = config_for(JsonLines, paths=[f"{tmp_path}/*.jsonl"])
+    train_texts, held_out_texts = parts_of(source=source, validation_fraction=0.2)
+    assert len(train_texts + held_out_texts) == 40 + 41 + 42 + 43
+    assert train_texts
+    assert held_out_texts
     assert not set(train_texts) & set(held_out_texts)
-    assert held_out_texts[-1] == "the last", "so that a file of few rows has one"
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.95])
+def test_of_few_documents_one_is_held_out_and_one_is_not(tmp_path: Path, fraction: float):
+    for count in (2, 3, 5):
+        rows = [{"text": f"document {number}"} for number in range(count)] * 2
+        file = write_rows(tmp_path / f"{count}.jsonl", rows)
+        source = config_for(JsonLines, paths=[str(file)])
+        train_texts, held_out_texts = parts_of(source=source, validation_fraction=fraction)
+        assert sorted(train_texts + held_out_texts) == sorted(row["text"] for row in rows)
+        assert train_texts
+        assert held_out_texts
+        assert not set(train_texts) & set(held_out_texts)
+
+
+def test_equal_documents_alone_cannot_be_divided(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [{"text": "the same"}] * 9)
+    with pytest.raises(ValueError, match="all documents of the data are equal"):
+        parts_of(source=config_for(JsonLines, paths=[str(file)]))
+
+
+def test_files_of_equal_content_are_in_one_part(tmp_path: Path):
+    for number in range(200):
+        (tmp_path / f"{number}.txt").write_text(f"file {number % 40}")
+    train_texts, held_out_texts = parts_of(source=config_for(TextFiles, paths=[f"{tmp_path}/*.txt"]))
+    assert len(train_texts + held_out_texts) == 200
+    assert held_out_texts
+    assert not set(train_texts) & set(held_out_texts)
 
 
 def test_tokens_are_cut_in_two(tmp_path: Path):

@@ -14,6 +14,7 @@ import pytest
 from framework.config import config_for
 from framework.data.sources import JsonLines, Mixture, Parquet, TextFiles, TokenMemmap
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+from framework.files import durable
 
 B, S = 8, 32
 BPE = config_for(BPETokenizer, vocab_size=300)
@@ -112,6 +113,7 @@ from framework.config import config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TextFiles, TokenMemmap
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer
+from framework.files import durable
 os.chdir(sys.argv[1])
 if os.geteuid() == 0:
     os.setegid(65534); os.seteuid(65534)
@@ -171,21 +173,24 @@ def test_what_may_not_be_read_or_written_is_named():
 
 def test_tokens_appear_by_one_rename_which_another_job_may_have_done(documents, pipeline, tmp_path, monkeypatch):
     documents()
-    cache, rename = tmp_path / "cache", os.rename
+    cache, rename = tmp_path / "cache", durable.rename
 
     def late(source: Path, target: Path) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", rename)
-            pipeline("other", cache_dir=str(cache))
+        if target.name.startswith("tokens-"):
+            with monkeypatch.context() as patch:
+                patch.setattr(durable, "rename", rename)
+                pipeline("other", cache_dir=str(cache))
         rename(source, target)
 
-    def killed(*paths: Path) -> None:
-        raise KeyboardInterrupt
+    def killed(source: Path, target: Path) -> None:
+        if target.name.startswith("tokens-"):
+            raise KeyboardInterrupt
+        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", late)
+    monkeypatch.setattr(durable, "rename", late)
     assert pipeline("mine", cache_dir=str(cache)).train_batch(0, range(B))
     assert [path.name[:7] for path in cache.iterdir()] == ["tokens-"]
-    monkeypatch.setattr(os, "rename", killed)
+    monkeypatch.setattr(durable, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         pipeline("third")
     assert list((tmp_path / "third/data").iterdir()) == []

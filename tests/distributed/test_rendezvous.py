@@ -1,11 +1,16 @@
 """framework.processes.rendezvous, in threads: through `plimsoll train` it is in tests/faults/test_processes.py."""
 
+import contextlib
+import hmac
+import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from framework.processes import rendezvous
 from framework.processes.rendezvous import ProcessesMissingError, bind_host, meet
 from tests.support.runs import free_port
 
@@ -55,7 +60,8 @@ def test_nobody_answers() -> None:
     assert "Connection refused" in told
 
 
-def test_twice_the_same_and_another_count() -> None:
+def test_twice_the_same_and_another_count_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.KEY, "of this run")
     told = together((0, 3), (1, 3), (1, 3))
     assert len(set(told)) == 1
     assert "two processes say that they are process 1" in told[0]
@@ -64,34 +70,201 @@ def test_twice_the_same_and_another_count() -> None:
     assert "counts 3 processes, and process 0 2" in told[0]
 
 
+def test_twice_the_same_and_another_count_without_a_key() -> None:
+    """Anybody may say so: it ends only the process that says it."""
+    told = together((0, 3), (1, 3), (1, 3), (2, 3))
+    assert sorted(told)[:3] == ["", "", ""]
+    assert "two processes say that they are process 1" in max(told)
+    assert [one == "" for one in together((0, 2), (1, 3), (1, 2))] == [True, False, True]
+
+
+class Server:
+    """Process 0 of some, which waits in a thread."""
+
+    def __init__(self, num_processes: int = 2, seconds: float = 20.0):
+        self._num_processes = num_processes
+        self.port = free_port()
+        self._told: list[str] = []
+        self._thread = threading.Thread(target=lambda: self._told.extend(self._run(seconds)))
+        self._thread.start()
+        wait_for_port(self.port)
+
+    def _run(self, seconds: float) -> list[str]:
+        return together((0, self._num_processes), seconds=seconds, port=self.port)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
+
+    def told(self) -> str:
+        """What it was told in the end."""
+        self._thread.join(timeout=10)
+        (told,) = self._told
+        return told
+
+    def meets_the_others(self) -> bool:
+        """Whether the other processes find it, and all go on at once."""
+        began = time.monotonic()
+        told = together(*((number, self._num_processes) for number in range(1, self._num_processes)), port=self.port)
+        return not any([*told, self.told()]) and time.monotonic() - began < 3.0
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+
+
+def said(card: dict[str, Any], greeting: bytes) -> bytes:
+    """The line with a card, and a proof by somebody who does not know the run's key."""
+    nonce = json.loads(greeting)["nonce"]
+    text = f"{nonce} {card['id']} {card['of']} {card['who']}"
+    proof = hmac.new(b"", text.encode(), "sha256").hexdigest()
+    return json.dumps({**card, "proof": proof}).encode() + b"\n"
+
+
 def test_one_that_was_started_again_takes_its_own_place() -> None:
-    port = free_port()
-    told: list[str] = []
-    server = threading.Thread(target=lambda: told.extend(together((0, 3), port=port)))
-    server.start()
-    time.sleep(0.3)
-    with socket.create_connection(("127.0.0.1", port)) as first:  # it says who it is, and dies
-        first.sendall(b'{"id": 1, "of": 3, "who": "the first"}\n')
+    server = Server(num_processes=3)
+    with server.connect() as first:  # it says who it is, and dies
+        first.sendall(said({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
         time.sleep(0.2)
-    assert together((1, 3), (2, 3), port=port) == ["", ""]
-    server.join(timeout=10)
-    assert told == [""]
+    assert server.meets_the_others()
 
 
-def test_strangers_are_sent_away() -> None:
-    port = free_port()
-    told: list[str] = []
-    server = threading.Thread(target=lambda: told.extend(together((0, 2), port=port)))
-    server.start()
-    time.sleep(0.3)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"id": "x", "of": 2, "who": "y"}\n', b'{"problem": ""}\n', b""):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(words)
+WHO = {"id": 1, "of": 2, "who": "x"}
+DEEP = b"[" * 60_000
+STRANGERS: dict[str, bytes] = {
+    "nothing": b"",
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "tls": bytes.fromhex("16030100c8010000c40303") + bytes(64),
+    "ssh": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "grpc": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
+    "list": b"[]\n",
+    "number": b"1\n",
+    "null": b"null\n",
+    "text": b'"x"\n',
+    "empty line": b"\n",
+    "empty object": b"{}\n",
+    "answer": b'{"problem": ""}\n',
+    "nonce": b'{"nonce": "x"}\n',
+    "no UTF-8": b"\xff\xfe\xfd\n",
+    "zeros": bytes(1000) + b"\n",
+    "deep": DEEP + b"\n",
+    "deep objects": b'{"a":' * 10_000 + b"\n",
+    "deep in a card": b'{"id": ' + DEEP[:2000] + b"\n",
+    "long without an end": b"x" * 100_000,
+    "long": b"x" * 100_000 + b"\n",
+    "NaN": b'{"id": NaN, "of": 2, "who": "x", "proof": "x"}\n',
+    "huge number": b'{"id": ' + b"9" * 4000 + b', "of": 2, "who": "x", "proof": "x"}\n',
+    "huge exponent": b'{"id": 1e999, "of": 2, "who": "x", "proof": "x"}\n',
+    "no proof": json.dumps(WHO).encode() + b"\n",
+    "wrong proof": json.dumps({**WHO, "proof": "0" * 64}).encode() + b"\n",
+    "proof of another type": json.dumps({**WHO, "proof": 1}).encode() + b"\n",
+    "proof of a letter that is no ASCII": json.dumps({**WHO, "proof": "\u00e9"}).encode() + b"\n",
+    "lone surrogate": b'{"id": 1, "of": 2, "who": "\\ud800", "proof": "\\ud800"}\n',
+    "half a card": json.dumps(WHO).encode()[:10],
+}
+# Cards with a proof that would be right for a run without a key.
+CARDS: dict[str, dict[str, Any]] = {
+    "id 99": {"id": 99},
+    "id -1": {"id": -1},
+    "id true": {"id": True},
+    "id 1.0": {"id": 1.0},
+    "id as text": {"id": "1"},
+    "id of a list": {"id": [1]},
+    "no id": {"id": None},
+    "of 0": {"of": 0},
+    "of -2": {"of": -2},
+    "of true": {"of": True},
+    "of 10^9": {"of": 10**9},
+    "of 3": {"of": 3},
+    "who of a number": {"who": 1},
+    "who of a list": {"who": ["x"]},
+    "the first process": {"id": 0},
+    "the first process of three": {"id": 0, "of": 3},
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_strangers_are_sent_away(name: str) -> None:
+    server = Server()
+    with server.connect() as stranger:
+        stranger.recv(1000)
+        with contextlib.suppress(OSError):
+            stranger.sendall(STRANGERS[name])
             stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
-    assert together((1, 2), port=port) == [""]
-    server.join(timeout=10)
-    assert told == [""]
+    assert server.meets_the_others()
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards_that_cannot_be_are_not_counted(name: str) -> None:
+    server = Server()
+    with server.connect() as stranger:
+        stranger.sendall(said({**WHO, **CARDS[name]}, stranger.recv(1000)))
+        assert b'"problem": ""' not in stranger.recv(1000)
+    assert server.meets_the_others()
+
+
+@pytest.mark.parametrize("card", [WHO, {**WHO, "id": 0}, {**WHO, "of": 3}], ids=str)
+def test_a_forged_card_does_not_count_where_there_is_a_key(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rendezvous.KEY, "of this run")
+    server = Server()
+    with server.connect() as stranger:
+        stranger.sendall(said(card, stranger.recv(1000)))
+        assert stranger.recv(100) == b""
+    assert server.meets_the_others()
+
+
+def test_a_card_that_was_overheard_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.KEY, "of this run")
+    server = Server()
+    with server.connect() as one, server.connect() as other:
+        nonce = json.loads(one.recv(1000))["nonce"]
+        text = f"{nonce} 1 2 x"
+        proof = hmac.new(b"of this run", text.encode(), "sha256").hexdigest()
+        other.sendall(json.dumps({**WHO, "proof": proof}).encode() + b"\n")
+        other.recv(1000)
+        assert other.recv(1000) == b""
+    assert server.meets_the_others()
+
+
+def test_silent_and_slow_connections_delay_nobody() -> None:
+    server = Server()
+    with contextlib.ExitStack() as stack:
+        # More than there is room for.
+        silent = [stack.enter_context(server.connect()) for _ in range(100)]
+        for connection in silent[-10:]:
+            connection.sendall(b"{")
+        assert server.meets_the_others()
+
+
+def test_a_slow_connection_does_not_hold_the_start_beyond_its_time() -> None:
+    began = time.monotonic()
+    server = Server(seconds=1.5)
+    with server.connect() as slow, contextlib.suppress(OSError):
+        while time.monotonic() < began + 10.0:
+            slow.sendall(b"{")
+            time.sleep(0.1)
+    assert "1 of 2 processes are missing: 1" in server.told()
+    assert time.monotonic() - began < 4.0
+
+
+def test_control_characters_do_not_reach_a_message() -> None:
+    told: list[str] = []
+    port = free_port()
+    thread = threading.Thread(target=lambda: told.extend(together((0, 3), seconds=1.0, port=port)))
+    thread.start()
+    wait_for_port(port)
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as stranger:
+        stranger.sendall(said({"id": 1, "of": 3, "who": "\x1b[2J\nx"}, stranger.recv(1000)))
+        thread.join(timeout=10)
+    assert "1 of 3 processes are missing: 2" in told[0]
+    assert told[0].isprintable()
 
 
 def test_the_address_is_in_use() -> None:

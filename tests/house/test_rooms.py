@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "config": "",
     "layout": "",
-    "metrics": "",
     "terminal": "",
     "devices": "config layout terminal",
     "files": "terminal",
+    "metrics": "files",
     "layers": "config layout",
     "data": "config files terminal",
     "objectives": "config layers layout",

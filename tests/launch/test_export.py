@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from configs import families
 from framework.config import config_for
+from framework.files import durable
 from framework.layers.lora import LoRA, merge_adapters
 from framework.layout import flatten
 from framework.weights.export import export_model
@@ -151,10 +152,13 @@ def test_others_may_read_what_the_umask_lets_them(folder: Path):
 def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Not before: who waits for it may read it at once."""
     seen = []
-    rename = Path.rename
-    monkeypatch.setattr(
-        Path, "rename", lambda self, to: (seen.append({f.name for f in self.iterdir()}), rename(self, to))
-    )
+    rename = durable.rename
+
+    def seen_rename(source: Path, target: Path) -> None:
+        seen.append({file.name for file in source.iterdir()})
+        rename(source, target)
+
+    monkeypatch.setattr(durable, "rename", seen_rename)
     assert export.main([f"--hf={folder / 'model'}", f"--to={folder / 'again'}"]) == 0
     assert seen == [ALL_FILES]
 

@@ -1,12 +1,17 @@
 """`plimsoll status`: what it makes of what processes have written."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from framework.processes.health import identity
 from launch.status import main, status
 
 NOW = 1_700_000_000.0
@@ -41,6 +46,23 @@ def write(workdir: Path, process: int = 0, *, of: int = 1, **facts: Any) -> None
 def test_health_of_a_process(tmp_path: Path, facts: dict[str, Any], health: str) -> None:
     write(tmp_path, **facts)
     assert status(tmp_path, NOW)["health"] == health
+
+
+def test_a_process_that_was_killed_is_gone_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    facts = {"host": socket.gethostname(), "pid": process.pid, "identity": identity(process.pid)}
+    write(tmp_path, **facts)
+    assert facts["identity"]
+    assert status(tmp_path, NOW)["health"] == "running"
+    process.kill()
+    process.wait()
+    assert status(tmp_path, NOW)["health"].startswith("gone without a word")
+    # Of another machine nothing is known, and its numbers of processes are others.
+    write(tmp_path, **{**facts, "host": "elsewhere"})
+    assert status(tmp_path, NOW)["health"] == "running"
+    # The number was given to another process since.
+    write(tmp_path, **{**facts, "pid": os.getpid()})
+    assert status(tmp_path, NOW)["health"].startswith("gone without a word")
 
 
 def test_the_worst_process_counts_and_those_of_a_larger_start_do_not(tmp_path: Path) -> None:

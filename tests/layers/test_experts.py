@@ -198,7 +198,6 @@ def test_a_capacity_drops_what_comes_last():
     moe = layer({"top_k": top_k}, capacity=capacity)
     weights, x_BSD = arrays(moe, "plain")
     y_BSD, out = moe.apply(weights, x_BSD, context(training=True), {})
-    places = int(np.ceil(capacity * top_k * LENGTH / EXPERTS))
     dropped = 0
     counted = np.asarray(context().batch["weights"])
     expected = np.zeros_like(x_BSD)
@@ -209,9 +208,11 @@ def test_a_capacity_drops_what_comes_last():
         picked = np.take_along_axis(found, order, -1)
         picked /= picked.sum(-1, keepdims=True)
         taken = np.zeros(EXPERTS, int)
+        num_tokens = int(counted[row].sum())
+        places = int(np.ceil(capacity * top_k * num_tokens / EXPERTS))
         expected[row] = gated(x_SD, shared["gate"], shared["up"], shared["down"])
         for k in range(top_k):
-            for token in range(LENGTH):
+            for token in range(num_tokens):
                 expert = order[token, k]
                 taken[expert] += 1
                 if taken[expert] > places:
@@ -224,13 +225,40 @@ def test_a_capacity_drops_what_comes_last():
     np.testing.assert_allclose(out.metrics["dropped"], dropped / counted.sum(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("says", ["segments", "weights"])
+@pytest.mark.parametrize(("before", "behind"), [(0, 20), (20, 0), (7, 9)])
+def test_padding_changes_nothing_of_a_sequence(before: int, behind: int, says: str):
+    """Of padded columns all choose the same experts, and none of them has a place."""
+    if says == "weights" and before:
+        pytest.skip("weights are those of a prompt as well, so padding before it is told by segments alone")
+    moe = layer({"top_k": 2}, capacity=0.8)
+    weights, x_BSD = arrays(moe, "plain")
+    tokens_BSD = x_BSD[:, :12]
+
+    def applied(before: int, behind: int) -> tuple[np.ndarray, float]:
+        padded_BSD = np.pad(tokens_BSD, ((0, 0), (before, behind), (0, 0)), constant_values=1.0)
+        marks_BS = np.pad(np.ones((BATCH, 12)), ((0, 0), (before, behind)))
+        ctx = context(training=True, weights=marks_BS)
+        if says == "segments":
+            ctx = replace(ctx, batch={**ctx.batch, "segments": jnp.asarray(marks_BS, jnp.int32)})
+        y_BSD, out = moe.apply(weights, padded_BSD, ctx, {})
+        return np.asarray(y_BSD)[:, before : before + 12], float(out.metrics["dropped"])
+
+    alone, dropped_alone = applied(0, 0)
+    padded, dropped = applied(before, behind)
+    assert dropped == dropped_alone > 0
+    np.testing.assert_allclose(padded, alone, **TOLERANCE)
+
+
 @pytest.mark.pairs
 def test_room_for_all_drops_nothing():
     weights, x_BSD = arrays(layer(), "one expert")
     bound, free = layer({"top_k": 2}, capacity=float(EXPERTS)), layer({"top_k": 2})
     y_BSD, out = bound.apply(weights, x_BSD, context(training=True), {})
     assert float(out.metrics["dropped"]) == 0.0
-    np.testing.assert_allclose(y_BSD, free.apply(weights, x_BSD, context(), {})[0], **TOLERANCE)
+    is_token_BS = np.asarray(context().batch["weights"]) > 0
+    expected_BSD = np.asarray(free.apply(weights, x_BSD, context(), {})[0])
+    np.testing.assert_allclose(np.asarray(y_BSD)[is_token_BS], expected_BSD[is_token_BS], **TOLERANCE)
 
 
 @pytest.mark.pairs

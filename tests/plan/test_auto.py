@@ -12,7 +12,8 @@ import pytest
 
 import configs
 from configs.parts import mixture
-from framework.config import Config, ConfigError
+from framework.config import Config, ConfigError, config_for
+from framework.objectives.thumbs import KTO
 from framework.plan import targets
 from framework.plan.auto import allow, batch
 from framework.plan.auto.choice import Choice
@@ -168,6 +169,30 @@ def test_experts_are_cut_by_what_divides_them():
             assert (value_of(mesh, "mesh.seq"), value_of(mesh, "mesh.model")) == ("1", "1")
     dense_meshes = Space(small_llama(), targets.resolve("v5e-4"), frozenset()).meshes()
     assert {value_of(mesh, "mesh.expert") for mesh in dense_meshes if mesh} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("router", "counts"),
+    [
+        ({}, [1, 2, 4]),
+        ({"balance_over": "batch"}, [1]),
+        ({"balance_over": "batch", "balance": 0.0}, [1, 2, 4]),
+        ({"bias_rate": 0.001, "score": "sigmoid"}, [1, 2, 4]),
+    ],
+    ids=str,
+)
+def test_microbatches_are_chosen_where_they_change_no_number(router: dict[str, Any], counts: list[int]):
+    config = small_mixture()
+    for name, value in router.items():
+        setattr(config.model.stack.pattern[0].mlp.router, name, value)
+    assert Space(config, targets.resolve("v5e-4"), frozenset()).accumulations(()) == counts
+
+
+def test_a_loss_of_a_microbatch_says_so():
+    config = small_llama()
+    assert not config.model.instantiate().stages["head"].depends_on_microbatches
+    config.model.head.objective = config_for(KTO)
+    assert config.model.instantiate().stages["head"].depends_on_microbatches
 
 
 def test_meshes_that_cut_experts_have_a_cost():

@@ -1,4 +1,4 @@
-"""Stochastic rounding draws the same noise under every schedule, placement and mesh, also for blocks of a tensor."""
+"""Stochastic rounding of weights and moments draws the same noise under every schedule, placement and mesh."""
 
 from functools import cache, partial
 from typing import Any
@@ -32,8 +32,10 @@ CASES: list[Any] = [
 
 @cache
 def weights(case: Case, rounding: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """bfloat16 weights at first and after some steps, without a master copy, as float32."""
-    program = case._replace(precision="bfloat16").program(master_dtype=None, rounding=rounding, clip=None)
+    """bfloat16 weights at first and after some steps, without a master copy, beside bfloat16 moments, as float32."""
+    program = case._replace(precision="bfloat16").program(
+        master_dtype=None, moment_dtype="bfloat16", rounding=rounding, clip=None
+    )
     options = {"xla_allow_excess_precision": False}
     if isinstance(program.execution, Layerwise):
         program.execution.jit = partial(jax.jit, compiler_options=options)

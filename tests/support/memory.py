@@ -1,6 +1,6 @@
 """Keeps the memory of a test process small: two of them share a laptop of 8 GiB.
 
-A process drops its compiled programs and caches when it has grown, after a file. It keeps them otherwise, since every
+A process drops its compiled programs and caches when it has grown, after a test. It keeps them otherwise, since every
 file needs the same small programs of jax.numpy.
 """
 
@@ -9,7 +9,6 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,9 @@ def forget() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_of_one_file() -> Iterator[None]:
-    """Forgets after a file, if the process has grown."""
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Forgets after a test, if the process has grown."""
     if sys.platform == "linux" and resident_bytes() > Level.floor + GROWTH:
         forget()
         Level.floor = resident_bytes()

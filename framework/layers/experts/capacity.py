@@ -1,18 +1,23 @@
 """Experts with a fixed number of places: what finds no place is dropped (Lepikhin et al. 2020, arXiv 2006.16668).
 
 Every sequence has places of its own, so what is dropped depends neither on the other sequences of a batch nor on how
-they are spread over devices and microbatches. C is the number of an expert's places in a sequence.
+they are spread over devices and microbatches. C is the number of an expert's places in a sequence. Padding has no
+place, and gives none: a sequence is given the same places however far its row is padded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# A product that should be a whole number may come out one bit above it.
+_ROUNDING = 1.0 - 1e-6
 
 
 @jax.tree_util.register_dataclass
@@ -31,22 +36,44 @@ class Places:
     is_kept_BSK: jax.Array
 
 
-def places(experts_BSK: jax.Array, num_experts: int, capacity: float) -> Places:
+def tokens_of(batch: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Which positions are no padding, bool[B, S]; None where nothing says so.
+
+    Args:
+        batch: `segments`, which are 0 in padding; or `weights`, where behind the last counted target there is nothing
+            that a counted target depends on.
+    """
+    if "segments" in batch:
+        return batch["segments"] != 0
+    if "weights" in batch:
+        counted_BS = (batch["weights"] > 0).astype(jnp.int32)
+        return jax.lax.cummax(counted_BS, axis=1, reverse=True) > 0
+    return None
+
+
+def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_BS: jax.Array | None = None) -> Places:
     """Gives out places: first choices come before second ones, and earlier tokens before later ones.
 
     Args:
         experts_BSK: int32, the choices.
         num_experts: E.
-        capacity: C is this times K * S / E, rounded up, and S at most.
+        capacity: an expert has this times K * n / E places, rounded up, in a sequence of n tokens; C is that of S.
+        is_token_BS: False in padding, which has no place; None: all are tokens.
     """
     batch, length, top_k = experts_BSK.shape
-    count = min(length, math.ceil(capacity * top_k * length / num_experts))
+    share = np.float32(capacity * top_k / num_experts * _ROUNDING)
+    count = min(length, math.ceil(np.float32(length) * share))
     # In the order in which places are given out.
     experts_BN = experts_BSK.swapaxes(1, 2).reshape(batch, top_k * length)
     chosen_BNE = jax.nn.one_hot(experts_BN, num_experts, dtype=jnp.int32)
+    limit_B1: Any = count
+    if is_token_BS is not None:
+        chosen_BNE = chosen_BNE * jnp.tile(is_token_BS, (1, top_k))[..., None]
+        num_tokens_B1 = jnp.sum(is_token_BS, axis=1, keepdims=True, dtype=jnp.float32)
+        limit_B1 = jnp.ceil(num_tokens_B1 * share).astype(jnp.int32)
     before_BNE = jnp.cumsum(chosen_BNE, axis=1) - chosen_BNE
     queue_BN = jnp.sum(before_BNE * chosen_BNE, axis=-1)
-    is_kept_BN = queue_BN < count
+    is_kept_BN = (queue_BN < limit_B1) & jnp.any(chosen_BNE, axis=-1)
     places_BN = jnp.where(is_kept_BN, experts_BN * count + queue_BN, num_experts * count)
     tokens_N = jnp.tile(jnp.arange(length, dtype=jnp.int32), top_k)
 

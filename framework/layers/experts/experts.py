@@ -51,9 +51,9 @@ class Experts(Layer):
         gating: how the gate and `up` are joined, e.g. `config_for(ClampedSwiGLU)`; None means act(gate) * up. It has an
             activation of its own, so `activation` stays "silu".
         bias: whether each expert's projections have biases, which are zero at first.
-        capacity: the places of an expert in a sequence of S tokens, as a multiple of K * S / E, rounded up. Choices
+        capacity: the places of an expert in a sequence of n tokens, as a multiple of K * n / E, rounded up. Choices
             that find no place are dropped: first choices come before second ones, earlier tokens before later ones.
-            None means a place for every choice.
+            Padding takes no place. None means a place for every choice.
         implementation: of the products without a capacity, see `framework.layers.experts.grouped`.
         init: initializer of each expert's weights.
         output_init_scale: multiplies the initial `down` weights; given by the stack.
@@ -244,7 +244,8 @@ class Experts(Layer):
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
     ) -> tuple[jax.Array, jax.Array]:
         assert self.capacity is not None
-        places = capacities.places(choice.experts_BSK, self.num_experts, self.capacity)
+        is_token_BS = capacities.tokens_of(ctx.batch)
+        places = capacities.places(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
         x_BECD = capacities.dispatch(x_BSD, places)
         # From here on experts are cut, no longer sequences: the partitioner makes an all-to-all of it.
         sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")

@@ -127,6 +127,11 @@ class Router(Layer):
             return {}
         return {name: TensorSpec((self.num_experts,), "float32") for name in ("bias", "loads")}
 
+    @property
+    def depends_on_microbatches(self) -> bool:
+        """Whether what is balanced is a microbatch. The bias moves once a step, whatever that is made of."""
+        return self.balance > 0.0 and self.balance_over == "batch"
+
     def _bias(self, buffers: Nested, ctx: Context) -> jax.Array | None:
         """The bias [E] with the update of the last step in it; None where there is none."""
         if self.bias_rate is None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from framework.config import Config
 from framework.layers.base import batch_shards
 from framework.layers.experts.moe import MoE
+from framework.layers.stack import Stack
 from framework.models.causal_lm import CausalLM
 from framework.plan.auto.settings import (
     ACCUMULATE,
@@ -127,7 +128,10 @@ class Space:
     def accumulations(self, mesh: Settings) -> list[int]:
         """The numbers of microbatches that the batch can be split into on a mesh, the fewest first."""
         experiment = self._experiment
-        if ACCUMULATE in self._fixed:
+        parts = [stage.unit if isinstance(stage, Stack) else stage for stage in experiment.model.stages.values()]
+        layers = [layer for part in parts for layer in part.walk()]
+        # A choice changes memory and time, and nothing that is computed.
+        if ACCUMULATE in self._fixed or any(layer.depends_on_microbatches for layer in layers):
             return [experiment.learner.accumulate]
         sizes = experiment.mesh.resolve(self._target.num_devices)
         sizes |= {path.removeprefix("mesh."): int(text) for path, text in mesh}

@@ -1,0 +1,18 @@
+"""Makes texts from files and from other machines safe for a terminal. All messages pass through here."""
+
+import unicodedata
+
+# A letter that is not shown as itself: control characters, and marks that turn the direction of a line.
+_HIDDEN = {
+    code: f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
+    for code in range(0x2100)
+    if unicodedata.category(chr(code)) == "Cc" or unicodedata.bidirectional(chr(code)) in
+    ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+}  # fmt: skip
+for _allowed in "\n\t":
+    del _HIDDEN[ord(_allowed)]
+
+
+def visible(text: str) -> str:
+    """The text with what would move the cursor, change colors or turn the line around written out: `\\x1b[2J`."""
+    return text.translate(_HIDDEN)

@@ -1,0 +1,234 @@
+"""A power cut at any moment: what was committed is on the disk, and an older checkpoint goes only afterwards.
+
+Two tests of the same. The first records the calls by which files reach the disk, and works anywhere. The second cuts
+the power: the checkpoints are on an ext4 file system whose blocks are copied while they are being written, and the copy
+is mounted elsewhere. It needs root and loop devices.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.files import durable
+from framework.files.workdir import write_json
+from tests.support.runs import ROOT
+
+MIB = 1 << 20
+
+
+def state_of(step: int) -> dict[str, jax.Array]:
+    """A state that tells its step."""
+    return {"a": jnp.arange(1000.0) + step, "b": jnp.full((3, 5), step, jnp.int32)}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(call, path) of each os.fsync, rename and removal, in order."""
+    recorded: list[tuple[str, str]] = []
+    fsync, rename, replace, rmtree = os.fsync, os.rename, os.replace, shutil.rmtree
+
+    def recorded_fsync(descriptor: int) -> None:
+        recorded.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def recorded_rename(source, target, **places) -> None:
+        recorded.append(("rename", str(target)))
+        rename(source, target, **places)
+
+    def recorded_replace(source, target, **places) -> None:
+        recorded.append(("rename", str(target)))
+        replace(source, target, **places)
+
+    def recorded_rmtree(path, *arguments, **options) -> None:
+        recorded.append(("remove", str(path)))
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    monkeypatch.setattr(shutil, "rmtree", recorded_rmtree)
+    return recorded
+
+
+def paths_under(folder: Path) -> set[str]:
+    """The folder and everything in it."""
+    return {str(path) for path in (folder, *folder.rglob("*"))}
+
+
+def test_all_of_a_step_is_synced_before_an_older_one_goes(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    with Checkpointer(directory=tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, state_of(1), {})
+        checkpointer.wait()
+        calls.clear()
+        checkpointer.save(2, state_of(2), {})
+    synced_before_removal = set()
+    for call, path in calls:
+        if path.endswith("00000001.deleting"):
+            break
+        if call == "fsync":
+            synced_before_removal.add(path)
+    else:
+        pytest.fail("the older step was not removed")
+    assert paths_under(tmp_path / "00000002") <= synced_before_removal
+    assert str(tmp_path) in synced_before_removal, "the step's own name"
+
+
+def test_a_frozen_part_is_synced(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, {"parameter": state_of(1), "frozen": state_of(0)}, {})
+    synced = {path for call, path in calls if call == "fsync"}
+    assert paths_under(tmp_path / "frozen" / "00000001") | {str(tmp_path / "frozen"), str(tmp_path)} <= synced
+
+
+def test_content_is_synced_before_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "a").write_text("a")
+    durable.rename(tmp_path / "new", tmp_path / "folder")
+    write_json(tmp_path / "facts.json", {"a": 1})
+    names = [(call, Path(path).name) for call, path in calls]
+    folder = names.index(("rename", "folder"))
+    assert {("fsync", "a"), ("fsync", "new")} <= set(names[:folder])
+    facts = names.index(("rename", "facts.json"))
+    assert names[facts - 1][0] == names[folder + 1][0] == names[facts + 1][0] == "fsync"
+    assert names[facts + 1][1] == names[folder + 1][1] == tmp_path.name
+
+
+@pytest.mark.parametrize("name", ["manifest/data.json", "commit_success.txt", "state/manifest.ocdbt"])
+def test_the_predecessor_of_a_step_that_was_emptied_comes_back(tmp_path: Path, name: str) -> None:
+    """A step is saved anew in another course of the run; the power fails before its successor is on the disk."""
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(1), {"course": 1})
+    shutil.copytree(tmp_path / "00000001", tmp_path / "00000001.replaced")
+    (tmp_path / "00000001" / name).write_bytes(b"")
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        restored = checkpointer.restore_latest(jax.eval_shape(lambda: state_of(1)) | state_of(1))
+    assert restored.extra == {"course": 1}
+    assert not (tmp_path / "00000001.replaced").exists()
+
+
+def test_a_successor_that_is_whole_stays(tmp_path: Path) -> None:
+    for course in (1, 2):
+        with Checkpointer(directory=tmp_path) as checkpointer:
+            checkpointer.save(1, state_of(1), {"course": course})
+        if course == 1:
+            shutil.copytree(tmp_path / "00000001", tmp_path / "kept")
+    (tmp_path / "kept").rename(tmp_path / "00000001.replaced")
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        assert checkpointer.manifest(1).extra == {"course": 2}
+    assert not (tmp_path / "00000001.replaced").exists()
+
+
+# --- a file system whose power fails ---------------------------------------------------------------------------------
+
+SAVES = """
+import sys, time
+from framework.checkpoint.checkpointer import Checkpointer
+from tests.checkpoint.test_power_cuts import state_of
+with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
+    for step in range(1, 1000000):
+        checkpointer.save(step, state_of(step), {"step": step})
+        checkpointer.wait()
+        print(step, flush=True)
+        time.sleep(float(sys.argv[3]))
+"""
+
+
+@contextmanager
+def mounted(image: Path, place: Path) -> Iterator[Path]:
+    """An image of a file system, mounted; it is written to the image only when something is synced."""
+    place.mkdir()
+    subprocess.run(["mount", "-o", "loop,commit=300", image, place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this process may mount an image."""
+    image = folder / "probe.img"
+    image.write_bytes(b"")
+    os.truncate(image, 8 * MIB)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+        with mounted(image, folder / "probe"):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list[str]:
+    """Cuts the power at random moments while checkpoints are being saved; what was lost at each cut, if anything.
+
+    Args:
+        folder: to work in.
+        keep: how many checkpoints are kept.
+        every: seconds between two saves.
+        cuts: how many.
+    """
+    image = folder / "disk.img"
+    image.write_bytes(b"")
+    os.truncate(image, 64 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    draw = random.Random(0)
+    lost = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    with mounted(image, folder / "disk") as disk:
+        words = [sys.executable, "-c", SAVES, str(disk / "checkpoints"), str(keep), str(every)]
+        with subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE) as saver:
+            try:
+                os.set_blocking(saver.stdout.fileno(), False)  # pyright: ignore[reportOptionalMemberAccess]
+                said = b""
+                while b"\n" not in said:
+                    time.sleep(0.01)
+                    said += saver.stdout.read() or b""  # pyright: ignore[reportOptionalMemberAccess]
+                for number in range(cuts):
+                    time.sleep(draw.uniform(0.0, max(0.3, 1.5 * every)))
+                    saver.send_signal(signal.SIGSTOP)
+                    said += saver.stdout.read() or b""  # pyright: ignore[reportOptionalMemberAccess]
+                    copy = folder / "copy.img"
+                    shutil.copyfile(image, copy)
+                    saver.send_signal(signal.SIGCONT)
+                    said = said[said.rindex(b"\n", 0, -1) + 1 :] if said.count(b"\n") > 1 else said
+                    committed = int(said)
+                    with mounted(copy, folder / f"cut-{number}") as place:
+                        problem = problem_after_cut(place / "checkpoints", committed)
+                    if problem:
+                        lost.append(f"cut {number}, after step {committed} was committed: {problem}")
+            finally:
+                saver.kill()
+    return lost
+
+
+def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
+    """What is wrong with the checkpoints on a disk whose power failed; None if the newest is that or a later one."""
+    try:
+        with Checkpointer(directory=checkpoints) as checkpointer:
+            restored = checkpointer.restore_latest(state_of(0))
+    except (ValueError, OSError) as error:
+        return repr(error)
+    if restored.step < committed:
+        return f"step {restored.step} is the newest: {restored.problems}"
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state_of(restored.step))
+    return None
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("keep", [1, 3])
+def test_no_power_cut_loses_what_was_committed(tmp_path: Path, keep: int) -> None:
+    if not can_mount(tmp_path):
+        pytest.skip("mounting an image of a file system needs root and loop devices")
+    assert lost_after_cuts(tmp_path, keep=keep, every=0.0, cuts=10) == []

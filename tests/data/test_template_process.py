@@ -1,0 +1,71 @@
+"""Chat templates of a stranger's directory: what they may take, and that they render as in this process."""
+
+import os
+import time
+
+import pytest
+
+from framework.data import template_process
+from framework.data.template_process import TemplateProcess, compiled
+from framework.terminal.visible import visible
+
+CONTEXT = {"messages": [{"role": "user", "content": "Grüße 😀"}], "add_generation_prompt": True}
+GOOD = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 7 ** (7 ** 7 ** 7) }}",
+    "a pattern of filters": "{% for i in range(99999) %}{{ range(99999) | list | sort | length }}{% endfor %}",
+    "a macro": "{% macro f(n) %}{% for i in range(99) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}",
+}
+HUGE = {
+    "a product": "{{ 'a' * 10 ** 11 }}",
+    "a sum": "{% set a = namespace(x='a') %}{% for i in range(99) %}{% set a.x = a.x ~ a.x %}{% endfor %}{{ a.x }}",
+    "a format": "{{ '%99999999999d' % 1 }}",
+    "a method": "{{ 'a'.center(10 ** 11) }}",
+    "a list": "{{ (range(99999) | list) * 999999 }}",
+    "a filter": "{{ 'a' | indent(10 ** 11) | center(10 ** 11) }}",
+}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 1.0)
+
+
+def test_it_renders_as_this_process_does() -> None:
+    process = TemplateProcess(GOOD)
+    for _ in range(3):
+        assert process.render(CONTEXT) == compiled(GOOD).render(CONTEXT)
+
+
+@pytest.mark.parametrize("name", [*ENDLESS, *HUGE])
+def test_what_a_template_takes_is_bounded(name: str, quick: None) -> None:
+    process = TemplateProcess((ENDLESS | HUGE)[name])
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"more than 1|takes more|ended its process|too (large|big|long)|recursion"):
+        process.render(CONTEXT)
+    assert time.monotonic() - began < 5.0
+
+
+def test_an_error_is_told_and_the_next_conversation_is_rendered() -> None:
+    process = TemplateProcess("{% if messages | length > 1 %}{{ raise_exception('only one') }}{% endif %}ok")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^only one$"):
+            process.render({**CONTEXT, "messages": [1, 2]})
+        assert process.render(CONTEXT) == "ok"
+
+
+def test_after_its_end_it_starts_again(quick: None) -> None:
+    process = TemplateProcess("{% if messages %}{{ 'a' * n }}{% endif %}")
+    with pytest.raises(ValueError, match=r"takes more than|ended its process"):
+        process.render({**CONTEXT, "n": 10**11})
+    assert process.render({**CONTEXT, "n": 3}) == "aaa"
+    assert process._process is not None
+    os.kill(process._process.pid, 9)
+    with pytest.raises(ValueError, match="ended its process"):
+        process.render({**CONTEXT, "n": 3})
+    assert process.render({**CONTEXT, "n": 4}) == "aaaa"
+
+
+def test_control_characters_are_written_out() -> None:
+    assert visible("a\x1b[2J\rb\x07\x9b31m\u202edc\n\tö€😀") == "a\\x1b[2J\\x0db\\x07\\x9b31m\\u202edc\n\tö€😀"
