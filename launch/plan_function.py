@@ -1,6 +1,7 @@
 """`plimsoll plan --function`: the plan of somebody's own JAX function."""
 
 import functools
+import inspect
 from typing import Any
 
 from framework.terminal.exit_codes import ExitCode
@@ -56,7 +57,15 @@ def _call(spec: str) -> Any:
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
         raise cli.UsageError(f"--function={spec}: expected FILE.py:NAME")
-    made: Any = configs.find(spec)()
+    maker = configs.find(spec)
+    parameters = inspect.signature(maker).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind.name[:3] != "VAR"]
+    if needed:
+        raise cli.UsageError(
+            f"--function={spec}: {name} takes {', '.join(needed)}; expected the name of a function that takes nothing "
+            f"and returns ({name}, arguments)"
+        )
+    made: Any = maker()
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
         raise cli.UsageError(
             f"--function={spec}: {name}() returned {type(made).__name__}; expected (function, arguments), or these and "

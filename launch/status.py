@@ -88,7 +88,7 @@ def _worst(states: list[str], missing: int) -> str:
     for state in states:
         if state not in _GOOD:
             return state
-    return "missing" if missing else states[0]
+    return states[0] if states and not missing else "missing"
 
 
 def _health(facts: dict[str, Any], now: float) -> str:
@@ -124,7 +124,7 @@ def _table(facts: dict[str, Any]) -> str:
             run.append(("why", row["reason"]))
     seconds: dict[str, float] = facts["goodput"] or {}
     total = sum(seconds.values()) or 1.0
-    times = [(PHASES[name], f"{value:.0f} s", f"{value / total:.1%}") for name, value in seconds.items()]
+    times = [(PHASES.get(name, name), f"{value:.0f} s", f"{value / total:.1%}") for name, value in seconds.items()]
     heads = ("process", "host:pid", "phase", "step", "health")
     processes = [_process_cells(row) for row in facts["processes"]]
     sections = [

@@ -34,7 +34,9 @@ LANGUAGE_MODELS = {
 def is_scored(facts: dict[str, Any]) -> bool:
     """Tells whether a config.json is of a model that scores sequences."""
     architectures = facts.get("architectures")
-    return isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in LANGUAGE_MODELS
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        return False
+    return isinstance(architectures[0], str) and architectures[0] in LANGUAGE_MODELS
 
 
 def language_facts(facts: dict[str, Any]) -> dict[str, Any]:

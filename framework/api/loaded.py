@@ -9,7 +9,7 @@ from framework.config import Config, config_for, target_of
 from framework.config.changes import config_changes
 from framework.config.named import load_named
 from framework.data.tokenizers import BPETokenizer
-from framework.devices.environment import prepare_jax
+from framework.devices.environment import prepare_jax, start_devices
 from framework.files import hub_models
 from framework.files.workdir import read_only
 from framework.program import stored
@@ -71,6 +71,7 @@ def load_run(
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
     """
     prepare_jax()
+    start_devices()
     workdir, checkpoints = read_only(folder)
     from framework.checkpoint.checkpointer import Checkpointer
 
@@ -169,6 +170,7 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
 def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_asked: bool = False, tell: Tell) -> Loaded:
     """Loads a published model: of a Hugging Face directory, or by the Hub's id. Other arguments as for `load_run`."""
     prepare_jax()
+    start_devices()
     import optax
 
     from framework.data.pretrained_tokenizer import PretrainedTokenizer

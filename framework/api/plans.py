@@ -13,7 +13,7 @@ import jax
 from framework.api.configs import request_of
 from framework.api.plan_process import lacks_devices, planned_elsewhere
 from framework.config import Config, ConfigError
-from framework.devices.environment import prepare_jax
+from framework.devices.environment import prepare_jax, start_devices
 from framework.plan import report, targets
 from framework.plan.page import page
 from framework.plan.planned import planned
@@ -116,7 +116,7 @@ def of_target(target: str, *, starts: bool) -> Iterator[None]:
         yield
         return
     # The devices of this machine are found now, as JAX looks for them once, and the settings hide them.
-    jax.devices()
+    start_devices()
     variables = set(os.environ)
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     targets.environment(target)

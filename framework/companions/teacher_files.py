@@ -72,6 +72,14 @@ class Facts:
     top_k: int
     data: dict[str, str]
 
+    def check(self) -> None:
+        """Raises ValueError: a value is of another type, or out of range."""
+        texts = [self.weights, *self.data, *self.data.values()]
+        numbers = [self.vocab_size, self.seq_len, self.top_k]
+        are_texts = all(isinstance(text, str) for text in texts) and isinstance(self.tokenizer, str | None)
+        if not are_texts or not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError(f"{self}")
+
     @property
     def ids_dtype(self) -> str:
         """The dtype of ids.bin."""
@@ -157,7 +165,11 @@ def read_manifest(folder: Path) -> tuple[Facts, int]:
         stored_format = manifest.pop("format")
         num_rows = manifest.pop("rows")
         if stored_format == _FORMAT:
-            return Facts(**manifest), num_rows
+            facts = Facts(**manifest)
+            facts.check()
+            if type(num_rows) is not int or num_rows < 0:
+                raise ValueError(f"rows = {num_rows!r}")
+            return facts, num_rows
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not what `plimsoll score` writes: {error!r}") from None
     raise ValueError(

@@ -237,6 +237,9 @@ class Config(ConfigBase):
         if missing:
             message = f"{target_name}: required, and not set: {', '.join(missing)}"
             raise FieldError(message, path=path)
+        abstract = sorted(getattr(self._target, "__abstractmethods__", ()))
+        if abstract:
+            raise ConfigError(f"{target_name} does not define {', '.join(abstract)}", path=path)
         arguments = _arguments(self, late, path)
         try:
             return self._target(**arguments, **late)

@@ -243,7 +243,7 @@ class FileHashes:
         if path is not None:
             # Without the file, or with one that is damaged, everything is hashed anew.
             with contextlib.suppress(FileNotFoundError, ValueError):
-                entries = parse_json(path.read_text())
+                entries = parse_json(path.read_text(), parse_constant=_refuse_constant)
                 if isinstance(entries, dict):
                     self._entries = {k: entry for k, entry in entries.items() if _is_pair(entry)}
 
@@ -276,6 +276,10 @@ class FileHashes:
         """Writes the results to the file at `path`, whole or not at all."""
         if self._path is not None and self._entries:
             write_json(self._path, self._entries)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is_pair(entry: Any) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -33,6 +34,9 @@ _FINGERPRINT = 1
 
 # Channels of an image by its mode in PIL. All of these have 8 bits a channel.
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
+
+# What a damaged archive raises besides.
+_OF_ZIP = (zipfile.BadZipFile, zlib.error)
 
 
 class ImageSource(abc.ABC):
@@ -168,7 +172,8 @@ def _arrays(file: DataFile) -> Iterator[np.ndarray]:
     try:
         with np.load(io.BytesIO(file.read())) as archive:
             arrays = dict(archive)
-    except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    # A header may ask for more memory than there is; RuntimeErrors are those of zipfile.
+    except (OSError, ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, *_OF_ZIP) as error:
         raise ValueError(f"{file}: no NPZ that can be read: {error}") from error
     for name, array in arrays.items():
         if array.dtype != np.uint8 or array.ndim != 4 or not array.size:

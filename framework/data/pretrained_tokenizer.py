@@ -224,7 +224,10 @@ def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
     for name, token in facts.items():
         if name.endswith("_token") and token:
             # Older files describe a token by an object.
-            tokens[name] = token if isinstance(token, str) else token["content"]
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, which is no token")
+            tokens[name] = text
     return tokens
 
 
@@ -248,9 +251,10 @@ def _process_of(template: str) -> TemplateProcess:
 def _ids(facts: dict[str, Any], name: str) -> list[int]:
     """Returns the ids of the token "bos" or "eos" by its `_token_id` field, which holds one id or several."""
     ids = facts.get(f"{name}_token_id")
-    if isinstance(ids, list):
-        return ids
-    return [] if ids is None else [ids]
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(number) is int for number in listed):
+        raise ValueError(f"{name}_token_id is {ids!r:.80}; expected a number, or a list of them")
+    return listed
 
 
 def _json(folder: str, name: str) -> dict[str, Any]:

@@ -418,8 +418,9 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
     except (FileNotFoundError, PermissionError):
         # `readable` has already named the file; these are OSErrors, but no sign of damage.
         raise
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {reason}") from error
 
 
 @component

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,15 +21,16 @@ from framework.files.texts import parse_json
 TokenDType = Literal["uint16", "uint32"]
 
 # The keys of a sidecar, in the order in which they are written.
-FACTS = (
-    "dtype",
-    "num_tokens",
-    "num_documents",
-    "num_bytes",
-    "eos_id",
-    "tokenizer",
-    "sha256",
-)
+_FACT_TYPES: dict[str, Any] = {
+    "dtype": str,
+    "num_tokens": int,
+    "num_documents": int,
+    "num_bytes": int,
+    "eos_id": int | None,
+    "tokenizer": str | None,
+    "sha256": list,
+}
+FACTS = tuple(_FACT_TYPES)
 
 
 def sidecar_name(name: str) -> str:
@@ -132,8 +133,14 @@ class TokenShard:
         if file.path == self.file.path or not file.fs.exists(file.path):
             return {}
         try:
-            facts = parse_json(file.read())
-            return {name: facts[name] for name in FACTS}
+            parsed = parse_json(file.read())
+            facts = {name: parsed[name] for name in FACTS}
+            for name, value in facts.items():
+                if not isinstance(value, _FACT_TYPES[name]) or isinstance(value, bool):
+                    raise TypeError(f"{name} = {value!r}")
+            if facts["dtype"] not in get_args(TokenDType):
+                raise ValueError(f"dtype = {facts['dtype']!r}")
+            return facts
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
 

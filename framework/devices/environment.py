@@ -30,3 +30,24 @@ def prepare_jax() -> None:
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+
+
+def start_devices() -> None:
+    """Has JAX find its devices, after the processes of a run have met.
+
+    Raises:
+        ValueError: it finds none of those that JAX_PLATFORMS asks for.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    # JAX 0.10 asserts that there is a backend.
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"JAX finds no device{f' of JAX_PLATFORMS={asked}' if asked else ''}{f': {reason}' if reason else ''}; "
+            "expected a driver and JAX's plugin for it (pip install 'plimsoll-train[cuda]' or '[tpu]'), or "
+            "JAX_PLATFORMS=cpu"
+        ) from error

@@ -77,7 +77,10 @@ class Planner:
         """
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         state = jax.eval_shape(self.optimizer.init, shapes)
-        specs = flatten(tagged(jax.tree.map(_spec, state), self.pattern, "pinned_host"))
+        specs = {}
+        # An optimizer without state has nothing to keep, and moves nothing.
+        if jax.tree.leaves(state):
+            specs = flatten(tagged(jax.tree.map(_spec, state), self.pattern, "pinned_host"))
         chunks = [self._chunk(shapes, number) for number in range(len(jax.tree.leaves(shapes)))]
         self._check(shapes, state, chunks)
         return Plan(specs, chunks)

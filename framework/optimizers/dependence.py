@@ -18,6 +18,14 @@ from framework.optimizers.partition import owner_of
 
 # A set of inputs of a program, with a bit for each.
 Inputs = int
+# Primitives that call a function, and the parameter that has its program.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
 def keeps_apart(optimizer: Any, specs: Nested) -> bool:
@@ -77,12 +85,17 @@ def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
 
     for eqn in jaxpr.eqns:
         operands = [inputs_of(var) for var in eqn.invars]
-        inner = None
-        if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-            inner = eqn.params.get("jaxpr")
-        if inner is not None:
+        name = eqn.primitive.name
+        if name in _CALLS and _CALLS[name] in eqn.params:
             # The results of a function that is called may each depend on some of the arguments only.
+            inner = eqn.params[_CALLS[name]]
             results = [_through(inputs, operands) for inputs in dependence_of_results(inner.jaxpr)]
+        elif name == "cond":
+            # Any branch may be taken, and which one it is depends on the first operand.
+            results = [operands[0]] * len(eqn.outvars)
+            for branch in eqn.params["branches"]:
+                for number, inputs in enumerate(dependence_of_results(branch.jaxpr)):
+                    results[number] |= _through(inputs, operands[1:])
         else:
             union = 0
             for operand in operands:

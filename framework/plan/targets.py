@@ -250,8 +250,10 @@ def _slices(family: str, topology: str, count: int) -> Target:
 def _local() -> Target:
     import jax
 
+    from framework.devices.environment import start_devices
     from framework.devices.mesh import island
 
+    start_devices()
     devices = jax.devices()
     local_devices = jax.local_devices()
     spec = spec_for(devices)

@@ -31,6 +31,11 @@ _STDERR = 2
 # Phases that may take any time: a corpus to tokenize, a large program to compile, weights to read.
 UNLIMITED = ("start", "data", "compile", "restore")
 
+# What `read` takes to be there, by its type.
+_NUMBERS = ("process", "num_processes", "pid", "attempt", "time", "moved", "interval")
+_TEXTS = ("host", "phase")
+_OPTIONAL = ("step", "max_steps", "loss", "exit", "reason", "hang_seconds", "tokens_per_second", "images_per_second")
+
 
 @component
 class Health:
@@ -246,7 +251,13 @@ def read(path: Path) -> dict[str, Any] | None:
     """Returns what a process said last; None if there is nothing that makes sense."""
     try:
         facts = parse_json(path.read_bytes())
-        is_complete = facts["time"] and facts["attempt"]
-        return facts if is_complete else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError):
         return None
+    if not isinstance(facts, dict):
+        return None
+    are_numbers = all(isinstance(facts.get(name), int | float) for name in _NUMBERS)
+    are_texts = all(isinstance(facts.get(name), str) for name in _TEXTS)
+    seconds = facts.get("goodput") or {}
+    are_seconds = isinstance(seconds, dict) and all(isinstance(value, int | float) for value in seconds.values())
+    others_fit = all(isinstance(facts.get(name), int | float | str | None) for name in _OPTIONAL)
+    return facts if are_numbers and are_texts and are_seconds and others_fit else None

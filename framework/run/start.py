@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from framework.config import Config
-from framework.devices.environment import prepare_jax
+from framework.devices.environment import prepare_jax, start_devices
 from framework.devices.executables import use_compilation_cache
 from framework.files.workdir import Workdir
 from framework.processes import distributed
@@ -83,6 +83,7 @@ def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
         connect_seconds=health.connect_seconds,
         heartbeat_seconds=health.heartbeat_seconds,
     )
+    start_devices()
     if not distributed.is_primary():
         # One process of a job speaks. Where JAX has found the others, nobody knew the first one before.
         phases.hush()

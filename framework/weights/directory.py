@@ -52,7 +52,7 @@ class Directory:
         """A safetensors file of the directory. Raises ValueError where the name leads elsewhere, or it is damaged."""
         # Opened anew for each tensor: pages that were read through a mapping count as this process's memory while it is
         # open.
-        if Path(shard).name != shard:
+        if not shard or Path(shard).name != shard:
             raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
         try:
             return safe_open(self.path / shard, "np")

@@ -1,5 +1,6 @@
 """The constructor's signature as schema, and building from it: fields, defaults, late arguments, who builds a child."""
 
+import abc
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -294,3 +295,17 @@ def test_optax_transformations_and_schedules_are_components():
         assert callable(config.instantiate().update)
         assert Config.from_json(config.to_json()) == config
         assert "_src" not in config.to_json()
+
+
+class Reads(abc.ABC):
+    @abc.abstractmethod
+    def read(self) -> str: ...
+
+
+class ReadsNothing(Reads):
+    pass
+
+
+def test_a_class_that_lacks_a_method_is_named():
+    with pytest.raises(ConfigError, match=r"ReadsNothing does not define read$"):
+        config_for(ReadsNothing).instantiate()

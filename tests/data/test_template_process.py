@@ -38,6 +38,7 @@ def test_it_renders_as_this_process_does() -> None:
         assert process.render(CONTEXT) == compiled(GOOD).render(CONTEXT)
 
 
+@pytest.mark.once("loops", "a product")
 @pytest.mark.parametrize("name", [*ENDLESS, *HUGE])
 def test_what_a_template_takes_is_bounded(name: str, quick: None) -> None:
     process = TemplateProcess((ENDLESS | HUGE)[name])

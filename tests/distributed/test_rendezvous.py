@@ -186,6 +186,7 @@ CARDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.once("http", "deep")
 @pytest.mark.parametrize("name", STRANGERS)
 def test_strangers_are_sent_away(name: str) -> None:
     server = Server()
@@ -199,6 +200,7 @@ def test_strangers_are_sent_away(name: str) -> None:
     assert server.meets_the_others()
 
 
+@pytest.mark.once("id 99", "id true")
 @pytest.mark.parametrize("name", CARDS)
 def test_cards_that_cannot_be_are_not_counted(name: str) -> None:
     server = Server()
@@ -208,6 +210,7 @@ def test_cards_that_cannot_be_are_not_counted(name: str) -> None:
     assert server.meets_the_others()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("card", [WHO, {**WHO, "id": 0}, {**WHO, "of": 3}], ids=str)
 def test_a_forged_card_does_not_count_where_there_is_a_key(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -243,6 +246,7 @@ def test_silent_and_slow_connections_delay_nobody() -> None:
         assert server.meets_the_others()
 
 
+@pytest.mark.pairs
 def test_a_slow_connection_does_not_hold_the_start_beyond_its_time() -> None:
     began = time.monotonic()
     server = Server(seconds=1.5)

@@ -58,6 +58,24 @@ def test_streamed_updates_are_optaxs(name: str) -> None:
         assert kinds[path] == ("pinned_host" if is_large else "device"), path
 
 
+CONDITIONAL: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(0.01),
+    "sign": lambda: optax.sign_sgd(0.01),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adamw(0.01), 2).gradient_transformation(),
+    "conditionally_transform": lambda: optax.conditionally_transform(optax.adamw(0.01), lambda step: step % 2 == 0),
+    "conditionally_mask": lambda: optax.conditionally_mask(optax.adamw(0.01), lambda step: step > 0),
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", CONDITIONAL)
+def test_optimizers_without_state_and_with_branches(name: str) -> None:
+    optimizer = CONDITIONAL[name]()
+    new_params, new_state, _ = steps(pl.stream(optimizer, chunk_bytes=1 << 20), parameters())
+    expected_params, expected_state, _ = steps(optimizer, parameters())
+    assert_equal((new_params, jax.device_get(new_state)), (expected_params, jax.device_get(expected_state)))
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((4, 256, 512), 1 << 18), ((4, 8, 128, 64), 1 << 16)], ids=str)
 def test_slices_of_two_axes(shape: tuple[int, ...], chunk_bytes: int) -> None:

@@ -1,10 +1,15 @@
 """A kernel that is asked for by name, and is of another platform than the run's or the plan's."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from launch import plan, train
+from tests.support.runs import ROOT
 
 BLOCK = "--config.model.stack.pattern.0"
 
@@ -34,3 +39,17 @@ def test_a_plan_goes_by_the_platform_of_its_target(capsys: pytest.CaptureFixture
     assert plan.main([*flags, "--target=h100x1", f"{BLOCK}.mlp.experts.implementation=megablox"]) == 2
     assert "'megablox' is for tpu, not gpu; try auto" in capsys.readouterr().err
     assert plan.main([*flags, "--target=v5e-1", f"{BLOCK}.mlp.experts.implementation=megablox"]) == 0
+
+
+@pytest.mark.pairs
+@pytest.mark.skipif(any(find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)), reason="JAX's CUDA plugin is installed")
+@pytest.mark.parametrize("verb", ["train --workdir=run", "plan --target=local", "generate --workdir=run --prompt=x"])
+def test_a_platform_that_is_not_there_is_one_line(verb: str, tmp_path: Path):
+    name, *flags = verb.split()
+    config = [] if name == "generate" else ["--config=stdlib-tiny"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", f"launch.{name}", *config, *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: JAX finds no device of JAX_PLATFORMS=cuda" in done.stderr.splitlines()[-1]

@@ -119,14 +119,14 @@ def test_a_bf16_second_moment_comes_down_again():
     kept = updates.start(ours, params)
     step = updates.stepper(ours)
     expected = 0.0
-    for number in range(3200):
-        size = 1.0 if number < 200 else 0.01
+    for number in range(1200):
+        size = 1.0 if number < 100 else 0.01
         grads = jax.tree.map(lambda x, size=size: jnp.full_like(x, size), params)
         kept = step(kept, jnp.float32(1.0), grads, number)
         expected = 0.999 * expected + 0.001 * size**2
     nu = np.asarray(flatten(kept.optimizer)["embed/default/state/0/nu/token"], np.float64)
     assert np.mean(nu) == pytest.approx(expected, rel=0.05)
-    assert np.sqrt(nu).max() < 2.0 * np.sqrt(expected)
+    assert nu.max() < 1.5 * expected
 
 
 def test_float32_moments_of_bf16_parameters_are_not_rounded_on_the_way():

@@ -79,8 +79,8 @@ def test_reach(name: str) -> None:
     assert probe(optimizer, SPECS) == expected
 
 
-# What they share is no mere counter; novograd takes a branch for all parameters together.
-UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used", "novograd"}
+# What they share is no mere counter.
+UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used"}
 
 
 @pytest.mark.pairs

@@ -269,6 +269,7 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
         (["--function=step.py:stepp"], "did you mean 'step'?"),
         (["--function=step.py"], "expected FILE.py:NAME"),
         (["--function=other.py:step"], "no config file"),
+        (["--function=step.py:double"], "double takes weights; expected the name of a function that takes nothing"),
         (["--function=step.py:wrong"], "wrong() returned int; expected (function, arguments)"),
         (["--function=step.py:step", "--config=gpt2-124m"], "--function goes without --config"),
         (["--function=step.py:step", "--data=rows.jsonl"], "--function goes without --data"),
