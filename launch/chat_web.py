@@ -1,71 +1,146 @@
-"""A page to talk with a model, for browsers on this machine: chat.html, with answers in the moment they are made.
+"""A page to talk with a model, for a browser on this machine: chat.html, with answers in the moment they are made.
 
-The server keeps no conversation: the page sends all of it (chat_requests.py says how).
+    GET  /?key=KEY   the page, and a cookie with the key
+    GET  /chat       {"system": TEXT, "samples": N}: what the page begins with
+    POST /chat       {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}, answered by lines of
+                     {"row": I, "text": TEXT}, {"note": TEXT}, {"waiting": true}, {"error": TEXT} and, last,
+                     {"end": REASON}
+
+The server keeps no conversation: the page sends all of it.
+
+Other users of this machine do not know the key, which is drawn anew at each start. Another site in the same browser
+must not reach the model either: the Host and Origin headers have to name this server, and a body has to be declared as
+JSON, which a form cannot do. waitress reads the requests, with limits of their number, size and time.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
+import json
 import re
-import sys
+import secrets
+import socket
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
+from waitress.server import create_server
+
+from framework.files.texts import parse_json
 from launch import cli
-from launch.chat_requests import ChatServer, Handler
+from launch.chat_lines import left_out
 from launch.weights import tell
 
 if TYPE_CHECKING:
-    from framework.inference.chat import Chat
+    from framework.inference.chat import Chat, Prompt, Turn
 
 ADDRESS = "127.0.0.1"
+# Far more than a conversation that fits any context.
+MAX_BODY_BYTES = 1 << 18
+_MAX_HEADER_BYTES = 1 << 14
+# Requests that are being answered, or wait for their turn; and connections.
+_THREADS = 16
+_CONNECTIONS = 512
+# A client that neither sends nor reads for so long is gone.
+_CLIENT_SECONDS = 60
+# How often one that waits for its turn is written to, which is how it shows that it has left.
+_WAITING_SECONDS = 1.0
+
+# WSGI's start_response (PEP 3333).
+Start = Callable[[str, list[tuple[str, str]]], Any]
 
 
-class Server(ChatServer):
+class _Refused(Exception):
+    """A request that is not answered: its status and the reason."""
+
+    def __init__(self, status: HTTPStatus, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+class Server:
     """Listens on 127.0.0.1 from the start, and answers once `serve` is called.
 
     Args:
         port: 0 takes a free one.
 
+    Attributes:
+        key: what a request has to know.
+
     Raises:
         UsageError: the port cannot be used.
     """
 
-    daemon_threads = True
-
     def __init__(self, port: int):
-        self.page = Path(__file__).with_name("chat.html").read_text("utf-8")
-        # Held while an answer is made: there is one at a time.
-        self.turn = threading.Lock()
         if not 0 <= port < 1 << 16:
             raise cli.UsageError(f"--port={port}: expected 0 to 65535")
+        self.page = Path(__file__).with_name("chat.html").read_text("utf-8")
+        self.key = secrets.token_urlsafe(16)
+        # Held while a conversation is read, and while an answer is made: there is one of each at a time.
+        self._reading = threading.Lock()
+        self._turn = threading.Lock()
         try:
-            super().__init__((ADDRESS, port), Handler)
+            listening = socket.create_server((ADDRESS, port))
         except OSError as error:
             raise cli.UsageError(f"--port={port}: {error.strerror}; --port=0 takes a free one") from None
+        self.port: int = listening.getsockname()[1]
+        self._server: Any = create_server(
+            self._respond,
+            sockets=[listening],
+            threads=_THREADS,
+            connection_limit=_CONNECTIONS,
+            channel_timeout=_CLIENT_SECONDS,
+            max_request_body_size=MAX_BODY_BYTES,
+            max_request_header_size=_MAX_HEADER_BYTES,
+            ident=None,
+        )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_all()
 
     def serve(self, chat: Chat, system: str | None) -> None:
-        """Answers requests until the process ends, or `shutdown` is called."""
-        self.chat = chat
-        self.system = system
-        tell(f"http://{ADDRESS}:{self.server_port}/   (for this machine only; Ctrl-C ends)")
-        self.serve_forever()
+        """Answers requests until the process ends, or `close` is called.
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Shows what went wrong in a handler, unless it is only that the browser has left."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        Args:
+            chat: the model.
+            system: the system prompt that the page begins with.
+        """
+        self._chat = chat
+        self._system = system
+        tell(f"{self.url}   (for you on this machine only; Ctrl-C ends)")
+        self._server.run()
+
+    def close(self) -> None:
+        """Has `serve` return; from another thread."""
+        self._server.task_dispatcher.shutdown()
+        # In the thread of the loop, which looks at the sockets.
+        self._server.trigger.pull_trigger(self._close_all)
+
+    def _close_all(self) -> None:
+        self._server.asyncore.close_all(self._server._map)
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        return f"http://{ADDRESS}:{self.port}/?key={self.key}"
 
     @cached_property
     def hosts(self) -> set[str]:
         """What a Host header may say: names of this machine, which no other site has."""
         names = {ADDRESS, "localhost"}
-        hosts = {f"{name}:{self.server_port}" for name in names}
+        hosts = {f"{name}:{self.port}" for name in names}
         # Browsers leave out the usual port.
-        return hosts | names if self.server_port == 80 else hosts
+        return hosts | names if self.port == 80 else hosts
 
     @cached_property
     def policy(self) -> str:
@@ -76,6 +151,147 @@ class Server(ChatServer):
             f"default-src 'none'; script-src {script_sources}; style-src {style_sources}; img-src data:; "
             "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
+
+    @property
+    def _cookie(self) -> str:
+        # Browsers send cookies to all ports of a host.
+        return f"plimsoll-{self.port}"
+
+    def _respond(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        """The WSGI application."""
+        try:
+            return self._checked_response(environ, start)
+        except _Refused as refusal:
+            text = json.dumps({"error": str(refusal)})
+            return self._whole(start, refusal.status, "application/json", text)
+
+    def _checked_response(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        self._check_origin(environ)
+        method = environ["REQUEST_METHOD"]
+        path = environ["PATH_INFO"]
+        if method not in ("GET", "POST"):
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or POST")
+        if path == "/" and method == "GET":
+            self._check_key(parse_qs(environ.get("QUERY_STRING", "")).get("key", []))
+            cookie = f"{self._cookie}={self.key}; Path=/; HttpOnly; SameSite=Strict"
+            return self._whole(start, HTTPStatus.OK, "text/html; charset=utf-8", self.page, ("Set-Cookie", cookie))
+        if path != "/chat":
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is only / and /chat")
+        self._check_key(_keys(environ, self._cookie))
+        if method == "GET":
+            beginning = {"system": self._system or "", "samples": self._chat.num_samples}
+            return self._whole(start, HTTPStatus.OK, "application/json", json.dumps(beginning))
+        if environ.get("CONTENT_TYPE", "").partition(";")[0].strip() != "application/json":
+            raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected Content-Type: application/json")
+        body = environ["wsgi.input"].read()
+        try:
+            system, turns, question = _conversation(body)
+            with self._reading:
+                prompt = self._chat.prompt(system, turns, question)
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        start("200 OK", [("Content-Type", "application/x-ndjson"), ("Cache-Control", "no-store")])
+        return self._answer(prompt)
+
+    def _answer(self, prompt: Prompt) -> Iterator[bytes]:
+        """The lines about an answer. waitress closes the iterator when the browser has left."""
+        if prompt.turns_left_out:
+            yield _line(note=left_out(prompt.turns_left_out, self._chat.context))
+        while not self._turn.acquire(timeout=_WAITING_SECONDS):
+            yield _line(waiting=True)
+        try:
+            answer = self._chat.answer(prompt)
+            try:
+                for pieces in answer:
+                    for row, piece in enumerate(pieces):
+                        if piece:
+                            yield _line(row=row, text=piece)
+            except Exception as error:
+                tell(f"error: {error}")
+                yield _line(error=str(error))
+                return
+            yield _line(end="max_new_tokens" if answer.at_limit else "stop")
+        finally:
+            self._turn.release()
+
+    def _check_origin(self, environ: dict[str, Any]) -> None:
+        """Refuses what does not come from this machine's own page.
+
+        A site whose name is made to point at 127.0.0.1 (DNS rebinding) still sends its own name as the host.
+        """
+        host = environ.get("HTTP_HOST", "")
+        origin = environ.get("HTTP_ORIGIN")
+        if host not in self.hosts:
+            hosts = " or ".join(sorted(self.hosts))
+            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, f"expected a Host header of {hosts}, given {host!r}")
+        if origin is not None and origin.removeprefix("http://") not in self.hosts:
+            raise _Refused(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
+
+    def _check_key(self, given: list[str]) -> None:
+        if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in given):
+            raise _Refused(HTTPStatus.FORBIDDEN, "open the address that plimsoll chat has printed: it ends with a key")
+
+    def _whole(self, start: Start, status: HTTPStatus, kind: str, text: str, *more: tuple[str, str]) -> list[bytes]:
+        """A response of known length."""
+        data = text.encode()
+        headers = [
+            ("Content-Type", kind),
+            ("Content-Length", str(len(data))),
+            ("Content-Security-Policy", self.policy),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cache-Control", "no-store"),
+            *more,
+        ]
+        start(f"{status.value} {status.phrase}", headers)
+        return [data]
+
+
+def _keys(environ: dict[str, Any], cookie: str) -> list[str]:
+    """The keys that a request brings: in the page's cookie, or as `Authorization: Bearer KEY`."""
+    keys = []
+    try:
+        cookies = SimpleCookie(environ.get("HTTP_COOKIE", ""))
+        if cookie in cookies:
+            keys.append(cookies[cookie].value)
+    except CookieError:
+        # Somebody else's cookies of this host.
+        pass
+    scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if scheme.lower() == "bearer":
+        keys.append(key)
+    return keys
+
+
+def _line(**fields: Any) -> bytes:
+    return f"{json.dumps(fields)}\n".encode()
+
+
+def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
+    """Returns (system prompt, turns, question) from a request.
+
+    Raises:
+        ValueError: it is no JSON, or not of that form.
+    """
+    from framework.inference.chat import Turn
+
+    expected = 'expected {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}'
+    try:
+        fields = parse_json(body)
+    except ValueError as error:
+        raise ValueError(f"{expected}, given no JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.keys() - {"system", "turns", "question"}:
+        raise ValueError(expected)
+    system = fields.get("system") or None
+    question = fields.get("question", "")
+    pairs = fields.get("turns", [])
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(expected)
+    turns = [Turn(*pair) for pair in pairs]
+    texts = [system or "", question, *(text for turn in turns for text in turn)]
+    if not all(isinstance(text, str) for text in texts) or not question.strip():
+        raise ValueError(expected)
+    return system, turns, question
 
 
 def _sources(tag: str, page: str) -> list[str]:

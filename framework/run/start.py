@@ -180,9 +180,14 @@ def _guarded(job: Job) -> int:
                 if goodput.phase not in UNLIMITED:
                     error.add_note(mistakes.IN_THE_LOOP)
                 raise
-            traceback.print_exc()
             peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
             code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
+            if peer_is_gone and not os.environ.get("PLIMSOLL_TRACEBACK"):
+                # The frames are of whatever was waiting for it, and of no use.
+                first_line = str(error).strip().partition("\n")[0][:300]
+                print(f"error: process {process}: another process of the run is gone: {first_line}", file=sys.stderr)
+            else:
+                traceback.print_exc()
         finally:
             if not dry_run:
                 pulse.write(exit=code, reason=reason)

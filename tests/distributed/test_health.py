@@ -35,7 +35,8 @@ def test_says_what_the_loop_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("code", "down"), [(0, False), (130, False), (5, True), (None, True)])
 def test_the_next_start_carries_on(tmp_path: Path, code: int | None, down: bool) -> None:
     path = tmp_path / "process-00003.json"
-    facts = {"time": time.time() - 50.0, "attempt": 2, "goodput": {"step": 30.0}}
+    facts = {"time": time.time() - 50.0, "moved": 0.0, "attempt": 2, "goodput": {"step": 30.0}, "phase": "step"}
+    facts |= {"process": 3, "num_processes": 4, "host": "h", "pid": 1, "interval": 5.0}
     path.write_text(json.dumps(facts if code is None else {**facts, "exit": code}))
     goodput = Goodput()
     one = Pulse(tmp_path, 3, 4, Health(), goodput)

@@ -1,8 +1,10 @@
 """The page of `plimsoll chat` and its server, with a script for a model: by urllib, and in a real browser."""
 
+import contextlib
 import http.client
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -12,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.chat_requests import MAX_BODY_BYTES
-from launch.chat_web import Server
+from launch.chat_web import MAX_BODY_BYTES, Server
 from launch.cli import UsageError
 from tests.support import chats
 
@@ -59,13 +60,16 @@ def server(script: chats.Script) -> Iterator[Server]:
         thread = threading.Thread(target=made.serve, args=(chats.chat(script, num_samples=2), "be kind"))
         thread.start()
         yield made
-        made.shutdown()
+        made.close()
         thread.join()
 
 
 def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    named = {
+        "Authorization": f"Bearer {server.key}",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     connection.request(method, path, body, named)
     response = connection.getresponse()
     data = response.read()
@@ -89,12 +93,13 @@ def test_answers_come_as_they_are_made(server: Server, script: chats.Script) -> 
 
 
 def test_one_answer_at_a_time_and_none_for_those_who_left(server: Server, script: chats.Script) -> None:
-    leaving = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    leaving.request("POST", "/chat", question("long"), JSON)
+    known = {**JSON, "Authorization": f"Bearer {server.key}"}
+    leaving = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    leaving.request("POST", "/chat", question("long"), known)
     response = leaving.getresponse()
     assert b"text" in response.readline()
-    waiting = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    waiting.request("POST", "/chat", question("second"), JSON)
+    waiting = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    waiting.request("POST", "/chat", question("second"), known)
     second = waiting.getresponse()
     assert json.loads(second.readline()) == {"waiting": True}
     assert len(script.prompts) == 1
@@ -113,11 +118,17 @@ def test_one_answer_at_a_time_and_none_for_those_who_left(server: Server, script
         (403, "other sites", "POST", "/chat", question("a"), {**JSON, "Origin": "http://evil.example"}),
         (403, "other sites", "POST", "/chat", question("a"), {**JSON, "Origin": "null"}),
         (415, "application/json", "POST", "/chat", question("a"), {"Content-Type": "text/plain"}),
-        (411, "Content-Length", "POST", "/chat", question("a"), {**JSON, "Content-Length": "-1"}),
-        (413, "at most", "POST", "/chat", None, {**JSON, "Content-Length": f"{MAX_BODY_BYTES + 1}"}),
+        (400, "Content-Length", "POST", "/chat", question("a"), {**JSON, "Content-Length": "-1"}),
+        (413, "exceeds", "POST", "/chat", None, {**JSON, "Content-Length": f"{MAX_BODY_BYTES + 1}"}),
+        (403, "key", "POST", "/chat", question("a"), {**JSON, "Authorization": "Bearer x"}),
+        (403, "key", "POST", "/chat", question("a"), {**JSON, "Authorization": "", "Cookie": "plimsoll=x"}),
+        (403, "key", "GET", "/chat", None, {"Authorization": "Basic eA=="}),
+        (403, "key", "GET", "/", None, {}),
+        (403, "key", "GET", "/?key=", None, {}),
+        (403, "key", "GET", "/?key=%ff", None, {}),
         (404, "only /", "GET", "/../chat.py", None, {}),
-        (404, "only /chat", "POST", "/", question("a"), JSON),
-        (501, "", "PUT", "/chat", question("a"), JSON),
+        (404, "/chat", "POST", "/", question("a"), JSON),
+        (405, "GET or POST", "PUT", "/chat", question("a"), JSON),
         (400, "no JSON", "POST", "/chat", "{", JSON),
         (400, "no JSON", "POST", "/chat", "[" * 100_000, JSON),
         (400, "expected", "POST", "/chat", "[]", JSON),
@@ -137,12 +148,44 @@ def test_what_is_refused(server, script, expected, reason, method, path, body, h
 
 
 def test_only_this_machine_can_reach_it(server: Server) -> None:
-    assert server.server_address[0] == "127.0.0.1"
-    with pytest.raises(UsageError, match=f"--port={server.server_port}: Address already in use"):
-        Server(server.server_port)
-    _, page = ask(server, "GET", "/", Host=f"localhost:{server.server_port}")
+    assert server._server.socket.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(UsageError, match=f"--port={server.port}: Address already in use"):
+        Server(server.port)
+    _, page = ask(server, "GET", f"/?key={server.key}", Host=f"localhost:{server.port}")
     assert b"http" not in page.replace(b"http-equiv", b"")
     assert "unsafe" not in server.policy
+
+
+def test_the_page_brings_a_cookie_that_opens_the_chat(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", f"/?key={server.key}")
+    response = connection.getresponse()
+    assert b"<html" in response.read()
+    cookie = response.headers["Set-Cookie"]
+    assert {"HttpOnly", "SameSite=Strict"} <= set(cookie.split("; "))
+    connection.request("GET", "/chat", headers={"Cookie": f"other=1; {cookie.partition(';')[0]}"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_the_body_of_a_get_is_no_second_request(server: Server, script: chats.Script) -> None:
+    hidden = (
+        f"POST /chat HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(question('x'))}\r\n\r\n{question('x')}"
+    )
+    assert ask(server, "GET", "/chat", hidden)[0] == 200
+    time.sleep(0.3)
+    assert not script.prompts
+
+
+def test_silent_connections_keep_nobody_waiting(server: Server) -> None:
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        for number in range(200):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            silent.sendall(b"POST /chat HTTP/1.1\r\n"[: number % 20])
+        assert ask(server, "POST", "/chat", question("a"), **JSON)[0] == 200
+        assert threading.active_count() <= threads
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
@@ -153,7 +196,7 @@ def test_the_page_in_a_browser(server: Server, script: chats.Script, tmp_path: P
         str(CHROMIUM),
         *FLAGS,
         f"--user-data-dir={tmp_path / 'profile'}",
-        f"http://127.0.0.1:{server.server_port}/",
+        server.url,
     ]
     with said.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as browser:
         try:
