@@ -82,6 +82,7 @@ def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, cap
         api.load(workdir, {"mesh.model": 3})
 
 
+@pytest.mark.pairs
 def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     """What it says of files stays unread, and nothing is written but what the command line names."""
     stranger, home = tmp_path / "stranger", tmp_path / "home"

@@ -77,13 +77,8 @@ SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
     """Buffers, losses of layers, random streams and shared parameters thread through all of them."""
-    check_twenty_steps(case, finds_leaks=case in ONCE or case in UNLIKE[:1])
-
-
-def check_twenty_steps(case: Case, *, finds_leaks: bool):
-    """Train by the framework and by plain optax, and compare parameters, buffers, losses and norms."""
     with exact.conditions():
-        found, losses, norms, weights = exact.train(case, finds_leaks=finds_leaks)
+        found, losses, norms, weights = exact.train(case)
         known = case.model, case.optimizer, case.precision, case.clip()
         _, master, tolerance = exact.PRECISIONS[case.precision]
         expected, *metrics = exact.plain(*known, weights) if master else exact.once(*known)
@@ -94,3 +89,10 @@ def check_twenty_steps(case: Case, *, finds_leaks: bool):
     np.testing.assert_allclose([losses, norms], metrics, rtol=3e-6)  # float32
     if case.clip() is not None:
         assert np.nanmin(norms) < case.clip() < np.nanmax(norms), "active in some steps, not in others"
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("case", [*ONCE, *UNLIKE[:1]], ids=exact.name_of)
+def test_no_tracer_leaks(case: Case):
+    with exact.conditions():
+        exact.check_leaks(case)

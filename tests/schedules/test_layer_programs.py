@@ -14,7 +14,7 @@ from framework import layout
 from framework.config import Config
 from framework.plan import guard
 from framework.schedules.layerwise import programs
-from tests.schedules.test_exact import check_twenty_steps
+from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import Case
 from tests.support.selection import slow
@@ -76,15 +76,21 @@ SLOW = STREAMS[1:] + [
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
     """As for the other schedules."""
-    # The first four are the four schedules.
-    check_twenty_steps(case, finds_leaks=case in CASES[:4])
+    twenty_steps_equal_plain_optax(case)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.memory)
+def test_no_tracer_leaks(case: Case):
+    with exact.conditions():
+        exact.check_leaks(case)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["layers", pytest.param("layers_two_pass", marks=pytest.mark.pairs)])
 def test_groups_of_two_streams_run_again(memory: str):
     """What flows between units is two arrays then."""
-    check_twenty_steps(Case("streams", memory=memory, remat="sqrt"), finds_leaks=False)
+    twenty_steps_equal_plain_optax(Case("streams", memory=memory, remat="sqrt"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from framework.config import config_for
 from framework.optimizers.named import OPTIMIZERS
-from tests.schedules.test_exact import check_twenty_steps
+from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact
 from tests.support.exact import Case
 
@@ -35,7 +35,7 @@ SLOW = [
     ids=exact.name_of,
 )
 def test_twenty_steps_equal_one_instance_per_layer(case: Case):
-    check_twenty_steps(case, finds_leaks=False)
+    twenty_steps_equal_plain_optax(case)
 
 
 def test_every_optimizer_is_tried():

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -346,12 +346,8 @@ def batch(program: Program, step: int) -> dict[str, jax.Array]:
     return program.put({**found, "weights": found["weights"] * np.float32(np.nan if step == POISONED else 1.0)})
 
 
-def train(case: Case, *, finds_leaks: bool) -> tuple[Any, list[float], list[float], list[Any]]:
-    """The framework's side, and the weights before each step. Host leaves are back on the host.
-
-    Finding leaked tracers doubles the time: JAX then caches no trace, and collects garbage after each of them.
-    """
-    leaks = jax.checking_leaks if finds_leaks else nullcontext
+def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
+    """The framework's side, and the weights before each step. Host leaves are back on the host."""
     program = case.program()
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
@@ -361,14 +357,9 @@ def train(case: Case, *, finds_leaks: bool) -> tuple[Any, list[float], list[floa
     if isinstance(program.execution, Layerwise):
         program.execution.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         _ = program.execution.layers
-        with leaks():
-            program.compile()
+        program.compile()
     else:
-        # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
-        _ = program.step_jit
-        with leaks():
-            traced = program.traced_step
-        _compile(program, traced, case)
+        _compile(program, case)
     state, losses, norms, weights = placed(case, program), [], [], []
     for step in range(STEPS):
         weights.append(apart(jax.tree.map(np.array, program.stored(state)["parameter"])))
@@ -381,7 +372,25 @@ def train(case: Case, *, finds_leaks: bool) -> tuple[Any, list[float], list[floa
     return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
 
 
-def _compile(program: Program, traced: jax.stages.Traced, case: Case) -> None:
+def check_leaks(case: Case) -> None:
+    """Raises an exception where a tracer leaks.
+
+    It is a test of its own, as JAX then caches no trace, and collects garbage after each of them.
+    """
+    program = case.program()
+    if isinstance(program.execution, Layerwise):
+        _ = program.execution.layers
+        with jax.checking_leaks():
+            program.compile()
+        return
+    # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
+    _ = program.step_jit
+    with jax.checking_leaks():
+        _ = program.traced_step
+
+
+def _compile(program: Program, case: Case) -> None:
+    traced = program.traced_step
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
     lowered = traced.lower()
