@@ -12,6 +12,7 @@ import pytest
 from scipy.special import log_softmax
 
 import framework.api.model as api
+from framework.checkpoint.directory import Manifest
 from framework.layout import flatten
 from launch import evaluate, generate, weights
 from tests.support import runs
@@ -62,11 +63,13 @@ def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
 def test_fewer_devices_than_the_mesh_of_the_run_wants(
     workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = json.loads((workdir / "config.json").read_text())
-    config["mesh"] |= {"model": 2, "fsdp": 64}
     larger = tmp_path / "run"
     shutil.copytree(workdir, larger)
-    (larger / "config.json").write_text(json.dumps(config))
+    # The config of a checkpoint counts.
+    for step in (larger / "checkpoints").glob("0*"):
+        manifest = Manifest.read(step)
+        manifest.extra["config"]["mesh"] |= {"model": 2, "fsdp": 64}
+        (step / "manifest" / "data.json").write_text(json.dumps(manifest.to_json()))
     loaded = load(larger)
     assert dict(loaded.program.mesh.shape) == {"data": 1, "fsdp": 8, "expert": 1, "seq": 1, "model": 1}
     assert "is not the number of devices, 8; nearest: [8]; using mesh.fsdp = 8" in capsys.readouterr().err

@@ -74,10 +74,10 @@ def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     captured = capsys.readouterr()
     # 10 ids of 2 bytes, 10 float16, a float32, and a row's key of 16 bytes for 32 tokens.
-    assert "rows of 32 tokens, the likeliest 10 of 257: 44.5 bytes per token, at most " in captured.err
+    assert "rows of 32 tokens, the likeliest 10 of 257: 44.6 bytes per token, at most " in captured.err
     sizes = sum(path.stat().st_size for path in (tmp_path / "scores").glob("*.bin"))
     rows = TeacherRows(tmp_path / "scores")
-    assert sizes == rows.num_rows * 44.5 * 32
+    assert sizes == rows.num_rows * (44 * 32 + 20)
     assert f"{rows.num_rows:,} rows, {rows.num_rows:,} of them new" in captured.out
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     assert f"{rows.num_rows:,} rows, 0 of them new" in capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_kill_9_and_the_same_command_again_give_the_same_bytes(folder: Path, tmp
     assert (killed / "ids.bin").stat().st_size > TeacherRows(killed).num_rows * 32 * 64 * 2
     assert scored(killed, ("-m", "launch.score")) == 0, (tmp_path / "out").read_text()
     names = sorted(path.name for path in whole.glob("*.bin"))
-    assert names == ["ids.bin", "log_probs.bin", "rows.bin", "tails.bin"]
+    assert names == ["checksums.bin", "ids.bin", "log_probs.bin", "rows.bin", "tails.bin"]
     for name in (*names, "teacher.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
