@@ -16,6 +16,7 @@ JSON, which a form cannot do. waitress reads the requests, with limits of their 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -48,7 +49,7 @@ _MAX_HEADER_BYTES = 1 << 14
 # Requests that are being answered, or wait for their turn; and connections.
 _THREADS = 16
 _CONNECTIONS = 512
-# A client that neither sends nor reads for so long is gone.
+# Seconds after which an idle connection is closed.
 _CLIENT_SECONDS = 60
 # How often one that waits for its turn is written to, which is how it shows that it has left.
 _WAITING_SECONDS = 1.0
@@ -250,13 +251,11 @@ class Server:
 def _keys(environ: dict[str, Any], cookie: str) -> list[str]:
     """The keys that a request brings: in the page's cookie, or as `Authorization: Bearer KEY`."""
     keys = []
-    try:
+    # Other servers of this host may have set cookies that cannot be parsed.
+    with contextlib.suppress(CookieError):
         cookies = SimpleCookie(environ.get("HTTP_COOKIE", ""))
         if cookie in cookies:
             keys.append(cookies[cookie].value)
-    except CookieError:
-        # Somebody else's cookies of this host.
-        pass
     scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
     if scheme.lower() == "bearer":
         keys.append(key)

@@ -217,7 +217,7 @@ class Supervisor:
         # What JAX reads when it is imported has to be there in the server, which imports it for all
         # processes.
         os.environ.update(shared, PYTHONUNBUFFERED="1")
-        # What somebody else on this machine sends to process 0 does not count.
+        # Process 0 then ignores messages from other users of this machine.
         os.environ.setdefault(rendezvous.KEY, secrets.token_hex(16))
         # The folder of the start comes first on the server's path, and may hold a launch.py.
         if not from_here() and _SAFE_PATH not in os.environ:

@@ -71,7 +71,6 @@ def load_run(
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
     """
     prepare_jax()
-    start_devices()
     workdir, checkpoints = read_only(folder)
     from framework.checkpoint.checkpointer import Checkpointer
 
@@ -84,6 +83,7 @@ def load_run(
     from framework.program.inference import inference_program
 
     _refuse_empty(checkpointer)
+    start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
     restored = _restored(checkpointer, program, step, averaged)
@@ -95,9 +95,9 @@ def load_run(
 
 
 def _config_of_run(workdir: Path, checkpointer: Any, step: int | None, tell: Tell) -> Config:
-    """The config that the checkpoint was saved with, whose digest covers it; that of the workdir where it has none.
+    """Load the config that the checkpoint was saved with, or that of the workdir if the checkpoint has none.
 
-    config.json is of the last start, and anybody may have changed it since.
+    The manifest's digest covers the former. config.json belongs to the last start, and may have been edited since.
     """
     config = stored.read(workdir, tell)
     steps = checkpointer.steps() if step is None else [step]
@@ -170,7 +170,6 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
 def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_asked: bool = False, tell: Tell) -> Loaded:
     """Loads a published model: of a Hugging Face directory, or by the Hub's id. Other arguments as for `load_run`."""
     prepare_jax()
-    start_devices()
     import optax
 
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
@@ -190,6 +189,7 @@ def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_ask
     experiment: Any = config.instantiate()
     folder = hub_models.folder(place)
     experiment.data.tokenizer.prepare(folder, None, write=False)
+    start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
     state = experiment.pretrained.init(program)

@@ -143,7 +143,12 @@ class StoredRows:
             stored = parse_json((self.folder / _FACTS).read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return stored if isinstance(stored, dict) and isinstance(stored.get("done"), dict) else None
+        done = stored.get("done") if isinstance(stored, dict) else None
+        if not isinstance(done, dict):
+            return None
+        # An index beyond the set would be cut off by a slice, and a checksum of fewer rows could agree.
+        is_valid = all(type(done.get(name)) is int and 0 <= done[name] <= s.num_rows for name, s in self._sets.items())
+        return stored if is_valid else None
 
     def _hash_files(self, done: Mapping[str, int]) -> dict[str, Any]:
         """The hash of the first rows of each file, so many as are done, by the name of the set."""

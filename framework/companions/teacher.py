@@ -103,7 +103,8 @@ class Teacher(Companion):
         """See `Companion`."""
         if self.kind == "stored" and self._rows is None:
             self._rows = self._opened(program)
-        if distributed.is_primary():
+        # `plimsoll evaluate` opens the teacher of a run, too, and writes nothing there.
+        if begins and distributed.is_primary():
             write_json(workdir / _RECORD, {"weights": self._weights(program, workdir)})
         if self.kind == "live":
             self._live(program).load()
@@ -119,10 +120,10 @@ class Teacher(Companion):
         """Raises ValueError, in every process, where the run has begun with the answers of another teacher."""
         difference = None
         if distributed.is_primary() and (workdir / _RECORD).exists():
-            known = parse_json((workdir / _RECORD).read_text())["weights"]
+            known = _read_record(workdir / _RECORD)
             found = self._weights(program, workdir)
             if known != found:
-                difference = f"weights {found[:12]}, and the run has begun with {known[:12]}"
+                difference = f"weights {found[:12]}; the run began with {known[:12]}"
         difference = distributed.from_primary(difference)
         if difference:
             raise ValueError(
@@ -257,6 +258,15 @@ class Teacher(Companion):
                 f"{self._rows.num_rows:,}; {_SCORE_AGAIN}"
             )
         return number
+
+
+def _read_record(path: Path) -> str:
+    """Read the digest of the weights that a run began with. Raises ValueError: the file is damaged."""
+    record = parse_json(path.read_text())
+    weights = record.get("weights") if isinstance(record, dict) else None
+    if not isinstance(weights, str):
+        raise ValueError(f"{path} is damaged: expected the digest of a teacher's weights")
+    return weights
 
 
 def _with_fewer(rows: Rows, top_k: int) -> Rows:

@@ -17,6 +17,7 @@ import select
 import struct
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -81,13 +82,19 @@ class TemplateProcess:
         self._template = template
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        # Threads share the pipes, which carry one conversation at a time.
+        self._lock = threading.Lock()
 
     def render(self, context: dict[str, Any]) -> str:
-        """The text that the template makes of some variables.
+        """Render the template with these variables.
 
         Raises:
             ValueError: the template fails, or takes more than `SECONDS` or `MEMORY_BYTES`.
         """
+        with self._lock:
+            return self._render(context)
+
+    def _render(self, context: dict[str, Any]) -> str:
         # A fork has the object and not the process.
         if self._process is None or self._owner != os.getpid():
             self._start()

@@ -2,8 +2,8 @@
 
 JAX's own wait ends, when it is over, with an abort in C++ that names nobody. Here process 0 listens
 at the address of the coordinator until every process has said who it is, tells all of them to go
-on, and leaves the address to JAX. It sends each connection a nonce first, and proofs are HMAC-SHA256 of
-that and of the card (RFC 2104).
+on, and leaves the address to JAX. It sends each connection a nonce; the process answers with its number
+and an HMAC-SHA256 (RFC 2104) of nonce and message under the run's key.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from absl import logging
 from framework.config.names import printable
 from framework.files.texts import parse_json
 
-# An environment variable that is equal in all processes of a run and known to nobody else: launchers set it. With it,
-# process 0 counts those alone that know it; without it, anybody who can reach the port could pass for one.
+# An environment variable with a secret that all processes of a run share; launchers set it. Process 0 then accepts only
+# processes that know the secret. Without it, any program that can reach the port could pass for one of them.
 KEY = "PLIMSOLL_RENDEZVOUS_KEY"
-# A connection has this long, and so many bytes, to say who it is.
-_CARD_SECONDS = 5.0
-_CARD_BYTES = 4096
+# Limits on the time and the bytes in which a connection has to identify itself.
+_HELLO_SECONDS = 5.0
+_HELLO_BYTES = 4096
 _ANSWER_BYTES = 65536
-# Connections, beside one for each process, that may be open without having said who they are.
-_MAX_GUESTS = 64
+# Unidentified connections that may be open, in addition to one per process.
+_MAX_PENDING = 64
 _MAX_PROCESSES = 1 << 20
 
 
@@ -43,12 +43,12 @@ class ProcessesMissingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Card:
-    """What a process says of itself.
+class _Hello:
+    """The message by which a process identifies itself.
 
     Attributes:
-        process_id: its number.
-        num_processes: how many processes it takes the run to have.
+        process_id: number of the process.
+        num_processes: number of processes in the run, as this process was started.
         words: "process PID on host NAME".
     """
 
@@ -57,17 +57,17 @@ class _Card:
     words: str
 
     def message(self, nonce: str) -> bytes:
-        """The line that says so, with a proof that the sender knows the run's key."""
+        """Encode the message, with a proof that the sender knows the run's key."""
         return _line({"id": self.process_id, "of": self.num_processes, "who": self.words, "proof": self._proof(nonce)})
 
     @classmethod
-    def read(cls, line: bytes, nonce: str, num_processes: int) -> _Card | None:
-        """The card of a line; None if it is of no process of this run.
+    def parse(cls, line: bytes, nonce: str, num_processes: int) -> _Hello | None:
+        """Parse and verify a message; None if it is not from a process of this run.
 
         Args:
-            line: what was received.
-            nonce: what the sender was sent.
-            num_processes: of this run.
+            line: the received line.
+            nonce: the nonce that this connection was sent.
+            num_processes: number of processes in this run.
         """
         try:
             message = parse_json(line)
@@ -78,8 +78,8 @@ class _Card:
         if [type(value) for value in values] != [int, int, str, str]:
             return None
         process_id, of, words, proof = values
-        card = cls(process_id, of, words)
-        if not hmac.compare_digest(card._proof(nonce).encode(), proof.encode("utf-8", "replace")):
+        hello = cls(process_id, of, words)
+        if not hmac.compare_digest(hello._proof(nonce).encode(), proof.encode("utf-8", "replace")):
             return None
         if not 0 <= process_id < max(num_processes, of) or not 0 < of <= _MAX_PROCESSES:
             return None
@@ -98,8 +98,8 @@ class _Arrival(NamedTuple):
 
 
 @dataclass
-class _Guest:
-    """A connection that has not yet said who it is."""
+class _Pending:
+    """A connection that has not identified itself yet."""
 
     deadline: float
     nonce: str
@@ -155,63 +155,64 @@ def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
             problem = f"process 0 cannot listen at {host}:{port}: {error.strerror}"
             raise ProcessesMissingError(problem) from None
         # The connections of those that have come stay open until the end, when all are answered at once.
-        hall = stack.enter_context(_Hall(server, num_processes))
-        while len(hall.arrivals) < num_processes:
+        rendezvous = stack.enter_context(_Rendezvous(server, num_processes))
+        while len(rendezvous.arrivals) < num_processes:
             if time.monotonic() >= deadline:
-                hall.end(_who_is_missing(hall, num_processes, seconds))
-            hall.wait(deadline)
+                rendezvous.end(_who_is_missing(rendezvous, num_processes, seconds))
+            rendezvous.wait(deadline)
         # Before the others go on, as JAX in this process is to listen at the same port.
         server.close()
-        _tell(hall.arrivals.values(), "")
+        _tell(rendezvous.arrivals.values(), "")
 
 
-class _Hall:
-    """What process 0 knows of the connections to it. Anybody on the network may connect and send anything.
+class _Rendezvous:
+    """The connections to process 0, in one select loop.
 
-    So nothing here waits for one connection: each has a time and a number of bytes in which to say who it is.
+    Any program on the network may connect and send anything. The loop never blocks on one connection: each has a
+    deadline and a byte limit for identifying itself.
 
     Attributes:
-        arrivals: the processes of the run that are there, by their number.
-        num_strangers: connections that were none of the run's.
+        arrivals: processes of the run that have arrived, by number.
+        num_rejected: number of connections that were closed because they did not identify as a process of the run.
     """
 
     def __init__(self, server: socket.socket, num_processes: int):
         self.arrivals: dict[int, _Arrival] = {0: _Arrival(_own_words(), None)}
-        self.num_strangers = 0
+        self.num_rejected = 0
         self._server = server
         self._num_processes = num_processes
-        self._guests: dict[socket.socket, _Guest] = {}
+        self._pending: dict[socket.socket, _Pending] = {}
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Hall:
+    def __enter__(self) -> _Rendezvous:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
-        for connection in (*self._guests, *(arrival.connection for arrival in self.arrivals.values())):
+        for connection in (*self._pending, *(arrival.connection for arrival in self.arrivals.values())):
             if connection is not None:
                 connection.close()
 
     def wait(self, deadline: float) -> None:
-        """Takes what comes until the next time that matters, which is the deadline at the latest.
+        """Handle events until the next deadline of a connection, or `deadline`.
 
         Raises:
             ProcessesMissingError: two processes of the run, which has a key, contradict each other.
         """
-        next_time = min([deadline, *(guest.deadline for guest in self._guests.values())])
+        next_time = min([deadline, *(pending.deadline for pending in self._pending.values())])
         for key, _ in self._selector.select(max(0.0, next_time - time.monotonic())):
             if key.fileobj is self._server:
                 self._accept()
-            elif key.fileobj in self._guests:
-                self._hear(key.fileobj)  # pyright: ignore[reportArgumentType]
+            elif key.fileobj in self._pending:
+                self._receive(key.fileobj)  # pyright: ignore[reportArgumentType]
         now = time.monotonic()
-        for connection in [one for one, guest in self._guests.items() if guest.deadline <= now]:
-            self._send_away(connection)
+        for connection in [one for one, pending in self._pending.items() if pending.deadline <= now]:
+            self._reject(connection)
 
     def end(self, problem: str) -> NoReturn:
-        """Tells all that are there about a problem, which ends the start. Raises ProcessesMissingError."""
+        """Send a problem to all processes that have arrived, and raise it as a ProcessesMissingError."""
         _tell(self.arrivals.values(), problem)
         raise ProcessesMissingError(problem)
 
@@ -219,77 +220,77 @@ class _Hall:
         try:
             connection, _ = self._server.accept()
         except OSError:
-            # It has gone again, or there are no file descriptors left.
+            # The peer has closed the connection already, or no file descriptor is free.
             return
-        if len(self._guests) >= _MAX_GUESTS + self._num_processes:
-            self._send_away(next(iter(self._guests)))
+        if len(self._pending) >= _MAX_PENDING + self._num_processes:
+            self._reject(next(iter(self._pending)))
         connection.setblocking(False)
-        guest = _Guest(time.monotonic() + _CARD_SECONDS, secrets.token_hex(16))
-        self._guests[connection] = guest
+        pending = _Pending(time.monotonic() + _HELLO_SECONDS, secrets.token_hex(16))
+        self._pending[connection] = pending
         self._selector.register(connection, selectors.EVENT_READ)
         with suppress(OSError):
-            connection.sendall(_line({"nonce": guest.nonce}))
+            connection.sendall(_line({"nonce": pending.nonce}))
 
-    def _hear(self, connection: socket.socket) -> None:
-        guest = self._guests[connection]
+    def _receive(self, connection: socket.socket) -> None:
+        pending = self._pending[connection]
         try:
-            part = connection.recv(_CARD_BYTES)
+            part = connection.recv(_HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        guest.received += part
-        if b"\n" in guest.received:
-            self._greet(connection, guest)
-        elif not part or len(guest.received) > _CARD_BYTES:
-            self._send_away(connection)
+        pending.received += part
+        if b"\n" in pending.received:
+            self._identify(connection, pending)
+        elif not part or len(pending.received) > _HELLO_BYTES:
+            self._reject(connection)
 
-    def _greet(self, connection: socket.socket, guest: _Guest) -> None:
-        card = _Card.read(guest.received.partition(b"\n")[0], guest.nonce, self._num_processes)
-        if card is None:
-            self._send_away(connection)
+    def _identify(self, connection: socket.socket, pending: _Pending) -> None:
+        hello = _Hello.parse(pending.received.partition(b"\n")[0], pending.nonce, self._num_processes)
+        if hello is None:
+            self._reject(connection)
             return
         self._selector.unregister(connection)
-        del self._guests[connection]
-        arrival = _Arrival(card.words, connection)
-        problem = self._contradiction(card)
+        del self._pending[connection]
+        arrival = _Arrival(hello.words, connection)
+        problem = self._contradiction(hello)
         if not problem:
-            earlier = self.arrivals.get(card.process_id)
+            earlier = self.arrivals.get(hello.process_id)
             if earlier is not None and earlier.connection is not None:
                 earlier.connection.close()
-            self.arrivals[card.process_id] = arrival
+            self.arrivals[hello.process_id] = arrival
             return
         _tell([arrival], problem)
         connection.close()
         if _key():
             # Only processes of the run know the key.
             self.end(problem)
-        # It may be anybody, so the others go on waiting for the real one.
+        # Without a key the sender may be any program, so the others keep waiting for the real process.
         logging.warning("rendezvous: %s", problem)
 
-    def _contradiction(self, card: _Card) -> str:
+    def _contradiction(self, hello: _Hello) -> str:
         """Describes how a process contradicts those that are there; "" if it does not."""
-        process_id = card.process_id
-        if card.num_processes != self._num_processes:
-            words = f"process {process_id} ({card.words})"
-            return f"{words} counts {card.num_processes} processes, and process 0 {self._num_processes}"
+        process_id = hello.process_id
+        if hello.num_processes != self._num_processes:
+            words = f"process {process_id} ({hello.words})"
+            return f"{words} counts {hello.num_processes} processes, and process 0 {self._num_processes}"
         earlier = self.arrivals.get(process_id)
         # A process whose connection has ended was started again.
         if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
-            pair = f"{earlier.words} and {card.words}"
+            pair = f"{earlier.words} and {hello.words}"
             return f"two processes say that they are process {process_id}: {pair}"
         return ""
 
-    def _send_away(self, connection: socket.socket) -> None:
-        self.num_strangers += 1
+    def _reject(self, connection: socket.socket) -> None:
+        self.num_rejected += 1
         self._selector.unregister(connection)
-        del self._guests[connection]
+        del self._pending[connection]
         connection.close()
 
 
-def _who_is_missing(hall: _Hall, num_processes: int, seconds: float) -> str:
+def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float) -> str:
     """Describes, when the time is up, which processes are missing and which are there."""
-    arrivals = hall.arrivals
+    arrivals = rendezvous.arrivals
     # Of thousands of processes only so many are named: the text is one line of a log.
     missing_ids = sorted({*range(num_processes)} - arrivals.keys())
     missing = ", ".join(map(str, missing_ids[:16]))
@@ -299,27 +300,27 @@ def _who_is_missing(hall: _Hall, num_processes: int, seconds: float) -> str:
     if len(arrivals) > 8:
         present += ", ..."
     count = f"{len(missing_ids)} of {num_processes} processes are missing"
-    strangers = ""
-    if hall.num_strangers:
-        strangers = f"; {hall.num_strangers} connections were of no process of this run"
+    rejected = ""
+    if rendezvous.num_rejected:
+        rejected = f"; {rendezvous.num_rejected} connections were rejected: not from a process of this run"
         if _key():
-            strangers += f", or without its {KEY}"
-    return f"after {seconds:g} s, {count}: {missing}; there are {present}{strangers}"
+            rejected += f", or without its {KEY}"
+    return f"after {seconds:g} s, {count}: {missing}; there are {present}{rejected}"
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
     """Tells process 0 who this is, and waits until it says to go on."""
     deadline = time.monotonic() + seconds
     problem = f"nobody answers at {host}:{port}"
-    card = _Card(process_id, num_processes, _own_words())
+    hello = _Hello(process_id, num_processes, _own_words())
     while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=remaining_seconds) as connection:
                 # Process 0 knows better who is missing, so its answer is waited for a little longer.
                 answer_deadline = deadline + 5.0
-                greeting = _read(connection, answer_deadline)
-                connection.sendall(card.message(str(greeting.get("nonce", ""))))
-                answer = _read(connection, answer_deadline)
+                greeting = _read_message(connection, answer_deadline)
+                connection.sendall(hello.message(str(greeting.get("nonce", ""))))
+                answer = _read_message(connection, answer_deadline)
         except OSError as error:
             answer = {}
             problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
@@ -362,8 +363,8 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Reads one line with a JSON object; {} for anything else, and for a line that has not come in time."""
+def _read_message(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Read one line with a JSON object; {} for anything else, or if the deadline passes first."""
     received = b""
     with suppress(OSError, ValueError):
         while b"\n" not in received and len(received) <= _ANSWER_BYTES:

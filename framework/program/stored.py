@@ -61,9 +61,9 @@ def of_checkpoint(config: dict[str, Any], where: str, tell: Callable[[str], None
     """The config that a checkpoint's manifest has, as `read`.
 
     Args:
-        config: as JSON; the manifest's digest covers it.
-        where: what messages call the checkpoint.
-        tell: is told what of it is left out.
+        config: the config as JSON; the manifest's digest covers it.
+        where: name of the checkpoint in messages.
+        tell: function that prints a line for each setting that is left out.
 
     Raises:
         ConfigError: as from `read`.

@@ -65,7 +65,7 @@ class Pretrained:
         self.family: Family = family.instantiate()
 
     def warnings(self, seq_len: int) -> list[str]:
-        """What a person should know before training on sequences of so many tokens, a line each."""
+        """List warnings about training on sequences of `seq_len` tokens, one line each."""
         most = self.facts.get("max_position_embeddings")
         if not isinstance(most, int) or seq_len <= most:
             return []

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -220,6 +221,32 @@ def test_rows_that_are_missing_are_found_before_a_compile(scored, tmp_path):
     with pytest.raises(ValueError, match=rf"3 are not among its {num_stored - 3:,}; run `plimsoll score`") as raised:
         program.experiment.companion.check_files(program, tmp_path, begins=True)
     assert "\n" not in str(raised.value)
+
+
+def test_a_run_goes_on_with_the_teacher_that_it_began_with(scored, tmp_path):
+    texts, scores, _, _, masked = scored
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    opened(student(texts, scores, masked=masked), workdir)
+    record = (workdir / "teacher.json").read_text()
+    other = tmp_path / "other"
+    rows = TeacherRows(scores)
+    with TeacherWriter(other, replace(rows.facts, weights="x" * 64)).open() as writer:
+        writer.append(rows.take(list(range(rows.num_rows))))
+        writer.commit()
+    program = small.program(student(texts, other, masked=masked))
+    program.experiment.data.setup(workdir)
+    companion = program.experiment.companion
+    with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run began with"):
+        companion.check_files(program, workdir, begins=False)
+    # An evaluation opens the teacher that it is given, and writes nothing.
+    companion.open(program, workdir, begins=False, tell=lambda line: None)
+    assert (workdir / "teacher.json").read_text() == record
+    companion.check_files(program, workdir, begins=True)
+    for damaged in ("[]", "{}", '{"weights": 1}', "["):
+        (workdir / "teacher.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"teacher\.json|Expecting value"):
+            companion.check_files(program, workdir, begins=False)
 
 
 FACTS = Facts("w" * 64, "t" * 64, VOCAB, 4, 2, {"train": "d" * 64})

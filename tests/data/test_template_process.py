@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,6 +47,13 @@ def test_what_a_template_takes_is_bounded(name: str, quick: None) -> None:
     with pytest.raises(ValueError, match=r"more than 1|takes more|ended its process|too (large|big|long)|recursion"):
         process.render(CONTEXT)
     assert time.monotonic() - began < 5.0
+
+
+def test_threads_get_their_own_answers() -> None:
+    process = TemplateProcess("{{ n }}{{ 'x' * 200000 }}")
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda n: process.render({"n": n}), range(64)))
+    assert [text.rstrip("x") for text in texts] == [str(n) for n in range(64)]
 
 
 def test_an_error_is_told_and_the_next_conversation_is_rendered() -> None:

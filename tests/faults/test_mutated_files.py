@@ -11,6 +11,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from PIL import Image
 
 import configs
 from configs import families
+from framework.companions.stored import StoredRows
 from framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter
 from framework.data.files import FileHashes
 from framework.data.images import ImageFolder
@@ -301,6 +303,32 @@ def test_tokens(name: str, tmp_path: Path):
 
     expected = read(good)
     assert problems_of(good, name, read, tmp_path, lambda found: found == expected) == []
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", ["reference.json", "train.f32"])
+def test_a_stored_reference(name: str, tmp_path: Path):
+    rows: Any = {"train": SimpleNamespace(digest="d", num_rows=6)}
+
+    def stored(folder: Path) -> StoredRows:
+        return StoredRows(folder, rows, 4, "weights")
+
+    writer = stored(tmp_path / "good")
+    writer.begin(anew=True)
+    writer.write("train", 0, np.ones((4, 4), np.float32))
+    writer.write("train", 4, np.ones((2, 4), np.float32))
+
+    def read(folder: Path) -> bytes | None:
+        found = stored(folder)
+        # The reference is computed again.
+        if found.difference is not None or found.has_changed:
+            return None
+        return found.open()["train"].tobytes()
+
+    expected = read(tmp_path / "good")
+    assert expected is not None
+    problems = problems_of(tmp_path / "good", name, read, tmp_path, lambda found: found is None or found == expected)
+    assert problems == []
 
 
 # --- what a run has written ------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import configs
+from framework.checkpoint.directory import COMMIT_MARKER
 from launch import plan, train
 from tests.support.runs import ROOT
 
@@ -43,13 +45,31 @@ def test_a_plan_goes_by_the_platform_of_its_target(capsys: pytest.CaptureFixture
 
 @pytest.mark.pairs
 @pytest.mark.skipif(any(find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)), reason="JAX's CUDA plugin is installed")
-@pytest.mark.parametrize("verb", ["train --workdir=run", "plan --target=local", "generate --workdir=run --prompt=x"])
-def test_a_platform_that_is_not_there_is_one_line(verb: str, tmp_path: Path):
-    name, *flags = verb.split()
-    config = [] if name == "generate" else ["--config=stdlib-tiny"]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --config=stdlib-tiny --workdir=new",
+        "plan --config=stdlib-tiny --target=local",
+        "generate --workdir=run --prompt=x",
+    ],
+)
+def test_a_platform_that_is_not_there_is_one_line(command: str, tmp_path: Path):
+    name, *flags = command.split()
+    # `generate` looks for devices once it has found a config and a checkpoint, whose arrays it then loads.
+    step = tmp_path / "run" / "checkpoints" / "00000001"
+    for file in (
+        COMMIT_MARKER,
+        "_CHECKPOINT_METADATA",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+        "manifest/data.json",
+    ):
+        (step / file).parent.mkdir(parents=True, exist_ok=True)
+        (step / file).touch()
+    (tmp_path / "run" / "config.json").write_text(configs.load("distil-tiny-alone").to_json())
     environment = {**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", f"launch.{name}", *config, *flags]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    words = [sys.executable, "-m", f"launch.{name}", *flags]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "error: JAX finds no device of JAX_PLATFORMS=cuda" in done.stderr.splitlines()[-1]
