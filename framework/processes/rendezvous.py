@@ -174,11 +174,13 @@ class _Rendezvous:
     Attributes:
         arrivals: processes of the run that have arrived, by number.
         num_rejected: number of connections that were closed because they did not identify as a process of the run.
+        contradiction: the last contradiction between processes that did not end the wait; "" if there was none.
     """
 
     def __init__(self, server: socket.socket, num_processes: int):
         self.arrivals: dict[int, _Arrival] = {0: _Arrival(_own_words(), None)}
         self.num_rejected = 0
+        self.contradiction = ""
         self._server = server
         self._num_processes = num_processes
         self._pending: dict[socket.socket, _Pending] = {}
@@ -266,6 +268,7 @@ class _Rendezvous:
             # Only processes of the run know the key.
             self.end(problem)
         # Without a key the sender may be any program, so the others keep waiting for the real process.
+        self.contradiction = problem
         logging.warning("rendezvous: %s", problem)
 
     def _contradiction(self, hello: _Hello) -> str:
@@ -305,7 +308,8 @@ def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float)
         rejected = f"; {rendezvous.num_rejected} connections were rejected: not from a process of this run"
         if _key():
             rejected += f", or without its {KEY}"
-    return f"after {seconds:g} s, {count}: {missing}; there are {present}{rejected}"
+    contradiction = f"; {rendezvous.contradiction}" if rendezvous.contradiction else ""
+    return f"after {seconds:g} s, {count}: {missing}; there are {present}{contradiction}{rejected}"
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:

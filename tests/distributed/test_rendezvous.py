@@ -78,6 +78,11 @@ def test_twice_the_same_and_another_count_without_a_key() -> None:
     assert [one == "" for one in together((0, 2), (1, 3), (1, 2))] == [True, False, True]
 
 
+def test_the_end_of_the_wait_names_a_contradiction() -> None:
+    for told in together((0, 3), (1, 3), (1, 3), seconds=1.0):
+        assert "two processes say that they are process 1" in told
+
+
 class Server:
     """Process 0 of some, which waits in a thread."""
 

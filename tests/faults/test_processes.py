@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from framework.checkpoint.directory import scan
+from framework.processes.rendezvous import KEY
 from tests.support.runs import (
     CONFIG,
     ROOT,
@@ -290,8 +291,10 @@ def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_
     ids=["missing", "nobody", "twice", "another count"],
 )
 def test_processes_that_do_not_find_each_other(
-    text: Path, tmp_path: Path, count: int, ids: list[tuple[int, int]], message: str
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, ids: list[tuple[int, int]], message: str
 ) -> None:
+    # With a key, which the launchers set, a contradiction ends all processes at once.
+    monkeypatch.setenv(KEY, "a key")
     coordinator, seconds = f"--coordinator=127.0.0.1:{free_port()}", 2 if len(ids) == 1 else 60
     group = []
     for number, (index, of) in enumerate(ids):
