@@ -1,8 +1,8 @@
-"""Attention of one new token to a key/value cache: plain XLA, as one row of queries leaves a kernel nothing to block.
+"""Attention of new tokens to a key/value cache: plain XLA, as a few rows of queries leave a kernel nothing to block.
 
-A cache holds C slots. Sequences are padded on the left, so that all rows write the same slot: row b's tokens are in
-slots [first[b], slot), and the new token is yet to be written to `slot`. The cache is only read here: a loop over
-layers that wrote it would copy it.
+A cache holds C slots. Sequences are padded on the left, so that all rows write the same slots: row b's tokens are in
+slots [first[b], slot), and the S new tokens are yet to be written to [slot, slot + S). The cache is only read here: a
+loop over layers that wrote it would copy it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from framework.layers.sinks import softmax_with_sinks
 
 
 def cached_attention(
-    query_B1NH: jax.Array,
-    key_B1KH: jax.Array,
-    value_B1KH: jax.Array,
+    query_BSNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
     cache: dict[str, jax.Array],
     *,
     first_B: jax.Array,
@@ -28,87 +28,96 @@ def cached_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """The result of `dot_product_attention` for the last position: [B, 1, N, V] in the query's dtype.
+    """The result of `dot_product_attention` for the last S positions: [B, S, N, V] in the query's dtype.
 
     Args:
-        query_B1NH: the new token's queries; head n uses key/value head n // (N / K).
-        key_B1KH: its keys, which it attends to besides.
-        value_B1KH: its values.
+        query_BSNH: the new tokens' queries; head n uses key/value head n // (N / K).
+        key_BSKH: their keys; a new token attends to those up to its own.
+        value_BSKH: their values.
         cache: "key" [B, C, K, H] and "value" [B, C, K, V], where V is H but in latent attention.
         first_B: int32[B], the slot of each row's first token.
-        slot: int32 scalar, the slot that the new token will have.
+        slot: int32 scalar, the slot that the first new token will have.
         scale: multiplies the logits, before the cap.
         window: attend to the last `window` tokens, the new one among them; None means all.
         softcap: logits become softcap * tanh(logits / softcap).
         sinks_N: see `dot_product_attention`.
     """
-    B, _, N, H = query_B1NH.shape
-    K = key_B1KH.shape[2]
+    B, S, N, H = query_BSNH.shape
+    K = key_BSKH.shape[2]
     G = N // K
-    wide = jnp.promote_types(query_B1NH.dtype, jnp.float32)
-    # The G queries of a key/value head stand together, so that keys and values are not repeated.
-    q_BKGH = query_B1NH.reshape(B, K, G, H)
-    slots_C = jnp.arange(cache["key"].shape[1])
-    visible_BC = _visible(slots_C, first_B, slot, window)
-    # -inf cannot make a row of NaN here: the new token always sees itself.
-    visible_B11C = visible_BC[:, None, None]
-    cache_logits_BKGC = _logits(q_BKGH, cache["key"], scale, softcap)
-    cache_logits_BKGC = jnp.where(visible_B11C, cache_logits_BKGC, -jnp.inf)
-    new_logits_BKG1 = _logits(q_BKGH, key_B1KH, scale, softcap)
-    all_logits = jnp.concatenate([cache_logits_BKGC, new_logits_BKG1], axis=-1)
+    wide = jnp.promote_types(query_BSNH.dtype, jnp.float32)
+    # R = S * G rows share a key/value head, so that keys and values are not repeated. The rows of a token are together.
+    q_BKRH = query_BSNH.reshape(B, S, K, G, H).swapaxes(1, 2).reshape(B, K, S * G, H)
+    steps_R = jnp.repeat(jnp.arange(S), G)
+    visible_BRC = _visible_slots(cache["key"].shape[1], first_B, slot, steps_R, window)
+    # -inf cannot make a row of NaN here: a new token always sees itself.
+    cache_logits_BKRC = _logits(q_BKRH, cache["key"], scale, softcap)
+    cache_logits_BKRC = jnp.where(visible_BRC[:, None], cache_logits_BKRC, -jnp.inf)
+    new_logits_BKRS = _logits(q_BKRH, key_BSKH, scale, softcap)
+    if S > 1:
+        new_logits_BKRS = jnp.where(_visible_new(S, steps_R, window), new_logits_BKRS, -jnp.inf)
+    all_logits = jnp.concatenate([cache_logits_BKRC, new_logits_BKRS], axis=-1)
     if sinks_N is None:
         weights = jax.nn.softmax(all_logits, axis=-1)
     else:
-        weights = softmax_with_sinks(all_logits, sinks_N.reshape(K, G, 1))
-    weights = weights.astype(value_B1KH.dtype)
-    out_BKGV = _mix(weights, cache["value"], value_B1KH, wide)
-    return out_BKGV.astype(query_B1NH.dtype).reshape(B, 1, N, -1)
+        sinks_KR = jnp.tile(sinks_N.reshape(K, G), S)
+        weights = softmax_with_sinks(all_logits, sinks_KR[:, :, None])
+    weights = weights.astype(value_BSKH.dtype)
+    out_BKRV = _mix(weights, cache["value"], value_BSKH, wide).astype(query_BSNH.dtype)
+    return out_BKRV.reshape(B, K, S, G, -1).swapaxes(1, 2).reshape(B, S, N, -1)
 
 
 def _mix(
     weights: jax.Array,
-    value_BCKH: jax.Array,
-    new_value_B1KH: jax.Array,
+    value_BCKV: jax.Array,
+    new_value_BSKV: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """[B, K, G, V]: the sum of the values of C slots and of the new token, by weights [B, K, G, C + 1]."""
-    B, _, K, H = new_value_B1KH.shape
-    # The new token's part is added apart: joining its value to the cache would copy the cache.
-    cache_BKGH = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], value_BCKH, preferred_element_type=dtype)
-    new_weight_BKG1 = weights[..., -1:].astype(dtype)
-    new_value_BK1H = new_value_B1KH.reshape(B, K, 1, H).astype(dtype)
-    return cache_BKGH + new_weight_BKG1 * new_value_BK1H
+    """[B, K, R, V]: the sum of the values of C slots and of S new tokens, by weights [B, K, R, C + S]."""
+    # The new tokens' part is added apart: joining their values to the cache would copy the cache.
+    num_slots = value_BCKV.shape[1]
+    cache_weights_BKRC, new_weights_BKRS = jnp.split(weights, [num_slots], axis=-1)
+    cache_BKRV = jnp.einsum("bkrc,bckv->bkrv", cache_weights_BKRC, value_BCKV, preferred_element_type=dtype)
+    new_BKRV = jnp.einsum("bkrs,bskv->bkrv", new_weights_BKRS, new_value_BSKV, preferred_element_type=dtype)
+    return cache_BKRV + new_BKRV
 
 
-def _visible(
-    slots_C: jax.Array,
+def _visible_slots(
+    num_slots: int,
     first_B: jax.Array,
     slot: jax.Array,
+    steps_R: jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """bool [B, C]: may the new token attend to this slot?"""
+    """bool [B, R or 1, C]: may the new token of that row attend to this slot? steps_R: its place among new tokens."""
+    slots_C = jnp.arange(num_slots)
     # Slots before `first` are padding, those from `slot` on are empty.
     visible_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
+    if window is None:
+        return visible_BC[:, None]
+    visible_RC = slots_C > (slot + steps_R[:, None]) - window
+    return visible_BC[:, None] & visible_RC
+
+
+def _visible_new(num_new: int, steps_R: jax.Array, window: int | None) -> jax.Array:
+    """bool [R, S]: may the new token of that row attend to this new token?"""
+    distance_RS = steps_R[:, None] - jnp.arange(num_new)
+    visible_RS = distance_RS >= 0
     if window is not None:
-        visible_BC &= slots_C > slot - window
-    return visible_BC
+        visible_RS &= distance_RS < window
+    return visible_RS
 
 
 def _logits(
-    q_BKGH: jax.Array,
+    q_BKRH: jax.Array,
     keys_BCKH: jax.Array,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """[B, K, G, C] in float32 or wider, scaled and capped."""
-    wide = jnp.promote_types(q_BKGH.dtype, jnp.float32)
-    logits_BKGC = jnp.einsum(
-        "bkgh,bckh->bkgc",
-        q_BKGH,
-        keys_BCKH,
-        preferred_element_type=wide,
-    )
-    logits_BKGC = logits_BKGC * scale
+    """[B, K, R, C] in float32 or wider, scaled and capped."""
+    wide = jnp.promote_types(q_BKRH.dtype, jnp.float32)
+    logits_BKRC = jnp.einsum("bkrh,bckh->bkrc", q_BKRH, keys_BCKH, preferred_element_type=wide)
+    logits_BKRC = logits_BKRC * scale
     if softcap is None:
-        return logits_BKGC
-    return softcap * jnp.tanh(logits_BKGC / softcap)
+        return logits_BKRC
+    return softcap * jnp.tanh(logits_BKRC / softcap)

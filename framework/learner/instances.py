@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 
 from framework.config import Config
 from framework.layout import Nested
+from framework.learner.rules import DEFAULT
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 # The learning rate by the number of updates before.
@@ -63,15 +64,42 @@ def learning_rate_of(optimizer: Config) -> LearningRate | None:
     Reports show it, and clip_mode update_rms multiplies its bound by it: the optimizer itself has the rate from its
     own arguments.
     """
-    # A wrapper, such as offload_optimizer, has the optimizer with the learning rate in its field `optimizer`.
-    while "optimizer" in optimizer:
-        optimizer = optimizer.optimizer
-    rate = optimizer.get("learning_rate") if "learning_rate" in optimizer else None
+    rate = _learning_rate_field(optimizer)
     if isinstance(rate, Config):
         return rate.instantiate()
     if rate is None:
         return None
     return lambda count: jnp.asarray(rate, jnp.float32)
+
+
+def distinct_learning_rates(
+    configs: dict[str, Config],
+    learning_rates: dict[str, LearningRate | None],
+    labels: Iterable[str],
+) -> dict[str, LearningRate]:
+    """The learning rates that reports show, by label: the default optimizer's, and those of rules that have another.
+
+    Args:
+        configs, learning_rates: of the optimizers, by label.
+        labels: of the optimizers that update something.
+    """
+    default_field = _learning_rate_field(configs[DEFAULT])
+    rates = {}
+    for label in (DEFAULT, *sorted(set(labels) - {DEFAULT})):
+        rate = learning_rates[label]
+        # Most rules set another field, such as the weight decay.
+        is_same = label != DEFAULT and _learning_rate_field(configs[label]) == default_field
+        if rate is not None and not is_same:
+            rates[label] = rate
+    return rates
+
+
+def _learning_rate_field(optimizer: Config) -> Any:
+    """The field `learning_rate` of an optimizer's config; None where there is none."""
+    # A wrapper, such as offload_optimizer, has the optimizer with the learning rate in its field `optimizer`.
+    while "optimizer" in optimizer:
+        optimizer = optimizer.optimizer
+    return optimizer.get("learning_rate") if "learning_rate" in optimizer else None
 
 
 def _build(config: Config) -> PartitionedGradientTransformation:

@@ -91,6 +91,10 @@ class Learner:
         spike: a step updates nothing, and is counted as skipped, when its loss is more than so many standard deviations
             above the average of the updates before it (8, say); None skips none. Both are moving averages over about a
             hundred updates; the first twenty are never skipped.
+
+    Attributes:
+        learning_rates: for reports, by the optimizer's label: "default", and "rule0" for that of `rules.0` if its rate
+            is another one.
     """
 
     def __init__(
@@ -155,7 +159,8 @@ class Learner:
         rounding = self._precision.rounding
         check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
         self.groups = groups.groups_of(self.specs, labels, across_stages=self.scope == "model")
-        self.learning_rate = learning_rates[DEFAULT]
+        labels_in_use = {group.label for group in self.groups}
+        self.learning_rates = instances.distinct_learning_rates(configs, learning_rates, labels_in_use)
         specs_of_units = {(group.stage, group.label): self.unit_specs(group) for group in self.groups}
         self._instances = instances.instances_of(configs, learning_rates, specs_of_units)
         draws = any(instance.optimizer.draws for instance in self._instances.values())

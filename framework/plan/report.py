@@ -177,7 +177,10 @@ def _time(report: Report) -> list[list[str]]:
 
 
 def comparison(reports: Sequence[Report]) -> Section:
-    """The table with one row per plan: the settings that it does not share with all, and the parts at its own peak."""
+    """The table with one row per plan: the settings that it does not share with all, and the parts at its own peak.
+
+    What decides comes first: a terminal or a page may have no room for the last columns.
+    """
     first = reports[0]
     common = []
     for setting in first["settings"]:
@@ -186,26 +189,34 @@ def comparison(reports: Sequence[Report]) -> Section:
     # Columns that would be empty in all rows are left out.
     keys = [key for key in first["breakdown"] if any(report["breakdown"][key] for report in reports)]
     has_host = any(report["host_peak_bytes"] for report in reports)
-    header = ["setting", "needs", ""]
-    header += [key.replace("_", " ") for key in keys]
+    has_time = any(report.get("time") for report in reports)
+    targets = dict.fromkeys(report["target"] for report in reports)
+    limits = dict.fromkeys(human_bytes(report["device_limit_bytes"]) for report in reports)
+    header = ["setting", "needs"]
+    if len(limits) > 1:
+        header.append("of")
+    header.append("")
+    if has_time:
+        header += ["step", "bound by"]
     if has_host:
         header.append("host")
     header.append("FLOPs")
-    has_time = any(report.get("time") for report in reports)
-    if has_time:
-        header += ["step", "bound by"]
+    header += [key.replace("_", " ") for key in keys]
     rows = [header]
     for report in reports:
         differing = " ".join(setting for setting in report["settings"] if setting not in common)
         row = [differing or report["config"], human_bytes(report["device_allocated_bytes"])]
+        if len(limits) > 1:
+            row.append(human_bytes(report["device_limit_bytes"]))
         row.append("fits" if report["fits"] else "TOO BIG")
-        row += [human_bytes(report["breakdown"][key]) for key in keys]
+        if has_time:
+            row += time_cells(report)
         if has_host:
             row.append(human_bytes(report["host_peak_bytes"]))
         row.append(human_count(report["flops_per_step"]))
-        if has_time:
-            row += time_cells(report)
+        row += [human_bytes(report["breakdown"].get(key, 0)) for key in keys]
         rows.append(row)
-    name = " ".join([first["config"], *common])
-    limit = human_bytes(first["device_limit_bytes"])
-    return Section(f"{name} on {first['target']}, {limit} per device", rows, True)
+    title = f"{' '.join([first['config'], *common])} on {', '.join(targets)}"
+    if len(limits) == 1:
+        title += f", {next(iter(limits))} per device"
+    return Section(title, rows, True)

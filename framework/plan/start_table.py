@@ -8,6 +8,7 @@ from framework.data.batches import Pipeline
 from framework.devices.accelerators import accelerator_name, spec_for
 from framework.devices.mesh import island, mesh_text
 from framework.layout import GROUPS, MemoryKind
+from framework.learner.rules import DEFAULT
 from framework.program.program import Program
 from framework.program.run_length import rate_course
 from framework.terminal.tables import Section, start_table
@@ -70,9 +71,9 @@ def _course(program: Program, begins_at: str, *, has_data: bool) -> dict[str, st
         if has_data:
             epochs = f" ({experiment.data.epochs_of(steps):.3g} epochs)"
         rows["steps"] = f"{steps:,}{epochs}"
-        course = rate_course(experiment.learner.learning_rate, steps)
-        if course is not None:
-            rows["learning rate"] = course
+        for label, rate in experiment.learner.learning_rates.items():
+            row = "learning rate" if label == DEFAULT else f"learning rate ({label})"
+            rows[row] = rate_course(rate, steps)
     if begins_at:
         rows["begins at"] = begins_at
     return rows

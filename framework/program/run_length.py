@@ -126,11 +126,9 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
     return notes
 
 
-def rate_course(rate: LearningRate | None, steps: int) -> str | None:
+def rate_course(rate: LearningRate, steps: int) -> str:
     """The learning rate over a run of so many steps, read from the schedule: "first -> peak -> last", as far as they
-    differ. None where the optimizer names no rate. Evaluates the schedule, so JAX must have started."""
-    if rate is None:
-        return None
+    differ. Evaluates the schedule, so JAX must have started."""
     counts, rates = _rates(rate, steps, _PEAK_SAMPLES)
     peak_index = int(np.argmax(rates))
     # A schedule that ends at zero may leave the rounding of float32 there.

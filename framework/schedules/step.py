@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout
 from framework.learner.learner import Learner
+from framework.learner.rules import DEFAULT
 from framework.learner.units import Decision, Update
 from framework.models.chain import Chain
 
@@ -121,6 +122,7 @@ def finish(
         "grad_norm": decision.norm,
         "skipped": 1.0 - ok,
     }
-    if learner.learning_rate is not None:
-        metrics["learning_rate"] = learner.learning_rate(decision.count)
+    for label, rate in learner.learning_rates.items():
+        name = "learning_rate" if label == DEFAULT else f"learning_rate/{label}"
+        metrics[name] = rate(decision.count)
     return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}

@@ -242,12 +242,19 @@ def test_an_optimizer_must_be_one():
         learner(config_for(optax.constant_schedule, value=0.1))
 
 
-def test_a_rules_optimizer_is_reported_by_no_other_rate_than_the_learners():
-    ours = learner(OPTIMIZERS["adamw with a schedule"][0])
+def test_rates_are_reported_of_every_optimizer_that_has_another():
+    scheduled = OPTIMIZERS["adamw with a schedule"][0]
     schedule = SCHEDULE.instantiate()
+    rules = [
+        config_for(Rule, pattern="^embed", optimizer=OPTIMIZERS["sgd"][0]),
+        config_for(Rule, pattern="norm", set={"weight_decay": 0.0}),
+    ]
+    rates = learner(scheduled, rules=rules).learning_rates
+    assert list(rates) == ["default", "rule0"]
     for count in (0, 3, 5, 17, 40):
-        assert float(ours.learning_rate(count)) == float(schedule(count))
-    assert float(learner(OPTIMIZERS["sgd"][0]).learning_rate(7)) == np.float32(0.05)
+        assert float(rates["default"](count)) == float(schedule(count))
+    assert float(rates["rule0"](7)) == np.float32(0.05)
+    assert list(learner(OPTIMIZERS["sgd"][0]).learning_rates) == ["default"]
 
 
 def test_the_norm_that_is_reported_is_the_one_before_clipping():

@@ -55,6 +55,20 @@ def test_bars_are_as_long_as_their_bytes(tmp_path, width):
 
 
 @needs_browser
+def test_the_table_of_two_targets_names_both_and_is_not_cut(tmp_path):
+    plans = [plan(host=3.0, time=TIME), plan(host=3.0, time=TIME, target="v5p-8", device_limit_bytes=95 * GIB)]
+    text = page(plans)
+    assert "llama2-7b on v5e-16, v5p-8<" in text
+    cells = re.findall("<td>(.*?)</td>", text)
+    first = cells.index("setting")
+    assert cells[first : first + 8] == ["setting", "needs", "of", "", "step", "bound by", "host", "FLOPs"]
+    assert "95.00 GiB" in cells
+    seen = measure(text, tmp_path)
+    assert seen["cut"] == 0, "a table is wider than the page"
+    assert measure(page(COMPARED), tmp_path)["cut"] == 0
+
+
+@needs_browser
 def test_a_browser_that_finds_fault_is_heard(tmp_path):
     """The other tests can fail: an error on the console and a request are both seen."""
     dom, said = browse(page(COMPARED) + "<img src=missing.png><script>nowhere()</script>", tmp_path)

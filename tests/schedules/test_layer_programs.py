@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -12,8 +12,12 @@ import pytest
 
 from framework import layout
 from framework.config import Config
+from framework.layers.base import BATCH_AXES
 from framework.plan import guard
 from framework.schedules.layerwise import programs
+from framework.schedules.layerwise.keeping import Keeping
+from framework.schedules.layerwise.result_specs import ResultSpecs
+from framework.schedules.unit import UnitResiduals
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import Case
@@ -166,6 +170,61 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
         assert ghosts[0] == arrays[0]
         assert abs(ghosts[1] - numbers - arrays[1]) <= 256, f"{ghosts} {arrays}"
         assert ghosts[2] == arrays[2], f"{ghosts} {arrays}"
+
+
+def live_bytes(rehearse: Callable[[], Any]) -> list[tuple[str, int]]:
+    """The programs that a rehearsal calls, each with the bytes on the device at that moment."""
+    found: list[tuple[str, int]] = []
+    call = programs.Programs.__call__
+
+    def counting(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ledger is not None:
+            found.append((name, self._ledger.live["device"]))
+        return call(self, name, *args, **kwargs)
+
+    with mock.patch.object(programs.Programs, "__call__", counting):
+        rehearse()
+    return found
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_a_tied_table_end_with_its_backward_program(accumulate: int):
+    """They were alive during all updates: as many bytes as the table once more."""
+    memory = {"update": "layer_programs", "remat": "full"}
+    model = small.gpt2(vocab_size=512)
+    program = small.program(small.experiment(model, memory=memory, clip=None, accumulate=accumulate))
+    table = next(leaf for leaf in program.layout if leaf.path == "parameter/embed/token").spec.num_bytes
+    groups = ("parameter", "optimizer", "counter", "buffer")
+    state = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith(groups))
+    found = live_bytes(program.compile)
+    updates = [size for name, size in found if name.startswith("update")]
+    assert [name for name, _ in found if name.startswith("update")][-1] == "update embed"
+    # The last update has the state, and the gradients of the embedding alone.
+    assert updates[-1] < state + 1.5 * table
+
+
+def test_constants_that_are_kept_of_a_unit_are_whole_on_every_device():
+    """A kernel's constant of shape (1, 1, 1) has no rows that four devices could share."""
+    layout = small.program(deep(2, {})).layout
+    x = jax.ShapeDtypeStruct((4, 8, 16), jax.numpy.float32)
+    constant = jax.ShapeDtypeStruct((1, 1, 1), jax.numpy.float32)
+    kept = UnitResiduals([x, constant], None, None)
+    rows, whole = ResultSpecs(layout).residuals(kept, Keeping("now", "full"), x).leaves
+    assert rows.mesh_axes == (BATCH_AXES, "seq", None)
+    assert not any(whole.mesh_axes)
+
+
+@pytest.mark.pairs
+def test_evaluation_lets_go_of_a_microbatch():
+    """Each microbatch begins with as many bytes as the first one, but for the sums."""
+    program = small.program(deep(4, {}, clip=None, accumulate=4))
+    state = program.init()
+    # What runs for the first time is rehearsed before.
+    found = live_bytes(lambda: program.evaluate(state, program.put(small.host_batch(program))))
+    beginnings = [size for name, size in found if name == "embed forward"]
+    assert len(beginnings) == 4
+    assert max(beginnings) - beginnings[0] <= 256
 
 
 @pytest.mark.pairs

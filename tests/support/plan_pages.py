@@ -27,7 +27,8 @@ const seen = [...document.querySelectorAll('.bar')].map(bar => {
     limit: [...bar.querySelectorAll('.limit')].map(e => box(e)[0]),
     parts: [...bar.querySelectorAll('rect[fill]')].map(e => [e.textContent, ...box(e)])} });
 parent.document.getElementById('probe').textContent = JSON.stringify({bars: seen, view: innerWidth,
-  page: document.documentElement.scrollWidth, requests: performance.getEntriesByType('resource').map(e => e.name)});
+  page: document.documentElement.scrollWidth,
+  cut: [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length, requests: performance.getEntriesByType('resource').map(e => e.name)});
 </script>"""
 
 

@@ -40,7 +40,7 @@ class BackwardStart(NamedTuple):
     Attributes:
       residuals: of each unit; a backward pass that does not measure puts None in place of what it has used.
       ct: the cotangent of what comes out of the stack.
-      tie_grads: what ties add to the embedding's gradients, by path.
+      tie_grads: what ties add to the embedding's gradients, by path; a backward pass that does not measure empties it.
     """
 
     residuals: list[Residuals]
@@ -359,6 +359,9 @@ class BackwardPass(Pass[LayerFunctions]):
             out=lambda results: (f.specs.gradients("embed", results[0]), f.specs.everywhere(results[1])),
         )
         del weights
+        if not purpose.measures:
+            # The caller's reference would keep these, as large as the table, alive through all updates.
+            tie_grads.clear()
         self.visit(part, grads, carry.tally, purpose)
 
 

@@ -201,7 +201,7 @@ class Pass(Generic[Functions]):
             donate=(3,),
             out=lambda results: (
                 f.specs.carry(results[0]),
-                f.specs.residuals(results[1], keeping),
+                f.specs.residuals(results[1], keeping, results[0]),
                 *f.specs.everywhere(results[2:]),
             ),
         )
@@ -229,9 +229,11 @@ class Evaluation(Pass[EvaluationFunctions]):
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
             x, *_ = self.forward(lambda index: NOTHING)
-            head = self.stage_weights("head")
-            arguments = head, Part("head").of(self.buffers), x, self.inputs
-            scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)
+            head_weights = self.stage_weights("head")
+            head_buffers = Part("head").of(self.buffers)
+            scores = self.run("score", f.score, head_weights, head_buffers, x, self.inputs, out=f.specs.everywhere)
+            # The next microbatch needs their room.
+            del x, head_weights
             sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)
         assert sums is not None
         return sums

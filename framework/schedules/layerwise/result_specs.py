@@ -35,17 +35,24 @@ class ResultSpecs:
 
         return jax.tree.map(spec, tree)
 
-    def residuals(self, residuals: UnitResiduals, keeping: Keeping) -> UnitResiduals:
+    def residuals(self, residuals: UnitResiduals, keeping: Keeping, carry: Any) -> UnitResiduals:
         """The specs of what is kept of a unit: as inputs, where the policy keeps nothing else; else as the compiler
-        likes."""
+        likes.
+
+        Args:
+            residuals: what is kept.
+            keeping: the policy, and where it is kept.
+            carry: what flows between units, [B, S, ...].
+        """
         leaves = residuals.leaves
         kinds: list[MemoryKind] = ["pinned_host" if keeping.goes_to_host(x) else "device" for x in leaves]
         # With other policies the leaves are whatever a pull-back holds, of which nobody knows the axes.
         if keeping.policy != "full" and not keeping.policy.startswith("sqrt"):
             return residuals.with_leaves(kinds)
+        rows = {x.shape[:2] for x in jax.tree.leaves(carry)}
         specs = []
         for x, kind in zip(leaves, kinds, strict=True):
-            if x.ndim > 2:
+            if x.ndim > 2 and x.shape[:2] in rows:
                 specs.append(self.carry(x, kind))
             else:
                 # What has no rows is a constant of the unit (rotary frequencies), which all devices have.
