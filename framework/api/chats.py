@@ -34,7 +34,9 @@ class History(NamedTuple):
 
 
 class Conversation:
-    """A conversation that keeps its history. Each answer reads the whole history again.
+    """A conversation that keeps its history.
+
+    The model reads what is new alone, where the history begins with what it has read for the answer before.
 
     Args:
         chat: the model.

@@ -199,7 +199,8 @@ class Chat:
         seed = (self._sampling.seed + self._num_answers) % (1 << 32)
         sampling = replace(self._sampling, seed=seed)
         self._num_answers += 1
-        steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops)
+        # The next message's prompt begins with this one and its answer.
+        steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keeps_cache=True)
         return Answer(steps, self.num_samples, sampling.max_new_tokens)
 
 

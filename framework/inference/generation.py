@@ -1,7 +1,8 @@
 """Generation: continues prompts with a key/value cache, and returns their text a token at a time.
 
-Two functions are compiled, once per shape: one reads the prompts, the other makes one token for each row. Prompts are
-padded on the left to a common length (of which there are few), so that all rows write the same slot of the cache, see
+Functions are compiled once per shape: one reads the prompts, one makes one token for each row, and one reads what
+follows a prompt that is in the cache already, as the next message of a conversation does. Prompts are padded on the
+left to a common length (of which there are few), so that all rows write the same slot of the cache, see
 layers/attention_cache.py. The cache is [U, B, C, K, H] per layer of the pattern, over data and fsdp and over model.
 """
 
@@ -11,7 +12,7 @@ import codecs
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +25,27 @@ from framework.layers.base import BATCH_AXES, Context, Out, batch_shards
 from framework.layout import Nested, merge
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
+
+# Tokens behind a cached prompt that are read at once. Their logits over the whole cache exist in float32, which is why
+# a longer text is read from the beginning, by the kernel.
+_MOST_NEW_TOKENS = 512
+
+
+@dataclass
+class _Kept:
+    """The cache of a prompt and its continuation, which a longer prompt may begin with.
+
+    Attributes:
+        tokens: whose keys and values it has.
+        first_B: int32[B], the slot of the first of them.
+        capacity: slots.
+        cache: see `Generator`.
+    """
+
+    tokens: list[int]
+    first_B: np.ndarray
+    capacity: int
+    cache: Nested
 
 
 class Forward:
@@ -65,6 +87,7 @@ class Generator:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+        self._kept: _Kept | None = None
         # Reading the property is the check.
         _ = program.experiment.language_model.language_head
         self._program = program
@@ -77,6 +100,8 @@ class Generator:
         self._prefill = jit(functools.partial(_prefill, forward))
         # The cache is donated, so that it is updated in place: there is never a second one.
         self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
+        self._extend = jit(functools.partial(_extend, forward), donate_argnums=2)
+        self._grow = program.jit(functools.partial(_grow, forward), static_argnums=0)
 
     def __call__(
         self,
@@ -116,68 +141,117 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
+        *,
+        keeps_cache: bool = False,
     ) -> Iterator[list[int | None]]:
         """Yields, per step, the next token of each row, None for rows that have ended. Ends when all have.
 
         Args:
             prompts: token ids, of any lengths.
             sampling: how to choose.
+            keeps_cache: of a single prompt, keep the cache for a longer one that begins with the same tokens. It stays
+                on the device until the next prompt.
 
         Raises:
             ValueError: as `check`, and at once: not when the first token is asked for.
         """
         self.check(prompts, sampling)
-        return self._steps(prompts, sampling) if prompts else iter(())
+        return self._steps(prompts, sampling, keeps_cache and len(prompts) == 1) if prompts else iter(())
 
     def _steps(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
+        keeps_cache: bool,
     ) -> Iterator[list[int | None]]:
-        tokens_BS, first_B = self._padded(prompts)
-        num_rows, length = tokens_BS.shape
-        # One slot of the cache for each token of the prompt and each new one.
-        capacity = bucket(length + sampling.max_new_tokens)
-        vocab_size = self._program.experiment.language_model.vocab_size
         kind = _kind(sampling)
-        chosen = _settings(sampling, vocab_size, num_rows)
         stop_ids = set(sampling.stop_ids)
         running = [True] * len(prompts)
         # Each is compiled when it is called for the first time with these shapes.
         with phase("compiling and reading the prompt", patience=SHORT):
-            token_B, cache = self._prefill(
-                (kind, capacity),
-                self._arrays,
-                tokens_BS,
-                first_B,
-                chosen,
-            )
+            token_B, kept, chosen = self._read(prompts, sampling, kind, keeps_cache)
             token_B.block_until_ready()
-        for index in range(sampling.max_new_tokens):
-            last_B = token_B
-            # The device works on the next token while this one is looked at.
-            if index + 1 < sampling.max_new_tokens:
-                where = {
-                    "slot": np.int32(length + index),
-                    "first": first_B,
-                    "index": np.int32(index + 1),
-                }
-                first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
-                with first_call:
-                    token_B, cache = self._decode(
-                        (kind,),
-                        self._arrays,
-                        cache,
-                        last_B,
-                        where,
-                        chosen,
-                    )
-            # Rows that were added to fill the mesh come last, and are left out.
-            values = np.asarray(last_B)[: len(prompts)].tolist()
-            running = [runs and value not in stop_ids for runs, value in zip(running, values, strict=True)]
-            if not any(running):
-                return
-            yield [value if runs else None for runs, value in zip(running, values, strict=True)]
+        try:
+            for index in range(sampling.max_new_tokens):
+                last_B = token_B
+                # The device works on the next token while this one is looked at.
+                if index + 1 < sampling.max_new_tokens:
+                    where = {
+                        "slot": np.int32(kept.first_B[0] + len(kept.tokens)),
+                        "first": kept.first_B,
+                        "index": np.int32(index + 1),
+                    }
+                    first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
+                    with first_call:
+                        token_B, kept.cache = self._decode(
+                            (kind,),
+                            self._arrays,
+                            kept.cache,
+                            last_B,
+                            where,
+                            chosen,
+                        )
+                # Rows that were added to fill the mesh come last, and are left out.
+                values = np.asarray(last_B)[: len(prompts)].tolist()
+                if index + 1 < sampling.max_new_tokens:
+                    kept.tokens.append(values[0])
+                running = [runs and value not in stop_ids for runs, value in zip(running, values, strict=True)]
+                if not any(running):
+                    return
+                yield [value if runs else None for runs, value in zip(running, values, strict=True)]
+        finally:
+            # Also where the text is not read to its end.
+            self._kept = kept if keeps_cache else None
+
+    def _read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        kind: str,
+        keeps_cache: bool,
+    ) -> tuple[jax.Array, _Kept, dict[str, Any]]:
+        """Reads prompts: (the first new token of each row; their cache; the settings for `choose`)."""
+        vocab_size = self._program.experiment.language_model.vocab_size
+        # No two caches exist at a time.
+        kept, self._kept = self._kept, None
+        if kept is not None and keeps_cache:
+            (prompt,) = prompts
+            # The last token is read in any case: the first new one is chosen by its logits.
+            num_cached = min(_num_common(kept.tokens, prompt), len(prompt) - 1)
+            num_new = len(prompt) - num_cached
+            if num_cached and num_new <= _MOST_NEW_TOKENS:
+                slot = int(kept.first_B[0]) + num_cached
+                padded = bucket(num_new)
+                chosen = _settings(sampling, vocab_size, len(kept.first_B))
+                capacity = max(kept.capacity, bucket(slot + max(padded, num_new + sampling.max_new_tokens)))
+                tokens_BS = np.zeros((len(kept.first_B), padded), np.int32)
+                tokens_BS[:, :num_new] = prompt[num_cached:]
+                where = {"slot": np.int32(slot), "first": kept.first_B, "count": np.int32(num_new)}
+                if capacity > kept.capacity:
+                    kept.cache = self._grow(capacity - kept.capacity, kept.cache)
+                token_B, cache = self._extend(
+                    (kind,),
+                    self._arrays,
+                    kept.cache,
+                    tokens_BS,
+                    where,
+                    chosen,
+                )
+                return token_B, _Kept(list(prompt), kept.first_B, capacity, cache), chosen
+        del kept
+        tokens_BS, first_B = self._padded(prompts)
+        num_rows, length = tokens_BS.shape
+        # One slot of the cache for each token of the prompt and each new one.
+        capacity = bucket(length + sampling.max_new_tokens)
+        chosen = _settings(sampling, vocab_size, num_rows)
+        token_B, cache = self._prefill(
+            (kind, capacity),
+            self._arrays,
+            tokens_BS,
+            first_B,
+            chosen,
+        )
+        return token_B, _Kept(list(prompts[0]), first_B, capacity, cache), chosen
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The prompts, padded on the left: int32 [B, S], and where each begins: int32 [B]."""
@@ -262,10 +336,7 @@ def read_prompts(
     }
     ctx = _context(forward, batch)
     x_BSD, head, outs = forward(arrays, ctx)
-    # Room for the new tokens, along the axis of positions.
-    pad = [(0, 0)] * 5
-    pad[2] = (0, capacity - length)
-    cache = _placed_cache(jax.tree.map(lambda new: jnp.pad(new, pad), _caches(outs)), ctx)
+    cache = _placed_cache(_with_room(_caches(outs), capacity - length), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
@@ -288,6 +359,22 @@ def _decode(
     return token_B, cache
 
 
+def _extend(
+    forward: Forward,
+    static: Any,
+    arrays: Any,
+    cache: Nested,
+    tokens_BS: Any,
+    where: Any,
+    chosen: Any,
+) -> tuple[jax.Array, Nested]:
+    """The first new token of each row behind a cached prompt and `count` tokens more, and the cache of all of these."""
+    logits_BV, cache = _read_behind(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])
+    (kind,) = static
+    token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
+    return token_B, cache
+
+
 def read_token(
     forward: Forward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, Nested]:
@@ -299,25 +386,71 @@ def read_token(
         token_B: the last token of each row.
         slot: int32, the position of the cache where it belongs.
     """
-    batch = {
-        "tokens": token_B[:, None],
-        "positions": (slot - first_B)[:, None],
-        "first": first_B,
-        "slot": slot,
-    }
-    ctx = _context(forward, batch)
+    return _read_behind(forward, arrays, cache, token_B[:, None], first_B, slot, None)
+
+
+def _read_behind(
+    forward: Forward,
+    arrays: Any,
+    cache: Nested,
+    tokens_BS: jax.Array,
+    first_B: jax.Array,
+    slot: jax.Array,
+    count: jax.Array | None,
+) -> tuple[jax.Array, Nested]:
+    """As `read_token`, for several tokens.
+
+    Args:
+        forward, arrays, first_B: as for `read_prompts`.
+        cache: of the tokens before, with room for S more.
+        tokens_BS: the tokens behind those, padded on the right.
+        slot: int32, the position of the cache where the first of them belongs.
+        count: int32, of tokens before the padding; None where there is no padding.
+    """
+    position_BS = (slot - first_B)[:, None]
+    batch = {"first": first_B, "slot": slot}
+    if count is not None:
+        step_S = jnp.arange(tokens_BS.shape[1])
+        # Padding has the last token's position, as a model with learned positions may have no further ones. What it
+        # leaves in the cache is beyond all visible slots, and overwritten before these are seen.
+        position_BS = position_BS + jnp.minimum(step_S, count - 1)
+        batch["segments"] = jnp.broadcast_to(step_S < count, tokens_BS.shape).astype(jnp.int32)
+    ctx = _context(forward, {**batch, "tokens": tokens_BS, "positions": position_BS})
     params, buffers = arrays
     # Beside the cache, the layers' own buffers.
     buffers = merge(buffers, cache)
-    x_B1D, head, outs = forward((params, buffers), ctx)
+    x_BSD, head, outs = forward((params, buffers), ctx)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
 
-    # All layers write the same slot of all rows, so this is one slice and no scatter.
+    # All layers write the same slots of all rows, so this is one slice and no scatter.
     cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
-    logits_B1V = forward.model.language_head.logits(head, x_B1D, ctx)
+    last_B1D = x_BSD if count is None else jax.lax.dynamic_slice_in_dim(x_BSD, count - 1, 1, axis=1)
+    logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
     return logits_B1V[:, 0], cache
+
+
+def _grow(forward: Forward, num_more: int, cache: Nested) -> Nested:
+    """The cache with room for so many more positions, in its place on the mesh."""
+    return _placed_cache(_with_room(cache, num_more), _context(forward, {}))
+
+
+def _with_room(cache: Nested, num_more: int) -> Nested:
+    """The cache with room for so many more positions."""
+    pad = [(0, 0)] * 5
+    pad[2] = (0, num_more)
+    return jax.tree.map(lambda x_UBCKH: jnp.pad(x_UBCKH, pad), cache)
+
+
+def _num_common(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    count = 0
+    for token, other_token in zip(tokens, other, strict=False):
+        if token != other_token:
+            break
+        count += 1
+    return count
 
 
 def _caches(outs: dict[str, Out]) -> Nested:
@@ -389,10 +522,18 @@ def stream_text(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     stops: Any = (),
+    *,
+    keeps_cache: bool = False,
 ) -> Iterator[list[str]]:
-    """Yields, per step, the new text of each row; ends when all rows have. `stops` are texts that end a row."""
+    """Yields, per step, the new text of each row; ends when all rows have.
+
+    Args:
+        generator, prompts, sampling, keeps_cache: as for `Generator.stream`.
+        tokenizer: of the model.
+        stops: texts that end a row.
+    """
     streams = [TextStream(tokenizer, stops) for _ in prompts]
-    for tokens in generator.stream(prompts, sampling):
+    for tokens in generator.stream(prompts, sampling, keeps_cache=keeps_cache):
         yield [stream.push(token) for stream, token in zip(streams, tokens, strict=True)]
         # A stop is a matter of the text, so the generator itself would go on.
         if all(stream.ended for stream in streams):

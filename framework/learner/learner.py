@@ -38,7 +38,6 @@ from framework.learner.clipping import ClipMode, Clipping
 from framework.learner.precision import Precision
 from framework.learner.reaches import check_parameters_apart, reach_of
 from framework.learner.rules import (
-    DEFAULT,
     Optimizer,
     label,
 )

@@ -104,6 +104,50 @@ def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
     assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
 
 
+def talk(generator: Generator, prompt: list[int], count: int, stop_after: int | None = None) -> list[int]:
+    """The answer to a prompt, greedy, with the cache kept."""
+    tokens = []
+    for (token,) in generator.stream([prompt], Sampling(count), keeps_cache=True):
+        tokens.append(token)
+        if len(tokens) == stop_after:
+            break
+    return tokens
+
+
+@pytest.mark.once("window")
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "window", "alternating", "experts", "latent", "alternating on a mesh", "latent on a mesh"],
+)
+def test_a_conversation_reads_what_is_new_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, is_sharded = name.partition(" on a ")
+    mesh = frozenset({"data": 2, "fsdp": 1, "seq": 2, "model": 2}.items()) if is_sharded else None
+    generator = started(model, mesh)[2]
+    alone, first_state, _ = started(model)
+    read: list[str] = []
+    for function in ("_prefill", "_extend"):
+        original = getattr(generator, function)
+        count = lambda *args, name=function, original=original: read.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(generator, function, count)
+    prompt = PROMPTS[1]
+    for new_tokens, length, stop_after in [([], 4, None), ([3, 1], 3, None), ([9], 5, 2), ([8, 8, 4], 2, None)]:
+        prompt = [*prompt, *new_tokens]
+        answer = talk(generator, prompt, length, stop_after)
+        assert answer == without_cache(alone, first_state, [prompt], stop_after or length)[0], prompt
+        prompt = [*prompt, *answer]
+    assert read == ["_prefill", "_extend", "_extend", "_extend"]
+    # The history was changed: what both have in common is not read again.
+    changed = [*prompt[:6], 11, 12]
+    assert talk(generator, changed, 3) == without_cache(alone, first_state, [changed], 3)[0]
+    # More positions than the cache has room for, up to the last one that the model has.
+    assert talk(generator, changed, 22) == without_cache(alone, first_state, [changed], 22)[0]
+    assert read[4:] == ["_extend", "_extend"]
+    # A batch, and a prompt that begins otherwise.
+    assert generator(PROMPTS, Sampling(2)) == without_cache(alone, first_state, PROMPTS, 2)
+    assert talk(generator, [4, *prompt], 1) == without_cache(alone, first_state, [[4, *prompt]], 1)[0]
+    assert read[6:] == ["_prefill", "_prefill"]
+
+
 @pytest.mark.pairs
 def test_bfloat16_cache() -> None:
     one = program(small.llama(compute_dtype="bfloat16"))

@@ -27,7 +27,9 @@ class Script:
         self.given = 0
         self.meanwhile = meanwhile
 
-    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
+    def stream(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keeps_cache: bool = False
+    ) -> Iterator[list[int | None]]:
         prompt = ByteTokenizer().decode(prompts[0])
         self.prompts.append(prompt)
         self.seeds.append(sampling.seed)

@@ -28,7 +28,8 @@ const seen = [...document.querySelectorAll('.bar')].map(bar => {
     parts: [...bar.querySelectorAll('rect[fill]')].map(e => [e.textContent, ...box(e)])} });
 parent.document.getElementById('probe').textContent = JSON.stringify({bars: seen, view: innerWidth,
   page: document.documentElement.scrollWidth,
-  cut: [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length, requests: performance.getEntriesByType('resource').map(e => e.name)});
+  cut: [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length,
+  requests: performance.getEntriesByType('resource').map(e => e.name)});
 </script>"""
 
 
