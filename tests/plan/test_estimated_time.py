@@ -163,6 +163,44 @@ def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
     assert 1.1 < seconds["full"] / seconds["none"] < 1.5
 
 
+_IN_BACKWARD = [
+    "--config=llama2-7b",
+    "--target=v5e-16",
+    "--config.data.global_batch_size=16",
+    "--config.memory.update=in_backward",
+    "--config.memory.optimizer_state=pinned_host",
+    "--config.learner.clip_mode=previous_norm",
+    "--config.memory.remat=full",
+]
+_EXPERTS = [
+    "--target=v5p-256",
+    "--config.data.seq_len=4096",
+    "--config.data.global_batch_size=1024",
+    "--config.memory.remat=full",
+]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    ("words", "part", "waited", "seconds"),
+    [
+        (_IN_BACKWARD, "host link", 0.671, 2.33),
+        ([*_IN_BACKWARD, "--config.memory.prefetch=unit"], "host link", 0.162, 1.82),
+        (["--config=mixtral-8x7b", *_EXPERTS], "links", 1.36, 10.5),
+        (["--config=hf:Qwen/Qwen3-235B-A22B", *_EXPERTS], "links", 6.9, 30.5),
+    ],
+    ids=["in pieces", "by the unit", "Mixtral", "Qwen3"],
+)
+def test_the_closed_form_waits_as_long_as_the_compiled_step(tmp_path, words, part, waited, seconds):
+    """The last two numbers are seconds of the final programs, from the same commands without --estimate (2026-11-26,
+    jax 0.10.2, libtpu 0.0.42.1; Qwen3's of 2026-11-25)."""
+    file = tmp_path / "plan.json"
+    plan.main([*words, "--step_only", "--estimate", f"--json={file}"])
+    time = json.loads(file.read_text())["time"]
+    assert time["parts"][part] == pytest.approx(waited, rel=0.2)
+    assert time["seconds"] == pytest.approx(seconds, rel=0.15)
+
+
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 

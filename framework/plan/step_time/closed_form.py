@@ -27,8 +27,16 @@ _PRODUCTS_REACHED = {"v6e": 0.6, "tpu7x": 0.6}
 _PRODUCTS_REACHED_BY_OTHERS = 0.8
 # Products hide most of what asynchronous collectives do; so much of their time shows all the same.
 _LINKS_SHOWN = 0.1
+# Of the published rate of a chip's links, what collectives reach that nothing runs beside: a mesh axis is rings along some
+# of the dimensions of a slice. By the final programs of Mixtral 8x7B and Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
+_WAITED_LINKS_REACHED = 0.44
 # What the backward pass can hide of the host link, as a part of the time of products: it is two thirds of them.
 _HIDDEN_BY_BACKWARD = 0.6
+# Of the time in which a unit's state comes or goes, what shows under memory.update = in_backward, where all of it is
+# asked for at once and where it comes in pieces. By the cycles of the final programs of Llama 2 7B on v5e-16, one and two
+# sequences a chip: 0.38 and 0.32, and 1.59 and 1.56; in pieces both ways are used one after the other.
+_SHOWN_WITH_PREFETCH = 0.35
+_SHOWN_IN_PIECES = 1.58
 _BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
 
 
@@ -42,6 +50,7 @@ class Work(NamedTuple):
         received_bytes: from other devices.
         host_bytes: to or from the host for the update, each way.
         hidden_by: the part of the time of products that the link can be busy beside with these.
+        least_shown: of their time, what shows however long products take.
         pass_host_bytes: to or from the host for the forward and backward passes, each way; products run beside these.
         waited_host_bytes: to and from the host while nothing else runs.
         waited_received_bytes: from other devices, of `received_bytes`, while nothing else runs.
@@ -52,7 +61,8 @@ class Work(NamedTuple):
     update_bytes: float
     received_bytes: float
     host_bytes: float
-    hidden_by: float
+    hidden_by: float = 0.0
+    least_shown: float = 0.0
     pass_host_bytes: float = 0.0
     waited_host_bytes: float = 0.0
     waited_received_bytes: float = 0.0
@@ -97,6 +107,7 @@ def work_of(
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
         host_bytes=_update_host_bytes(experiment, layout),
         hidden_by=_hidden_by(experiment),
+        least_shown=_least_shown(experiment),
         pass_host_bytes=passes.beside,
         waited_host_bytes=passes.waited,
         waited_received_bytes=experiment.learner.accumulate * _expert_bytes(layout, sizes),
@@ -116,7 +127,6 @@ def completing_work(passes: Passes, num_devices: int) -> Work:
         update_bytes=0.0,
         received_bytes=0.0,
         host_bytes=0.0,
-        hidden_by=0.0,
         # One program brings each layer between the one before it and its own products.
         waited_host_bytes=passes.moved_bytes,
     )
@@ -218,10 +228,19 @@ def _pass_bytes(experiment: Experiment, layout: StateLayout, hosted_activations:
 
 
 def _hidden_by(experiment: Experiment) -> float:
+    """The part of the time of products beside which the update's bytes can move."""
     memory = experiment.memory
     if memory.update == "layer_programs":
         return 1.0
-    return _HIDDEN_BY_BACKWARD if memory.update == "in_backward" else 0.0
+    return _HIDDEN_BY_BACKWARD if memory.update == "in_backward" and memory.prefetch == "unit" else 0.0
+
+
+def _least_shown(experiment: Experiment) -> float:
+    """Of the time in which the update's bytes move, what shows however long products take."""
+    memory = experiment.memory
+    if memory.update != "in_backward":
+        return 0.0
+    return _SHOWN_WITH_PREFETCH if memory.prefetch == "unit" else _SHOWN_IN_PIECES
 
 
 def closed_form_time(work: Work, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
@@ -291,7 +310,7 @@ def _time(
 ) -> StepTime:
     waited_bytes = work.waited_received_bytes if waits_for_links else 0.0
     link_seconds = max(0.0, work.received_bytes - waited_bytes) / links if links else 0.0
-    waited_link_seconds = waited_bytes / links if links else 0.0
+    waited_link_seconds = waited_bytes / (_WAITED_LINKS_REACHED * links) if links else 0.0
     host_seconds = work.host_bytes / host_link if host_link else 0.0
     pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
     waited_seconds = work.waited_host_bytes / host_link if host_link else 0.0
@@ -299,21 +318,21 @@ def _time(
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_LINKS_SHOWN * link_seconds, link_seconds - products),
-        host_link=waited_seconds + _shown_host_seconds(host_seconds, pass_seconds, products, work.hidden_by),
+        host_link=waited_seconds + _shown_host_seconds(work, host_seconds, pass_seconds, products),
         python=0.0,
         basis=_BASIS,
     )
 
 
-def _shown_host_seconds(update: float, passes: float, products: float, hidden_by: float) -> float:
+def _shown_host_seconds(work: Work, update: float, passes: float, products: float) -> float:
     """The seconds that the host link keeps a step waiting.
 
     Args:
+        work: of the step.
         update: seconds of what the update moves.
         passes: of what the forward and backward passes move.
         products: of the products, beside which the link can be busy.
-        hidden_by: the part of them that hides what the update moves.
     """
     shown_in_passes = max(0.0, passes - products)
-    left_products = max(0.0, hidden_by * products - passes)
-    return shown_in_passes + max(0.0, update - left_products)
+    left_products = max(0.0, work.hidden_by * products - passes)
+    return shown_in_passes + max(work.least_shown * update, update - left_products)
