@@ -27,14 +27,14 @@ _PRODUCTS_REACHED = {"v6e": 0.6, "tpu7x": 0.6}
 _PRODUCTS_REACHED_BY_OTHERS = 0.8
 # Products hide most of what asynchronous collectives do; so much of their time shows all the same.
 _LINKS_SHOWN = 0.1
-# Of the published rate of a chip's links, what collectives reach that nothing runs beside: a mesh axis is rings along some
-# of the dimensions of a slice. By the final programs of Mixtral 8x7B and Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
+# Of the published rate of a chip's links, what collectives reach that nothing runs beside: a mesh axis is rings along
+# some of a slice's dimensions. By the final programs of Mixtral 8x7B and Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
 _WAITED_LINKS_REACHED = 0.44
 # What the backward pass can hide of the host link, as a part of the time of products: it is two thirds of them.
 _HIDDEN_BY_BACKWARD = 0.6
 # Of the time in which a unit's state comes or goes, what shows under memory.update = in_backward, where all of it is
-# asked for at once and where it comes in pieces. By the cycles of the final programs of Llama 2 7B on v5e-16, one and two
-# sequences a chip: 0.38 and 0.32, and 1.59 and 1.56; in pieces both ways are used one after the other.
+# asked for at once and where it comes in pieces. By the cycles of the final programs of Llama 2 7B on v5e-16, with one
+# and two sequences a chip: 0.38 and 0.32, and 1.59 and 1.56. In pieces both ways are used one after the other.
 _SHOWN_WITH_PREFETCH = 0.35
 _SHOWN_IN_PIECES = 1.58
 _BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
