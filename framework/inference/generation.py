@@ -200,8 +200,9 @@ class Generator:
                     return
                 yield [value if runs else None for runs, value in zip(running, values, strict=True)]
         finally:
-            # Also where the text is not read to its end.
-            self._kept = kept if keeps_cache else None
+            # Also where the text is not read to its end. A program that failed has taken the cache with it.
+            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.cache))
+            self._kept = kept if keeps_cache and is_whole else None
 
     def _read(
         self,

@@ -149,6 +149,23 @@ def test_a_conversation_reads_what_is_new_alone(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.pairs
+def test_a_failed_step_leaves_no_cache_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Generator(*started("llama-gqa")[:2])
+    answer = talk(generator, PROMPTS[1], 4)
+    decode = generator._decode
+
+    def fails(*args: Any) -> None:
+        decode(*args)  # which takes the cache
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "_decode", fails)
+        with pytest.raises(KeyboardInterrupt):
+            talk(generator, [*PROMPTS[1], 3], 4)
+    assert talk(generator, PROMPTS[1], 4) == answer
+
+
+@pytest.mark.pairs
 def test_bfloat16_cache() -> None:
     one = program(small.llama(compute_dtype="bfloat16"))
     generator = Generator(one, one.init())
