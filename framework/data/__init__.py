@@ -1,1 +1,1 @@
-"""The one input pipeline; `pipeline.DataPipeline` is the door. What is long to import is imported in functions."""
+"""The only input pipeline; `pipeline.DataPipeline` is the entry point. Slow imports are inside functions."""

@@ -1,8 +1,9 @@
 """Conversations for supervised fine-tuning: rendered with the model's own chat template, loss on the answers only.
 
-A token file of conversations holds 2 * id + 1 for a target and 2 * id for other tokens. Where a template has no
+A token file of conversations holds 2 * id + 1 for a target token and 2 * id for any other token. If a template has no
 {% generation %} tags, an answer is located by rendering the conversation up to it, with its generation prompt, and
-after it. Where a template writes earlier turns in another way, the answer is the part of the text that changes with it.
+after it. If a template renders earlier turns differently, the answer is the part of the text that changes with the
+message.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from framework.data.sources import ExampleSource, rows_of_file, split_of
 from framework.data.token_files import TokenStream
 from framework.data.tokenizers import Tokenizer
 
-# A letter of private use. It breaks a special token that a message spells, and stands in for an
-# answer whose place in the text is looked for.
+# A private-use character. It breaks up a special token that a message spells out, and serves as a placeholder to find
+# the position of an answer in the text.
 _MARK = "\U0010fffd"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# What a row of a conversation has, in words.
+# Row formats of a conversation, for messages.
 FORMATS = "messages, conversations, prompt and completion, or instruction and output"
 
-# Names of roles in ShareGPT's format, as templates call them.
+# ShareGPT role names, mapped to the names that templates use.
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -43,17 +44,17 @@ _ROLES = {
 
 @component
 class ChatSource(ExampleSource):
-    """Conversations from JSON lines or Parquet files; loss on what the assistant says, its end-of-turn token included.
+    """Conversations from JSON lines or Parquet files; loss on assistant messages, including their end-of-turn token.
 
     A row has "messages" ({"role", "content"}), ShareGPT's "conversations" ({"from", "value"}), "prompt" and
-    "completion", or "instruction", "input" and "output"; "system" and "tools" beside them are read too. It needs a
+    "completion", or "instruction", "input" and "output"; it may also have "system" and "tools". It needs a
     PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
-        split: "all", or one of two disjoint parts; the sha256 of a conversation decides to which it belongs.
-        validation_fraction: about so much of all conversations is "validation".
-        template_variables: what the template may ask for, such as {"enable_thinking": false}.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        split: "all", or one of two disjoint parts; the sha256 of a conversation decides which part it belongs to.
+        validation_fraction: approximate fraction of the conversations in "validation".
+        template_variables: variables passed to the template, such as {"enable_thinking": false}.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class ChatSource(ExampleSource):
         validation_fraction: Fraction = 0.05,
         template_variables: dict[str, Any] = {},  # noqa: B006
     ):
-        # These attributes are the source's settings, and so decide its digest.
+        # These attributes are the source's settings, and so determine its digest.
         self.paths = paths
         self.split = split
         self.validation_fraction = validation_fraction
         self.template_variables = template_variables
 
     def read(self, file: DataFile) -> Iterator[str]:
-        """Yields each row as JSON: [place, messages, tools]."""
+        """Yields each row as JSON: [location, messages, tools]."""
         for place, row in rows_of_file(file):
             try:
                 record = [conversation(row), row.get("tools")]
@@ -80,12 +81,12 @@ class ChatSource(ExampleSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
             if self.split in ("all", part):
-                # The place does not decide the split, so a row that moves stays in its part.
+                # The location does not affect the split, so a row that moves stays in its part.
                 place_json = json.dumps(f"{file}, {place}")
                 yield f"[{place_json}, {content[1:]}"
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
-        # The pipeline has refused any other tokenizer by now.
+        # The pipeline has already rejected any other tokenizer.
         assert isinstance(tokenizer, PretrainedTokenizer)
         return ChatCodec(tokenizer, self.template_variables)
 
@@ -106,11 +107,11 @@ def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
     """Returns the messages of a row, in any of the formats.
 
     Args:
-        row: an object of JSON.
-        formats: what an error says that a row may have.
+        row: a JSON object.
+        formats: the accepted formats, for the error message.
 
     Raises:
-        ValueError: the row is in none of the formats. The message says what is wrong with it.
+        ValueError: the row matches none of the formats. The message describes the problem.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, given {type(row).__name__}")
@@ -139,17 +140,17 @@ def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
 
 
 def _prompt_or_completion(role: str, content: Any) -> list[Any]:
-    """Returns the messages of a prompt or a completion, which is a text or a list of messages."""
+    """Returns the messages of a prompt or completion, which is a text or a list of messages."""
     if isinstance(content, list):
         return content
     return [{"role": role, "content": content}]
 
 
 def checked_message(number: int, message: Any) -> Message:
-    """Returns a message as templates read it.
+    """Returns a message in the form that templates read.
 
     Raises:
-        ValueError: it is no message, or has no text. The message names its number in the conversation.
+        ValueError: it is not a message, or has no text. The error message gives its number in the conversation.
     """
     if isinstance(message, dict) and "from" in message:
         role = message["from"]
@@ -157,14 +158,14 @@ def checked_message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f'message {number}: expected {{"role": ..., "content": ...}}, given {str(message)[:80]}')
     content = message.get("content")
-    # A message that calls tools need not have a text.
+    # A message with tool calls may have no text.
     if not isinstance(content, str) and not message.get("tool_calls"):
         raise ValueError(f"message {number}: content is {type(content).__name__}, expected text")
     return message
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Returns the number of letters with which both texts begin."""
+    """Returns the length of the common prefix of two texts, in characters."""
     for position, (letter_a, letter_b) in enumerate(zip(a, b, strict=False)):
         if letter_a != letter_b:
             return position
@@ -172,7 +173,7 @@ def _common_prefix(a: str, b: str) -> int:
 
 
 class ChatCodec(Tokenizer):
-    """A tokenizer of rendered conversations, whose ids say which tokens are targets.
+    """A tokenizer for rendered conversations, whose ids mark the targets.
 
     Id 2 * i + 1 is token i as a target, 2 * i the same token elsewhere. The separator comes after all of these.
     """
@@ -182,39 +183,39 @@ class ChatCodec(Tokenizer):
         self.variables = variables
         self.vocab_size = 2 * tokenizer.vocab_size + 1
         self.eos_id = 2 * tokenizer.vocab_size
-        # The number is the version of this encoding: another one makes other files in the cache.
+        # The number is the version of this encoding: increase it to invalidate cached files.
         facts = [2, tokenizer.digest, tokenizer.chat_template, variables]
         self.digest = digest_of(facts)
-        # The longest first, as a regular expression takes the first alternative that matches.
+        # The longest first, because a regular expression takes the first alternative that matches.
         special_tokens = sorted(tokenizer.special_tokens, key=len, reverse=True)
-        # Without special tokens, an expression that matches nowhere.
+        # Without special tokens, the expression matches nothing.
         any_special = "|".join(re.escape(token) for token in special_tokens) or "(?!)"
         self._special = re.compile(any_special)
         self._turn_end = re.compile(rf"\s*(?:{any_special})")
         self._trailing_space = re.compile(rf"(?:{any_special})(\s+)\Z")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each conversation: each of the tokenizer's ids twice, plus one where it is a target.
+        """Returns the ids of each conversation: 2 * id, plus 1 for targets, for each of the tokenizer's ids.
 
         Raises:
-            ValueError: the template cannot render a conversation. The message names file and row.
+            ValueError: the template cannot render a conversation. The message names the file and row.
         """
         return self.encode_spans([self.rendered(*json.loads(text)) for text in texts])
 
     def encode_spans(self, rendered: Sequence[tuple[str, list[Span]]]) -> list[np.ndarray]:
-        """Returns the ids of rendered texts, of which those within the spans are targets; int64[n] each."""
+        """Returns the ids of rendered texts, with the tokens inside the spans marked as targets; int64[n] each."""
         encodings = self.tokenizer.encode_rendered([text for text, _ in rendered])
         encoded_texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             ids = np.array(encoding.ids, np.int64)
-            # The reshape is for a text without tokens, whose offsets would have only one axis.
+            # The reshape handles a text without tokens, whose offsets would have only one axis.
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             targets = np.zeros(len(ids), np.int64)
             for start, end in spans:
-                # A token that reaches over an edge of the answer is a target too.
+                # A token that crosses the edge of an answer is a target too.
                 targets |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
             encoded = 2 * ids + targets
-            # The marks that broke special tokens are not part of the conversation.
+            # The marks that break up special tokens are not part of the conversation.
             if _MARK in text:
                 is_text = [text[start:end] != _MARK for start, end in offsets]
                 encoded = encoded[is_text]
@@ -222,9 +223,9 @@ class ChatCodec(Tokenizer):
         return encoded_texts
 
     def encode_question(self, messages: list[Message]) -> list[int]:
-        """Returns the tokenizer's ids of a conversation, up to where the model's answer begins.
+        """Returns the tokenizer's ids of a conversation, up to the point where the model's answer starts.
 
-        Special tokens that a message spells are text, as in training.
+        Special tokens spelled out in a message are encoded as text, as in training.
 
         Raises:
             ValueError: the template cannot render these messages.
@@ -239,7 +240,7 @@ class ChatCodec(Tokenizer):
         return tokens
 
     def turn_end_ids(self) -> list[int]:
-        """Returns the special token that the template writes behind an answer; none if it writes another text there."""
+        """Returns the special token that the template writes after an answer; empty if it writes other text there."""
         example = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": _MARK},
@@ -262,10 +263,10 @@ class ChatCodec(Tokenizer):
         """Returns (text of a conversation, the spans of its answers).
 
         Args:
-            place: what an error begins with.
+            place: location of the row, the prefix of error messages.
             messages: the conversation.
-            tools: for the template.
-            first_turn: number of a message; answers before it do not count. It is 0, or an answer's.
+            tools: tools passed to the template.
+            first_turn: number of a message; answers before it are not targets. It is 0, or the number of an answer.
 
         Raises:
             ValueError: the template cannot render the conversation.
@@ -274,7 +275,7 @@ class ChatCodec(Tokenizer):
         variables = {**self.variables, "tools": tools}
         try:
             text, spans = self.tokenizer.render(messages, **variables)
-            # A template with generation tags says itself where the answers are.
+            # A template with generation tags marks the answers itself.
             if not _GENERATION.search(self.tokenizer.chat_template or ""):
                 spans = []
                 for turn, message in enumerate(messages):
@@ -294,7 +295,7 @@ class ChatCodec(Tokenizer):
         turn: int,
         variables: dict[str, Any],
     ) -> Span:
-        """Returns the span of the answer at `turn` in the conversation's text, the token that ends it included."""
+        """Returns the span of the answer at `turn` in the conversation's text, including the token that ends it."""
         earlier_messages = messages[:turn]
         messages_with_answer = messages[: turn + 1]
         render = self.tokenizer.render
@@ -302,10 +303,9 @@ class ChatCodec(Tokenizer):
         answered, _ = render(messages_with_answer, **variables)
         if text.startswith(prompt) and text.startswith(answered):
             return len(prompt), self._answer_end(answered)
-        # This template writes an answer in another way once it is not the last one, or not behind
-        # the last question (Qwen 3's writes no thoughts then), so that neither rendered text is the
-        # beginning of the whole. The answer is the part that depends on the message, from the
-        # generation prompt before it to the token behind it.
+        # This template renders an answer differently if it is not the last one, or not after the last question (Qwen 3
+        # then leaves out its thoughts), so neither rendered text is a prefix of the whole. The answer is the part
+        # that depends on the message, from the generation prompt before it to the token after it.
         content_start, content_end = self._changing(text, messages, turn, variables)
         start = len(prompt)
         if not text.startswith(prompt):
@@ -317,8 +317,8 @@ class ChatCodec(Tokenizer):
             start = self._behind_opening(text, opening, previous_end, content_start)
         if text.startswith(answered):
             return start, self._answer_end(answered)
-        # A token behind the answer may open the next turn. It ends the answer only if it does so
-        # where the answer is the last message, too.
+        # The token after the answer may open the next turn. It belongs to the answer only if it also follows the answer
+        # when that is the last message.
         _, answered_end = self._changing(answered, messages_with_answer, turn, variables)
         remaining_text = text[content_end:]
         common_length = _common_prefix(remaining_text, answered[answered_end:])
@@ -326,9 +326,9 @@ class ChatCodec(Tokenizer):
         return start, content_end + (ending.end() if ending else 0)
 
     def _answer_end(self, answered: str) -> int:
-        """Returns the end of the answer with which a rendered text ends.
+        """Returns the end of the answer at the end of a rendered text.
 
-        White space behind its last special token belongs to the next turn: a model stops at that token.
+        White space after its last special token belongs to the next turn: a model stops at that token.
         """
         trailing_space = self._trailing_space.search(answered)
         return trailing_space.start(1) if trailing_space else len(answered)
@@ -345,7 +345,7 @@ class ChatCodec(Tokenizer):
         marked_messages = [*messages[:turn], marked_message, *messages[turn + 1 :]]
         marked_text, _ = self.tokenizer.render(marked_messages, **variables)
         start = _common_prefix(marked_text, text)
-        # The common end is counted behind the common beginning, so that the two cannot overlap.
+        # The common suffix is measured after the common prefix, so that the two cannot overlap.
         marked_reversed = marked_text[start:][::-1]
         text_reversed = text[start:][::-1]
         return start, len(text) - _common_prefix(marked_reversed, text_reversed)
@@ -359,16 +359,16 @@ class ChatCodec(Tokenizer):
     ) -> int:
         """Returns the end of an answer's generation prompt in the text.
 
-        The prompt may be followed by more text, or be written without its end (an empty thought).
+        More text may follow the prompt, or its end may be missing (an empty thought).
 
         Args:
             text: the conversation.
-            opening: the generation prompt as it is before the answer is there.
+            opening: the generation prompt as rendered before the answer exists.
             earliest: end of the message before the answer.
-            content_start: start of what the answer says.
+            content_start: start of the answer's content.
         """
-        # The longest beginning of the prompt counts. One that is not the whole prompt must hold a
-        # special token: a few letters may stand anywhere.
+        # Use the longest prefix that occurs. If it is not the whole prompt, it must contain a special token, because
+        # a few characters may occur anywhere.
         for length in range(len(opening), 0, -1):
             is_whole = length == len(opening)
             if not is_whole and not self._special.search(opening[:length]):
@@ -379,9 +379,9 @@ class ChatCodec(Tokenizer):
         return content_start
 
     def _broken(self, value: Any) -> Any:
-        """Returns a message with a mark inside each special token that it spells.
+        """Returns a message with a mark inside each special token that it spells out.
 
-        So only the special tokens of the template become tokens.
+        This ensures that only the template's own special tokens are encoded as such.
         """
         if isinstance(value, str):
             return self._special.sub(lambda match: match[0][0] + _MARK + match[0][1:], value)

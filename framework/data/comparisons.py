@@ -1,7 +1,7 @@
-"""Rows of answers that people compared or judged, in the usual formats -> a prompt and its answers.
+"""Parses rows with preference labels, in the usual formats, into a prompt and its answers.
 
-The formats are those that TRL and its data sets use: prompt, chosen and rejected, as texts or as messages; chosen and
-rejected with the prompt in them; prompt, completion and label.
+The formats are those of TRL and its datasets: prompt, chosen and rejected, as texts or as messages; chosen and rejected
+with the prompt included in both; prompt, completion and label.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from framework.config import did_you_mean
 from framework.data.chats import checked_message
 from framework.data.pretrained_tokenizer import Message
 
-# A text as it stands, or messages for a chat template.
+# A plain text, or messages for a chat template.
 Words = str | list[Message]
 
-# What is known of an answer. The order is part of how token files are written: append only.
+# Label of an answer. The order is part of the token file format: append only.
 Verdict = Literal["chosen", "rejected", "desirable", "undesirable"]
 VERDICTS: tuple[Verdict, ...] = ("chosen", "rejected", "desirable", "undesirable")
 
 
 class Judged(NamedTuple):
-    """Answers to one prompt; prompt and answers are all texts, or all messages.
+    """Labeled answers to one prompt; prompt and answers are all texts, or all messages.
 
     Attributes:
-        prompt: what precedes each answer.
-        answers: (what is known of it, the answer).
+        prompt: the text or messages before each answer.
+        answers: (label, answer) pairs.
     """
 
     prompt: Words
@@ -34,7 +34,7 @@ class Judged(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What makes the answers useless, in words; None where nothing does."""
+        """The reason why the answers are unusable, as text; None if they are usable."""
         for verdict, answer in self.answers:
             if not _has_words(answer):
                 return f"the {verdict} answer is empty"
@@ -48,19 +48,19 @@ def pair_of(row: Any, *, strings_are_messages: bool = False) -> Judged:
     """Returns the chosen and the rejected answer of a row.
 
     Args:
-        row: with chosen and rejected, and with a prompt unless both hold it.
-        strings_are_messages: a prompt that is a text is what the user says, and its answers what the assistant says;
-            otherwise they are texts as they stand, unless a system prompt is beside them.
+        row: an object with chosen and rejected, and with a prompt unless both include it.
+        strings_are_messages: treat a text prompt as a user message, and text answers as assistant messages; otherwise,
+            texts are used verbatim, unless the row also has a system prompt.
 
     Raises:
-        ValueError: the row is in none of the formats. The message names the field.
+        ValueError: the row matches none of the formats. The message names the field.
     """
     row = _checked_row(row)
     answers: dict[str, Any] = {}
     for name in ("chosen", "rejected"):
         answers[name] = _field(row, name, "a pair has chosen and rejected")
     if answers["chosen"] == answers["rejected"]:
-        # The prompt cannot be told from equal answers, and does not matter: `Judged.problem` refuses them.
+        # The prompt cannot be separated from equal answers, and does not matter: `Judged.problem` rejects them.
         same = _words("chosen", answers["chosen"])
         return Judged("" if isinstance(same, str) else [], [("chosen", same), ("rejected", same)])
     prompt, (chosen, rejected) = _prompt_and_answers(row, answers, strings_are_messages)
@@ -68,15 +68,15 @@ def pair_of(row: Any, *, strings_are_messages: bool = False) -> Judged:
 
 
 def thumbs_of(row: Any, *, strings_are_messages: bool = False) -> list[Judged]:
-    """Returns the judged answers of a row, each on its own: one with a label, or the two of a pair.
+    """Returns the labeled answers of a row, one `Judged` each: a single answer with a label, or the two of a pair.
 
     Args:
-        row: with prompt, completion and label (true or false, or 1 or 0), or with messages and label; or as for
-            `pair_of`.
+        row: an object with prompt, completion and label (true or false, or 1 or 0), or with messages and label; or a
+            pair, as for `pair_of`.
         strings_are_messages: as for `pair_of`.
 
     Raises:
-        ValueError: the row is in none of the formats. The message names the field.
+        ValueError: the row matches none of the formats. The message names the field.
     """
     row = _checked_row(row)
     if is_pair(row):
@@ -96,18 +96,18 @@ def thumbs_of(row: Any, *, strings_are_messages: bool = False) -> list[Judged]:
 
 
 def is_pair(row: Mapping[str, Any]) -> bool:
-    """Whether a row was meant as a pair: it has a field of one."""
+    """Returns whether a row is meant as a preference pair: it has chosen or rejected."""
     return row.get("chosen") is not None or row.get("rejected") is not None
 
 
 def is_thumb(row: Mapping[str, Any]) -> bool:
-    """Whether a row was meant as a judged answer: a label of a thumb, beside an answer or a conversation."""
+    """Returns whether a row is meant as a labeled answer: it has a binary label and an answer or a conversation."""
     answer_names = ("completion", "messages", "conversations")
     return _is_thumb_label(row.get("label")) and any(row.get(name) is not None for name in answer_names)
 
 
 def _is_thumb_label(label: Any) -> bool:
-    """Whether a label says good or bad: true or false, or 1 or 0."""
+    """Returns whether a label is binary: true or false, or 1 or 0."""
     return isinstance(label, bool | int | float) and label in (0, 1)
 
 
@@ -118,25 +118,25 @@ def _checked_row(row: Any) -> dict[str, Any]:
 
 
 def _field(row: dict[str, Any], name: str, expected: str) -> Any:
-    """Returns what stands in a field; raises ValueError where it is absent, or null."""
+    """Returns the value of a field; raises ValueError if it is absent or null."""
     value = row.get(name)
     if value is not None:
         return value
     if name in row:
         raise ValueError(f"field {name!r} is null; {expected}")
     meant = did_you_mean(name, row)
-    # Without a near name, the fields that are there are listed behind what was expected.
+    # If no field has a similar name, list the row's fields after the expected ones.
     hint = meant if "did you mean" in meant else f", given {', '.join(row) or 'nothing'}"
     raise ValueError(f"no field {name!r}: {expected}{hint}")
 
 
 def _words(name: str, value: Any) -> Words:
-    """Returns the text or the messages of a field, checked.
+    """Returns the text or the messages of a field, after checking them.
 
     Raises:
-        ValueError: it is neither. The message names the field.
+        ValueError: the field holds neither. The message names the field.
     """
-    # A lone message need not stand in a list.
+    # A single message does not have to be in a list.
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -146,7 +146,7 @@ def _words(name: str, value: Any) -> Words:
             raise ValueError(f"field {name!r}: {error}") from error
     if not isinstance(value, str):
         raise ValueError(f"field {name!r} is {type(value).__name__}, expected text or messages")
-    # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
+    # Encoding is a check: JSON can contain an unpaired surrogate, which no tokenizer accepts.
     value.encode("utf-8")
     return value
 
@@ -156,16 +156,16 @@ def _prompt_and_answers(
     answers: dict[str, Any],
     strings_are_messages: bool,
 ) -> tuple[Words, list[Words]]:
-    """Returns (the prompt, what each of the answers says behind it).
+    """Returns (the prompt, the text or messages of each answer after the prompt).
 
     Args:
-        row: with a prompt, or without one where the answers hold it.
-        answers: the row's fields that hold answers, by name.
+        row: an object with a prompt, or without one if the answers include it.
+        answers: the row's answer fields, by name.
         strings_are_messages: as for `pair_of`.
     """
     prompt = row.get("prompt")
     if prompt is None and not {"messages", "conversations"} & answers.keys():
-        # Some give the turns before the answers under the name of a conversation.
+        # Some datasets store the turns before the answers in a conversation field.
         prompt = row.get("messages") or row.get("conversations")
     words_by_name = {name: _words(name, value) for name, value in answers.items()}
     prompt_words = None if prompt is None else _words("prompt", prompt)
@@ -180,7 +180,7 @@ def _prompt_and_answers(
 
 
 def _common_text(words_by_name: Mapping[str, Words]) -> tuple[Words, list[Words]]:
-    """Returns (the text with which all answers begin, the texts behind it); an answer begins with a whole word."""
+    """Returns (the common prefix of all answers, the text of each after it); an answer starts at a word boundary."""
     texts = [words for words in words_by_name.values() if isinstance(words, str)]
     if len(texts) == 1:
         raise ValueError("no field 'prompt', and the answer is a text: expected both, or messages")
@@ -188,7 +188,7 @@ def _common_text(words_by_name: Mapping[str, Words]) -> tuple[Words, list[Words]
     while length < min(map(len, texts)) and len({text[length] for text in texts}) == 1:
         length += 1
     prompt = texts[0][:length]
-    # The space before a word belongs to its token, so it stays with the answer.
+    # The space before a word is part of its token, so it stays with the answer.
     while prompt and any(_is_inside_word(text, len(prompt)) for text in texts):
         prompt = prompt[:-1]
     if prompt.endswith(" "):
@@ -212,7 +212,7 @@ def _turns(
             raise ValueError(f"no field 'prompt', and {name!r} is a text: expected a prompt, or messages")
         turns_by_name[name] = [{"role": "assistant", "content": words}] if isinstance(words, str) else words
     prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # What begins with another role than the assistant's is a conversation, with the prompt in it.
+    # If the first role is not the assistant's, the field is a conversation that includes the prompt.
     holding_names = [name for name, turns in turns_by_name.items() if turns and turns[0]["role"] != "assistant"]
     for name in holding_names:
         if prompt_turns is not None and not _holds(turns_by_name[name], prompt_turns):
@@ -234,15 +234,16 @@ def _turns(
 
 
 def _holds(conversation: list[Message], prompt: list[Message]) -> bool:
-    """Whether a conversation has all that the prompt says, in any of its turns."""
+    """Returns whether a conversation contains the content of every prompt message, in any of its turns."""
     said = [message.get("content") for message in conversation]
     return all(message.get("content") in said for message in prompt)
 
 
 def _common_turns(conversations: list[list[Message]]) -> int:
-    """Returns the number of turns that are the prompt of conversations.
+    """Returns the number of leading turns that form the prompt of the conversations.
 
-    Of several these are the turns with which all begin; of one, those up to the user's last one.
+    For several conversations, this is the length of their common prefix. For one, it is the number of turns up to and
+    including the user's last one.
     """
     if len(conversations) == 1:
         roles = [message["role"] for message in conversations[0]]
@@ -254,7 +255,7 @@ def _common_turns(conversations: list[list[Message]]) -> int:
 
 
 def _has_words(answer: Words) -> bool:
-    """Whether an answer says anything: a text that is no white space, or a call of a tool."""
+    """Returns whether an answer has content: text that is not only white space, or a tool call."""
     if isinstance(answer, str):
         return bool(answer.strip())
     said = [message for message in answer if message["role"] == "assistant"]

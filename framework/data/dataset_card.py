@@ -1,4 +1,4 @@
-"""The card of a data set of the Hub: the `configs` in the head of its README.md, which say what its splits are."""
+"""The card of a Hub dataset: the `configs` in the front matter of its README.md, which define its splits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Splits = dict[str, list[str]]
 
 
 class CardConfig(NamedTuple):
-    """One of the subsets that a card describes."""
+    """One of the subsets (configs) that a card describes."""
 
     name: str
     is_default: bool
@@ -20,10 +20,10 @@ class CardConfig(NamedTuple):
 
 
 def read_card(snapshot: Snapshot) -> list[CardConfig]:
-    """Reads the subsets of a card; none where there is no card, or one that says nothing of files.
+    """Reads the subsets of a card; empty if there is no card, or it lists no files.
 
     Raises:
-        ValueError: the head of README.md is not as the Hub describes it.
+        ValueError: the front matter of README.md does not follow the Hub's format.
     """
     file = snapshot.folder / "README.md"
     if not file.is_file():
@@ -43,7 +43,7 @@ def read_card(snapshot: Snapshot) -> list[CardConfig]:
 
 
 def choose(url: str, configs: list[CardConfig], path: str) -> Splits | None:
-    """Returns the splits of the subset that is named by `path`, or by none; None: files are to be chosen by names.
+    """Returns the splits of the subset that `path` names, or of the default one; None to choose files by name.
 
     Raises:
         ValueError: there are several subsets to choose from.
@@ -64,15 +64,15 @@ def choose(url: str, configs: list[CardConfig], path: str) -> Splits | None:
 
 
 def matched(names: list[str], patterns: list[str]) -> list[str]:
-    """Returns the names that match any of the globs, as the Hub reads them: only `**` matches a slash.
+    """Returns the names that match any of the globs, with the Hub's rules: only `**` matches a slash.
 
     Raises:
-        ValueError: a glob has `**` as a part of a name.
+        ValueError: a glob uses `**` inside a path component.
     """
     from fsspec.utils import glob_translate
 
     regexes = [re.compile(glob_translate(pattern.removeprefix("./"))) for pattern in patterns]
-    # A file's own name may hold the letters of a glob.
+    # A file's own name may contain glob characters.
     return [name for name in names if name in patterns or any(regex.fullmatch(name) for regex in regexes)]
 
 
@@ -85,7 +85,7 @@ def _config(entry: dict[str, Any]) -> CardConfig:
         data_files = [data_files]
     splits: Splits = {}
     for part in data_files:
-        # A path alone is of the split for training.
+        # A path without a split belongs to the training split.
         split, paths = ("train", part) if isinstance(part, str) else (str(part["split"]), part["path"])
         patterns = [paths] if isinstance(paths, str) else list(paths)
         splits.setdefault(split, []).extend(prefix + pattern for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Batches of documents to tokens: in this process, or by several at once, with the same bytes as a result."""
+"""Tokenizes batches of documents, in this process or in several workers, with byte-identical results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from framework.data.tokenizers import ByteTokenizer, Tokenizer
 from framework.terminal import interrupts
 from framework.terminal.tied import tie
 
-# Text that one process encodes at a time, in characters: enough to keep all cores busy, and some 100 MB of the
-# tokenizers library's own records.
+# Characters that one process encodes at a time: enough to keep all cores busy, with some 100 MB of internal records in
+# the tokenizers library.
 _BATCH_ALONE = 4 << 20
-# The same for each of several processes, which encode by one thread each.
+# The same limit for each of several workers, which encode with one thread each.
 _BATCH_OF_WORKER = 1 << 20
-# Batches for each process that are being encoded, or wait to be encoded or written: this bounds the memory.
+# Batches per worker that are queued, being encoded, or waiting to be written: this bounds the memory.
 _BATCHES_OF_WORKER = 2
-# From so many cores on, processes of one thread each are faster than one of many threads (docs/data.md).
+# From this number of cores on, single-threaded processes are faster than one multi-threaded one (docs/data.md).
 _MANY_CORES = 8
-# The variable by which the tokenizers library is told whether to use threads.
+# The environment variable that enables or disables threads in the tokenizers library.
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class Encoded(NamedTuple):
-    """A batch of documents as a token file has it.
+    """A batch of documents in token file format.
 
     Attributes:
-        content: little-endian ids, a separator before each document.
+        content: little-endian ids, with a separator before each document.
         documents: number of documents.
-        text_bytes: their UTF-8 bytes.
+        text_bytes: number of UTF-8 bytes of the documents.
         tokens: number of ids, separators included.
     """
 
@@ -48,12 +48,12 @@ class Encoded(NamedTuple):
     tokens: int
 
 
-# Encodes documents in order, batch by batch; empty documents are left out.
+# Encodes documents in order, batch by batch; empty documents are skipped.
 Encode = Callable[[Iterable[str]], Iterator[Encoded]]
 
 
 class WorkerLostError(Exception):
-    """A process that encodes has ended, and the batch that it had is lost."""
+    """A worker process exited, and the batch it was encoding is lost."""
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -70,13 +70,13 @@ def usable_cores() -> int:
 
 
 def default_workers() -> int:
-    """Returns the number of workers that makes use of all cores: one, whose threads do, or one for each of many."""
+    """Returns the number of workers that uses all cores: one, which is multi-threaded, or one per core if many."""
     cores = usable_cores()
     return cores if cores >= _MANY_CORES else 1
 
 
 def alone(tokenizer: Tokenizer) -> Encode:
-    """Returns a function that encodes in this process, by as many threads as the tokenizers library likes."""
+    """Returns a function that encodes in this process, with as many threads as the tokenizers library chooses."""
 
     def encode(documents: Iterable[str]) -> Iterator[Encoded]:
         for texts in _batches(documents, _BATCH_ALONE):
@@ -86,7 +86,7 @@ def alone(tokenizer: Tokenizer) -> Encode:
 
 
 class _Forks(ForkContext):
-    """Makes processes as forks, and lists them: the list has each one, however soon it ends."""
+    """A context that forks processes and records each of them, even one that ends immediately."""
 
     def __init__(self):
         super().__init__()
@@ -100,18 +100,18 @@ class _Forks(ForkContext):
 
 @contextlib.contextmanager
 def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
-    """Yields a function that encodes by `workers` processes of one thread each, which end with the context.
+    """Yields a function that encodes with `workers` single-threaded processes, which end with the context.
 
-    The processes are forks, so any tokenizer will do, a user's own too. They are made at once, before the caller
-    starts threads. With one worker, or for a ByteTokenizer, all is done in this process.
+    The processes are forks, so any tokenizer works, including a user's own. They are created immediately, before the
+    caller starts threads. With one worker, or for a ByteTokenizer, all work is done in this process.
 
     Args:
-        tokenizer: prepared; it must encode a document the same way whatever the others of its batch are.
+        tokenizer: a prepared tokenizer; it must encode a document the same way regardless of the rest of its batch.
         workers: number of processes, at least 1.
 
     The function raises WorkerLostError if a process was killed.
     """
-    # Bytes are their own ids, and to hand them over takes longer than to encode them.
+    # Bytes are their own ids, and transferring them takes longer than encoding them.
     if workers == 1 or isinstance(tokenizer, ByteTokenizer):
         yield alone(tokenizer)
         return
@@ -119,7 +119,7 @@ def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         context = _Forks()
         processes = context.processes
         executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(tokenizer, os.getpid()))
-        # The first call makes all processes.
+        # The first call creates all processes.
         first_call = executor.submit(os.getpid)
 
         def kill(number: int, line: str) -> None:
@@ -143,7 +143,7 @@ def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
 
 
 def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[Encoded]:
-    """Yields the batches in the order of the documents; at most `limit` of them are on their way."""
+    """Yields the batches in the order of the documents, with at most `limit` of them in flight."""
     futures: deque[Future[Encoded]] = deque()
     for texts in _batches(documents, _BATCH_OF_WORKER):
         futures.append(executor.submit(_work, texts))
@@ -153,19 +153,19 @@ def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: in
         yield futures.popleft().result()
 
 
-# The tokenizer of a process that encodes, and of no other.
+# The tokenizer of a worker process; None in any other process.
 _tokenizer_of_worker: Tokenizer | None = None
 
 
 def _begin(tokenizer: Tokenizer, parent: int) -> None:
-    """Begins a process that encodes."""
+    """Initializes a worker process."""
     global _tokenizer_of_worker
     _tokenizer_of_worker = tokenizer
-    # Ctrl-C reaches all processes of a terminal: the parent hears it, and ends the others.
+    # Ctrl-C reaches all processes of a terminal: the parent handles it, and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie()
     if os.getppid() != parent:
-        # The parent has ended before this process was tied to it.
+        # The parent exited before this process was tied to it.
         os._exit(1)
 
 
@@ -175,7 +175,7 @@ def _work(texts: list[str]) -> Encoded:
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str]) -> Encoded:
-    """Encodes documents."""
+    """Encodes documents in token file format."""
     dtype = token_dtype(tokenizer)
     separator = np.array([tokenizer.separator_id], dtype)
     parts = []
@@ -187,10 +187,10 @@ def _encoded(tokenizer: Tokenizer, texts: list[str]) -> Encoded:
 
 
 def _loss(processes: list[BaseProcess]) -> str:
-    """What a person is told when a process was lost."""
+    """Returns the error message for a lost worker process."""
     for process in processes:
         process.join(1.0)
-    # The pool ends the other processes by SIGTERM.
+    # The pool ends the other processes with SIGTERM.
     codes = [process.exitcode for process in processes if process.exitcode not in (None, 0, -signal.SIGTERM)]
     how = "ended"
     if codes and codes[0] is not None and codes[0] < 0:
@@ -202,7 +202,7 @@ def _loss(processes: list[BaseProcess]) -> str:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment until the context ends."""
+    """Sets an environment variable until the context exits."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -215,7 +215,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _batches(documents: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Yields the documents that are not empty, in lists of about `limit` characters."""
+    """Yields the non-empty documents, in lists of about `limit` characters."""
     batch: list[str] = []
     size = 0
     for document in filter(None, documents):

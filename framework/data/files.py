@@ -1,8 +1,8 @@
-"""Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
+"""Data files, local or behind any fsspec URL: finds them, reads them, and caches their hashes.
 
-A path is a local path, a glob, a URL that fsspec understands (memory://, s3://, gs:// ...), or one of the Hugging Face
-Hub (hf://), whose files are read in the Hub's cache on this machine. A file that cannot be read is an error that names
-it, before any model is built.
+A path is a local path, a glob, a URL that fsspec understands (memory://, s3://, gs:// ...), or a Hugging Face Hub URL
+(hf://), whose files are read from the Hub's cache on this machine. A file that cannot be read raises an error that
+names it, before any model is built.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from framework.terminal.phases import SHORT, phase
 # Content is hashed in blocks of this size, so that damage can be located to one of them.
 BLOCK_BYTES = 4 << 20
 
-# A file that was changed within this many seconds may change again without a new time stamp, as
-# some filesystems count in steps of up to two seconds.
+# A file that changed within this many seconds may change again without a new timestamp, because some filesystems have
+# a resolution of up to two seconds.
 _CLOCK_GRAIN_SECONDS = 2
 
 
@@ -40,8 +40,8 @@ class DataFile:
     """The file at `path` of an fsspec filesystem.
 
     Attributes:
-        name: what messages call the file: its local path, or its URL.
-        position: stored bytes that were read so far, which a progress bar shows.
+        name: name of the file in messages: its local path, or its URL.
+        position: number of stored bytes read so far, which a progress bar shows.
     """
 
     def __init__(self, fs: Any, path: str):
@@ -57,19 +57,19 @@ class DataFile:
         return self.name
 
     def size(self) -> int:
-        """Returns the number of bytes as stored; of a compressed file, the compressed bytes."""
+        """Returns the number of stored bytes; for a compressed file, the compressed size."""
         with readable(self.name):
             return int(self.fs.info(self.path)["size"])
 
     def state(self) -> str | None:
-        """Returns a text that changes with the content: size and time, or all that a remote filesystem tells.
+        """Returns a text that changes with the content: size and time, or all the metadata of a remote file.
 
-        None stands for a file that was changed so recently that it could change again within the clock's grain.
+        None means that the file changed so recently that it could change again within the clock's resolution.
         """
         with readable(self.name):
             if not self.is_local:
                 return str(sorted(self.fs.info(self.path).items()))
-            # Of a link, the state is that of the file to which it points.
+            # For a link, this is the state of its target.
             status = os.stat(self.path)
         if time.time() - status.st_mtime < _CLOCK_GRAIN_SECONDS:
             return None
@@ -80,28 +80,28 @@ class DataFile:
         with readable(self.name):
             if not self.is_local:
                 return bytes(self.fs.cat_file(self.path, start=start, end=stop))
-            # Opening takes microseconds. A memory map would save them, but kill the process with
-            # SIGBUS if the file is truncated meanwhile.
+            # Opening takes microseconds. A memory map would save them, but would kill the process with SIGBUS if the
+            # file is truncated meanwhile.
             with open(self.path, "rb") as stream:
                 stream.seek(start)
                 size = -1 if stop is None else stop - start
                 return stream.read(size)
 
     def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
-        """Yields the content in pieces of `size` bytes, the last one shorter.
+        """Yields the content in chunks of `size` bytes; the last one may be shorter.
 
-        With `decompress`, the name's ending decides the format (.gz, .bz2, .xz, .zip; .zst and .lz4 where their
-        packages are installed), and `size` counts bytes of text.
+        With `decompress`, the file ending determines the format (.gz, .bz2, .xz, .zip; .zst and .lz4 if their
+        packages are installed), and `size` counts decompressed bytes.
 
         Raises:
-            ValueError: a compressed file is damaged or truncated. The message says after which byte of its text.
+            ValueError: a compressed file is damaged or truncated. The message names the last good byte of its text.
         """
         import fsspec.utils
         from fsspec.core import OpenFile
 
         compression = fsspec.utils.infer_compression(self.path) if decompress else None
-        # fsspec knows these two endings only where the package is installed; without it, the
-        # compressed bytes would be taken for text.
+        # fsspec knows these two endings only if the package is installed; without it, the compressed bytes would be
+        # read as text.
         if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
             package = "zstandard" if self.path.endswith(".zst") else "lz4"
             raise ValueError(f"{self.name}: to read it, `pip install {package}`")
@@ -115,7 +115,7 @@ class DataFile:
                     self.position = opened.fobjects[0].tell()
                     yield chunk
         except (FileNotFoundError, PermissionError):
-            # These are OSErrors as well, but no sign of damage.
+            # These are OSErrors too, but do not indicate damage.
             raise
         except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
             raise ValueError(
@@ -125,7 +125,7 @@ class DataFile:
 
 @contextlib.contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turns a filesystem's refusals into errors that say what was refused."""
+    """Turns filesystem errors into errors that name the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -137,11 +137,11 @@ def readable(name: str) -> Iterator[None]:
 def find(paths: str | Iterable[str]) -> list[DataFile]:
     """Returns the files that `paths` name, in that order.
 
-    A glob (`*`, `?`, `[..]`) stands for its matches, sorted by name.
+    A glob (`*`, `?`, `[..]`) expands to its matches, sorted by name.
 
     Raises:
-        FileNotFoundError, PermissionError, IsADirectoryError: a path is not usable. The message names the path (and the
-            nearest name in its folder).
+        FileNotFoundError, PermissionError, IsADirectoryError: a path is not usable. The message names the path (and
+            the closest name in its folder).
         ValueError: there is no path at all, or a URL whose protocol fsspec cannot open here.
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
@@ -153,7 +153,7 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
 
 
 def _match(pattern: str) -> list[DataFile]:
-    """Returns the files of one path, URL or glob."""
+    """Returns the files that match one path, URL or glob."""
     fs, path = connect(os.path.expanduser(pattern))
     with explained(pattern) if is_url(pattern) else readable(pattern):
         is_folder = fs.isdir(path)
@@ -161,13 +161,13 @@ def _match(pattern: str) -> list[DataFile]:
     if is_folder:
         files_pattern = f"{pattern.rstrip('/')}/*"
         raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {files_pattern}")
-    # A file's own name may hold the letters of a glob, so this comes before globs.
+    # A file's own name may contain glob characters, so check this before globs.
     if exists:
         return [DataFile(fs, path)]
     literal_prefix = re.split(r"[*?[]", path)[0]
     parent, _, name = literal_prefix.rpartition("/")
     folder = parent or "/"
-    # The folder is listed, as a glob does not tell a forbidden folder from an empty one.
+    # List the folder, because a glob cannot distinguish a forbidden folder from an empty one.
     with readable(f"the folder {folder} of {pattern}"):
         entries = fs.ls(folder, detail=False)
         names = [_last_part(entry.rstrip("/")) for entry in entries]
@@ -188,14 +188,14 @@ def _last_part(path: str) -> str:
 
 
 def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
-    """Returns a local file as it is, and of a remote file a local copy.
+    """Returns a local file unchanged, and a local copy of a remote file.
 
-    The copy is made once, and again when size, time or tag of the remote file have changed. Raises as `explained`.
+    The copy is made once, and again if the size, time or tag of the remote file changes. Raises as `explained`.
 
     Args:
-        file: the file that is to be read in random order.
-        folder: where copies are kept; None stands for ~/.cache/plimsoll.
-        beside: path of a second file, which is copied too if it exists.
+        file: the file to be read in random order.
+        folder: folder for copies; None means ~/.cache/plimsoll.
+        beside: path of a second file to copy too, if it exists.
     """
     if file.is_local:
         return file
@@ -210,30 +210,30 @@ def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
         if beside != file.path and file.fs.exists(beside):
             remote_paths.insert(0, beside)
             states.append(DataFile(file.fs, beside).state())
-    # The states are part of the folder's name, so a changed file gets a new copy, and runs that
-    # still read the former copy keep it.
+    # The states are part of the folder's name, so a changed file gets a new copy, and runs that still read the previous
+    # copy keep it.
     copies = Path(cache).expanduser() / "fetched" / digest_of(states)[:16]
     copies.mkdir(parents=True, exist_ok=True)
     with open(copies / ".lock", "w") as lock, explained(file.name):
-        # The processes of a host share the folder; the first one fetches, the others wait here.
+        # The processes of a host share the folder; the first one downloads, and the others wait here.
         fcntl.flock(lock, fcntl.LOCK_EX)
         for remote_path in remote_paths:
             target = copies / _last_part(remote_path)
             if not target.exists():
-                # The rename makes a whole copy appear at once, whenever the process is killed.
+                # The rename makes the copy appear as a whole, even if the process is killed.
                 file.fs.get_file(remote_path, f"{target}.tmp")
                 durable.rename(f"{target}.tmp", target)
     (copy,) = find(str(copies / _last_part(file.path)))
-    # Messages speak of the file that the user has named.
+    # Messages use the name that the user gave.
     copy.name = file.name
     return copy
 
 
 class FileHashes:
-    """A cache of results that were computed from files' contents, so that a terabyte is read only once.
+    """A cache of results computed from files' contents, so that a terabyte is read only once.
 
     Args:
-        path: JSON file that keeps the results between runs; None keeps them in memory only.
+        path: JSON file that stores the results between runs; None keeps them in memory only.
     """
 
     def __init__(self, path: Path | None = None):
@@ -241,7 +241,7 @@ class FileHashes:
         # {key: [state, result]}: a result is valid as long as the file still has that state.
         self._entries: dict[str, Any] = {}
         if path is not None:
-            # Without the file, or with one that is damaged, everything is hashed anew.
+            # If the file is missing or damaged, everything is hashed again.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 entries = parse_json(path.read_text(), parse_constant=_refuse_constant)
                 if isinstance(entries, dict):
@@ -249,14 +249,14 @@ class FileHashes:
 
     def of(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
         """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
-        # The state is taken before the content is read: a change in between is noticed next time.
+        # Get the state before reading the content: a change in between is then noticed next time.
         state = file.state()
         key = f"{kind} {file}"
         entry = self._entries.get(key)
         if entry is None or entry[0] != state:
             with phase(f"reading {file} for its checksum", patience=SHORT):
                 entry = [state, compute()]
-            # A file without a state was changed just now, and may change again unnoticed.
+            # A file without a state changed just now, and may change again unnoticed.
             if state is not None:
                 self._entries[key] = entry
         return entry[1]
@@ -273,7 +273,7 @@ class FileHashes:
         return self.of(file, "sha256", compute)
 
     def save(self) -> None:
-        """Writes the results to the file at `path`, whole or not at all."""
+        """Writes the results to the file at `path`, atomically."""
         if self._path is not None and self._entries:
             write_json(self._path, self._entries)
 

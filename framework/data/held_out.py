@@ -1,4 +1,4 @@
-"""Two disjoint parts of one source: what is trained on, and what is held out to be evaluated on."""
+"""Splits one source into two disjoint parts: one for training, and a held-out one for evaluation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from framework.data.sources import TextFiles, TextSource, TokenMemmap, split_of
 from framework.data.token_files import TokenDType, TokenRange, TokenStream
 from framework.data.tokenizers import Tokenizer
 
-# From so many files on, whole files are held out.
+# From this number of files on, whole files are held out.
 _MANY_FILES = 20
 
 
 @component
 class TextPart(TextSource):
-    """One of two disjoint parts of a source of text. Nothing is in both, and neither is empty.
+    """One of two disjoint parts of a text source. No text is in both, and neither is empty.
 
-    Of 20 files or more with one document each, whole files are held out, by the sha256 of their names; files of equal
-    content go together. Of fewer files, the end of each is held out, from the beginning of a line. Of files with many
-    documents, those are held out that the sha256 of their text chooses, so that equal documents are in one part.
+    With 20 or more files of one document each, whole files are held out, by the sha256 of their names; files with
+    equal content stay together. With fewer files, the end of each is held out, from the start of a line. In files
+    with many documents, the sha256 of a document's text decides, so that equal documents are in one part.
 
     Args:
-        source: config of the source of text.
+        source: config of the text source.
         split: which part to read.
-        validation_fraction: about so much of the text is "validation".
+        validation_fraction: approximate fraction of the text in "validation".
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class TextPart(TextSource):
 
     @functools.cached_property
     def _splits_by_file(self) -> bool:
-        """Whether each file belongs to one part as a whole; asked for each file, so the files are listed once."""
+        """True if each file belongs to one part as a whole; cached, so that the files are listed only once."""
         return self.is_whole_files and len(self.source.files()) >= _MANY_FILES
 
     def _held_out_names(self, names: list[str]) -> set[str]:
-        """Names of the files that are held out; at least one."""
-        # The folder that all files share is left out: a corpus that moved is split as before.
+        """Returns the names of the held-out files; at least one."""
+        # Ignore the folder that all files share, so that a corpus that moved is split as before.
         folder = os.path.commonpath(names)
         relative_names = {name: name.removeprefix(folder) for name in names}
         held_out_names = {
@@ -81,15 +81,15 @@ class TextPart(TextSource):
         return (self._part_of(document) for document in documents)
 
     def _part_of(self, document: str) -> str:
-        """The beginning of a document, or its end."""
+        """Returns the beginning of a document for training, or its end for validation."""
         middle = int(len(document) * (1.0 - self.validation_fraction))
-        # A line stays whole, unless the document has only one.
+        # Lines are not split, unless the document has only one.
         line_start = document.rfind("\n", 0, middle) + 1
         cut = line_start or middle
         return document[:cut] if self.split == "train" else document[cut:]
 
     def _chosen_documents(self, documents: Iterator[str]) -> Iterator[str]:
-        """Those of some documents that belong to this part."""
+        """Yields the documents that belong to this part."""
         moved = self._moved_document
         for document in documents:
             is_held_out = split_of(document, self.validation_fraction) == "validation"
@@ -100,9 +100,9 @@ class TextPart(TextSource):
 
     @functools.cached_property
     def _moved_document(self) -> bytes | None:
-        """The sha256 of the text that goes to the other part, as all documents would otherwise be in one.
+        """The sha256 of a document to move to the other part, which would otherwise be empty.
 
-        It is None for all but small sources: the search ends at the first document of the second part.
+        It is None for all but small sources: the search stops at the first document of the second part.
 
         Raises:
             ValueError: all documents are equal.
@@ -129,7 +129,7 @@ class TextPart(TextSource):
         return {
             "split": self.split,
             "validation_fraction": self.validation_fraction,
-            # Another number where documents are divided in another way: cached tokens are then made anew.
+            # Increase this number if the division of documents changes, so that cached tokens are rebuilt.
             "division": 2,
             "source": type(self.source).__name__,
             **self.source.settings(),
@@ -141,7 +141,7 @@ def _digest(document: str) -> bytes:
 
 
 def _first_of_equal(files: list[DataFile]) -> dict[str, str]:
-    """{name of a file: that of the first file with the same content}."""
+    """Returns {name of a file: name of the first file with the same content}."""
     by_size: dict[int, list[DataFile]] = {}
     for file in files:
         by_size.setdefault(file.size(), []).append(file)
@@ -162,7 +162,7 @@ class TokenPart(TokenMemmap):
     Args:
         path: as for TokenMemmap.
         split: which part to read.
-        validation_fraction: so much of the tokens is "validation".
+        validation_fraction: fraction of the tokens in "validation".
         dtype: as for TokenMemmap.
         eos_id: as for TokenMemmap.
         verify: as for TokenMemmap.

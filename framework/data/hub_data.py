@@ -1,7 +1,7 @@
-"""A data set of the Hugging Face Hub: which of its files are trained on, and which are evaluated.
+"""A Hugging Face Hub dataset: which of its files are used for training, and which for evaluation.
 
-The parts are those of the data set's card (`configs` in the head of README.md), or else those that names of files and
-folders say (the Hub's documentation, "Data files Configuration").
+The splits come from the dataset card (`configs` in the front matter of README.md), or else from the names of files
+and folders (the Hub's documentation, "Data files Configuration").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from framework.files import hub
 from framework.files.hub_cache import Snapshot
 from framework.files.hub_names import HubRepo, parse_url
 
-# What is data by its ending alone: a file is looked into only once it is downloaded.
+# Endings that identify data by themselves: a file's content is inspected only after it is downloaded.
 _HUB_KINDS: dict[str, Kind] = {
     **{ending: kind for ending, kind in KINDS.items() if kind != "tokens"},
     ".json": "JSON lines",
@@ -26,7 +26,7 @@ _HUB_KINDS: dict[str, Kind] = {
 
 
 class _Parts(NamedTuple):
-    """Names of the files that are trained on and evaluated, and what says which is which."""
+    """Names of the training and evaluation files, and the information that the split is based on."""
 
     train: list[str]
     validation: list[str]
@@ -34,15 +34,15 @@ class _Parts(NamedTuple):
 
 
 def data_listing(url: str) -> DataListing:
-    """Looks at a data set; the first file that is trained on is downloaded, and no other.
+    """Inspects a dataset; only the first training file is downloaded.
 
     Args:
-        url: hf://datasets/ORG/NAME, maybe with @REVISION, and with a path in it: a name of the card's `configs`, a
-            folder, a file or a glob. hf://ORG/NAME is read as the same.
+        url: hf://datasets/ORG/NAME, optionally with @REVISION, and with a path in it: a name from the card's
+            `configs`, a folder, a file or a glob. hf://ORG/NAME is read as the same.
 
     Raises:
-        FileNotFoundError, PermissionError: there is no such data set, or it is gated.
-        ValueError: it holds no data that can be read, or several kinds of it to choose from.
+        FileNotFoundError, PermissionError: there is no such dataset, or it is gated.
+        ValueError: it has no readable data, or several kinds of data to choose from.
     """
     repo, path = parse_url(url)
     fetched = hub.listed(HubRepo("dataset", repo.name, repo.revision))
@@ -76,7 +76,7 @@ def data_listing(url: str) -> DataListing:
 
 
 def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
-    """Returns (the parts, the names of all files that were looked at for them)."""
+    """Returns (the parts, the names of all files that were considered for them)."""
     names = [name for name in snapshot.names(["*"]) if not _is_about_the_repository(name)]
     splits = choose(url, read_card(snapshot), path)
     if splits is not None:
@@ -101,7 +101,7 @@ def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
 
 
 def _parts_of_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
-    """The parts by the splits of a card.
+    """Returns the parts according to the splits of a card.
 
     Raises:
         ValueError: several splits, or none, are for training.
@@ -110,7 +110,7 @@ def _parts_of_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
     if "train" in splits:
         for_training = ["train"]
     if not for_training and len(splits) == 1:
-        # A data set of one split has no parts, whatever the split is called.
+        # A dataset with one split has no parts, whatever the split is called.
         for_training = list(splits)
     if len(for_training) != 1:
         files = "; ".join(f"{split}: {', '.join(patterns)}" for split, patterns in splits.items())
@@ -130,7 +130,7 @@ def _parts_of_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
 
 
 def _is_about_the_repository(name: str) -> bool:
-    """Tells whether a file is hidden, or about the data and no data itself."""
+    """Returns whether a file is hidden, or describes the data rather than being data."""
     is_hidden = any(word.startswith(".") for word in name.split("/"))
     return is_hidden or ending_of(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
 
@@ -140,14 +140,14 @@ def _kind_of_name(name: str) -> Kind | None:
 
 
 def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
-    """Bytes of files, by name: of the commit's list, or of the files in the cache."""
+    """Returns the sizes of files in bytes, by name: from the commit's file list, or from the files in the cache."""
     if snapshot.sizes is not None:
         return {name: snapshot.sizes[name] for name in names}
     return {name: (snapshot.folder / name).stat().st_size for name in names}
 
 
 def _largest_kind(place: str, sizes: dict[str, int], candidates: list[str]) -> Kind:
-    """The kind of which there are most bytes. Raises ValueError where no file is of a known kind."""
+    """Returns the kind with the most bytes. Raises ValueError if no file is of a known kind."""
     bytes_by_kind: Counter[Kind] = Counter()
     for name, size in sizes.items():
         kind = _kind_of_name(name)

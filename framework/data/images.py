@@ -1,6 +1,6 @@
-"""Images as global batches of uint8 [B,H,W,C], in the same order and with the same promises as text.
+"""Images as global batches of uint8 [B,H,W,C], with the same order and the same guarantees as text.
 
-A source is read whole into memory by `setup`, which raises every data error; a training step only picks rows.
+`setup` reads a whole source into memory, and raises every data error; a training step only picks rows.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from framework.data.sources import located, split_of
 
 Levels = Annotated[int, annotated_types.Interval(ge=2, le=256)]
 
-# Raise this when a change of this file changes the batches that a config gives: a run then refuses
-# to resume, instead of going on with other data.
+# Increase this when a change to this file changes the batches of a config: a run then refuses to resume instead of
+# continuing with other data.
 _FINGERPRINT = 1
 
-# Channels of an image by its mode in PIL. All of these have 8 bits a channel.
+# Number of channels of an image by its PIL mode. All of these modes have 8 bits per channel.
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 
-# What a damaged archive raises besides.
+# Further errors that a damaged archive raises.
 _OF_ZIP = (zipfile.BadZipFile, zlib.error)
 
 
 class ImageSource(abc.ABC):
-    """Images of one shape with values 0 to `levels` - 1. The constructor only keeps its arguments.
+    """Images of one shape with values 0 to `levels` - 1. The constructor only stores its arguments.
 
     Attributes:
         levels: number of values that a pixel may have.
@@ -78,7 +78,7 @@ class DigitsSource(ImageSource):
         from sklearn.datasets import load_digits
 
         digits: Any = load_digits()
-        # scikit-learn gives floats [N,H,W]; their values are the integers 0 to 16.
+        # scikit-learn returns floats [N,H,W] with integer values from 0 to 16.
         images = digits.images.astype(np.uint8)[..., None]
         if self.split == "all":
             return images
@@ -93,9 +93,9 @@ class ImageFolder(ImageSource):
     """The PNG files (8 bits: gray, RGB, RGBA) and NPZ files (each array uint8 [N,H,W,C]) of one folder, by name.
 
     Args:
-        path: a local folder, or an fsspec URL of one.
-        size: [H, W, C] of every image; [] takes those of the first one, which then has to be there for a plan too.
-        levels: values are 0 to levels - 1.
+        path: a local folder, or its fsspec URL.
+        size: [H, W, C] of every image; [] takes the size of the first image, which must then also exist for `plan`.
+        levels: number of values; pixels range from 0 to levels - 1.
     """
 
     def __init__(self, *, path: str, size: list[int] = [], levels: Levels = 256):  # noqa: B006
@@ -105,7 +105,7 @@ class ImageFolder(ImageSource):
         self.size = tuple(size)
         self.levels = levels
 
-    # Cached, because without a `size` the first file is read for it.
+    # Cached, because without a `size` this reads the first file.
     @functools.cached_property
     def image_shape(self) -> tuple[int, int, int]:
         """(H, W, C): `size`, or the shape of the first image."""
@@ -145,7 +145,7 @@ class ImageFolder(ImageSource):
 
 
 def _by(shape: tuple[int, ...]) -> str:
-    """Returns a shape as messages show it: 8 x 8 x 1."""
+    """Formats a shape for messages: 8 x 8 x 1."""
     return " x ".join(map(str, shape))
 
 
@@ -154,7 +154,7 @@ def _png(file: DataFile) -> Iterator[np.ndarray]:
     from PIL import Image
 
     try:
-        # Only PNG is allowed: PIL would read a file of another format whatever its name says.
+        # Only PNG is allowed: PIL would read a file of another format regardless of its name.
         with Image.open(io.BytesIO(file.read()), formats=["PNG"]) as image:
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -162,7 +162,7 @@ def _png(file: DataFile) -> Iterator[np.ndarray]:
     if image.mode not in _CHANNELS:
         modes = ", ".join(_CHANNELS)
         raise ValueError(f"{file}: pixels of mode {image.mode}, expected 8 bits each: {modes}")
-    # A gray image has no axis of channels in PIL.
+    # A gray image has no channel axis in PIL.
     pixels = np.asarray(image)
     yield pixels.reshape(1, image.height, image.width, _CHANNELS[image.mode])
 
@@ -172,7 +172,7 @@ def _arrays(file: DataFile) -> Iterator[np.ndarray]:
     try:
         with np.load(io.BytesIO(file.read())) as archive:
             arrays = dict(archive)
-    # A header may ask for more memory than there is; RuntimeErrors are those of zipfile.
+    # A header may request more memory than there is; zipfile raises RuntimeErrors.
     except (OSError, ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, *_OF_ZIP) as error:
         raise ValueError(f"{file}: no NPZ that can be read: {error}") from error
     for name, array in arrays.items():
@@ -182,7 +182,7 @@ def _arrays(file: DataFile) -> Iterator[np.ndarray]:
 
 
 class ImageReport(NamedTuple):
-    """One row of the start table: "train" or a validation set's name, its source and images."""
+    """One row of the startup table: "train" or a validation set's name, its source and images."""
 
     name: str
     source: ImageSource
@@ -197,17 +197,17 @@ class ImageReport(NamedTuple):
 
 @component
 class ImagePipeline(Pipeline):
-    """Images in, batches out.
+    """Global batches of images.
 
     A batch is a dict: images uint8[B,H,W,C], weights float32[B] (0 = padding).
 
     Args:
-        source: config of the training source, of this module or your own ImageSource.
-        validation: named validation sources, each read once in order by an evaluation.
+        source: config of the training source, from this module or your own ImageSource.
+        validation: named validation sources; an evaluation reads each one once, in order.
         global_batch_size: B, images per step over all processes and devices.
-        seed: decides the order of training images, which is reshuffled each epoch, and which are flipped.
+        seed: seed for the order of the training images, which are reshuffled each epoch, and for flips.
         flip: mirror half of the training images, left to right.
-        prefetch: batches that wait ready in the background.
+        prefetch: number of batches prepared in the background.
     """
 
     item = "image"
@@ -242,12 +242,12 @@ class ImagePipeline(Pipeline):
                 raise ValueError(f"{_label(name)}: expected an ImageSource, given {kind}")
         # Pixels have values 0 to levels - 1.
         self.levels = self.sources["train"].levels
-        # Images uint8 [N,H,W,C] by source, as `setup` reads them.
+        # Images uint8 [N,H,W,C] by source, read by `setup`.
         self.images: dict[str, np.ndarray] = {}
 
     @property
     def validation_names(self) -> list[str]:
-        """The validation sets, in the order in which they are configured."""
+        """The validation sets, in config order."""
         return list(self.sources)[1:]
 
     @property
@@ -270,7 +270,7 @@ class ImagePipeline(Pipeline):
         is_primary: bool = True,
         barrier: Callable[[], object] = lambda: None,
     ) -> None:
-        """Reads all images. Nothing is written, so every process does the same.
+        """Reads all images. It writes nothing, so every process does the same.
 
         Args:
             workdir: not used.
@@ -278,7 +278,7 @@ class ImagePipeline(Pipeline):
             barrier: waits for all processes; called once.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: data are not usable. The message begins with the config
+            FileNotFoundError, PermissionError, ValueError: the data is not usable. The message begins with the config
                 path.
         """
         for name, source in self.sources.items():
@@ -299,12 +299,13 @@ class ImagePipeline(Pipeline):
                 f"data.global_batch_size={self.global_batch_size}"
             )
         self._order = GlobalOrder([self._num_rows], [1.0], self.seed)
-        # No process reads what another one wrote, but all pipelines call the barrier once.
+        # No process reads files that another one wrote, but every pipeline calls the barrier once.
         barrier()
 
     def fingerprint(self) -> str:
-        """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
-        The number of processes is no part of it."""
+        """sha256 of everything that determines the training batches: resuming with another one would change the data.
+        It does not depend on the number of processes.
+        """
         facts = [
             _FINGERPRINT,
             _digest(self.images["train"]),
@@ -316,8 +317,8 @@ class ImagePipeline(Pipeline):
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         image = self.images["train"][index]
-        # A hash of (seed, sequence) needs no random state, so a resumed run flips the same images.
-        # The sequence, and not the index, lets an image be flipped in one epoch and not in another.
+        # A hash of (seed, sequence) needs no random state, so a resumed run flips the same images. Using the sequence
+        # rather than the index allows an image to be flipped in one epoch and not in another.
         if self.flip:
             digest = hashlib.blake2b(f"{self.seed}/flip/{sequence}".encode()).digest()
             if digest[0] & 1:
@@ -332,14 +333,14 @@ class ImagePipeline(Pipeline):
 
         def row(index: int) -> Batch:
             is_image = index < len(images)
-            # Padding repeats the first image; its weight of 0 keeps it out of every sum.
+            # Padding repeats the first image; its weight of 0 excludes it from every sum.
             image = images[index if is_image else 0]
             return {"images": image, "weights": np.array(is_image, np.float32)}
 
         return len(images), row
 
     def source_report(self) -> list[ImageReport]:
-        """Returns the rows of the start table: what training and each validation set hold."""
+        """Returns the rows of the startup table: the contents of the training set and of each validation set."""
         report = []
         for name, images in self.images.items():
             report.append(ImageReport(name, self.sources[name], images))
@@ -352,6 +353,6 @@ def _label(name: str) -> str:
 
 
 def _digest(images: np.ndarray) -> str:
-    # With the shape: the same bytes may be images of another size.
+    # Include the shape: the same bytes may be images of another size.
     content = repr(images.shape).encode() + images.tobytes()
     return hashlib.sha256(content).hexdigest()

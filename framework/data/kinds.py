@@ -1,4 +1,4 @@
-"""The kind of a data file, and the part of the data that it belongs to, by its name."""
+"""Detects the kind of a data file, and the split it belongs to, from its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Kind = Literal["text", "JSON lines", "Parquet", "CSV", "tokens"]
 # Kinds whose files hold rows with named fields.
 ROW_KINDS: tuple[Kind, ...] = ("JSON lines", "Parquet", "CSV")
 
-# Endings that say what a file holds; .gz and the like behind them are for the reader. Others are text, or nothing.
+# Endings that determine the content; compression endings such as .gz after them are left to the reader. A file with
+# another ending is text or not data.
 KINDS: dict[str, Kind] = {
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
@@ -23,26 +24,26 @@ KINDS: dict[str, Kind] = {
     ".bin": "tokens",
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4")
-# Parts that somebody has made already, by the first word of a file's or folder's name.
+# Existing splits, recognized by how the name of a file or folder starts.
 _TRAIN = re.compile(r"(?i)train(ing)?(?![a-z])")
 _VALIDATION = re.compile(r"(?i)(val|valid|validation|dev|held_?out|eval)(?![a-z])")
 _TEST = re.compile(r"(?i)test(ing)?(?![a-z])")
 
-# So much of a file is looked at: text has no zero byte, and is UTF-8.
+# Bytes of a file to inspect: text has no zero byte, and is valid UTF-8.
 SAMPLE_BYTES = 4096
 
 PartName = Literal["train", "validation", "test"]
 
 
 def kind_of_json(file: DataFile) -> Kind | None:
-    """Lines of JSON under the name .json; one JSON value over many lines is no data."""
+    """Returns "JSON lines" if a .json file has one object per line; None if not, as for a multi-line JSON value."""
     sample = next(file.chunks(SAMPLE_BYTES, decompress=True), b"").lstrip()
     first_line = sample.partition(b"\n")[0].rstrip()
     return "JSON lines" if first_line.startswith(b"{") and first_line.endswith(b"}") else None
 
 
 class Parts(NamedTuple):
-    """Names of the files of the parts that somebody has made, and of those that are in no such part."""
+    """File names by existing split, and the names of files in no split."""
 
     train: list[str]
     validation: list[str]
@@ -51,13 +52,13 @@ class Parts(NamedTuple):
 
 
 def ending_of(path: str) -> str:
-    """Returns the ending of a file's name, without that of its compression."""
+    """Returns the ending of a file name, without the ending of its compression."""
     stem, ending = os.path.splitext(path)
     return os.path.splitext(stem)[1] if ending in _COMPRESSED else ending
 
 
 def part_of(name: str) -> PartName | None:
-    """Returns the part that a name says, of a split or of a file with its folders; None where it says none."""
+    """Returns the split that the name of a split or file (with its folders) indicates; None if it indicates none."""
     words = name.split("/")
     if any(_VALIDATION.match(word) for word in words):
         return "validation"
@@ -67,11 +68,11 @@ def part_of(name: str) -> PartName | None:
 
 
 def parts_by_name(names: list[str]) -> Parts:
-    """Sorts the names of files into the parts that they say; the folder that all are in says nothing."""
+    """Groups file names by the split they indicate; the common parent folder is ignored."""
     parts = Parts([], [], [], [])
     folder = os.path.commonpath([os.path.dirname(name) for name in names])
     for name in names:
-        # In a folder of its own, "train/" may be the common one.
+        # If all files are in one folder, that folder may be "train/".
         relative = os.path.relpath(name, folder or ".").replace(os.sep, "/")
         part = part_of(relative)
         getattr(parts, part or "others").append(name)
@@ -79,18 +80,18 @@ def parts_by_name(names: list[str]) -> Parts:
 
 
 class DataListing(NamedTuple):
-    """Somebody's own data, as its files are.
+    """The files of the user's data.
 
     Attributes:
-        place: what messages call it.
-        kind: of its files.
-        first: the first file that is trained on, which is looked into.
-        train: paths for the config: the files that are trained on, or all where nobody has made parts.
-        validation: paths for the config of the files that are evaluated; empty where nobody has made parts.
+        place: location of the data, as shown in messages.
+        kind: kind of its files.
+        first: the first training file, which is inspected.
+        train: paths of the training files for the config; all files if there are no existing splits.
+        validation: paths of the evaluation files for the config; empty if there are no existing splits.
         num_train: number of files that `train` names.
         num_validation: number of files that `validation` names.
-        told_by: what says which file is in which part.
-        left_out: how many files are not read, by ending.
+        told_by: the information that the split is based on, as shown in messages.
+        left_out: number of ignored files, by ending.
     """
 
     place: str

@@ -1,4 +1,4 @@
-"""Pairs of answers made of the standard library's source: text that every machine has, to try preferences with."""
+"""Preference pairs made from the standard library's source code, which every machine has, to try out preferences."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 from framework.data.comparisons import Judged
 
-# Raise this when a change of this file changes the pairs: their tokens are kept by it.
+# Increase this when a change to this file changes the pairs: cached tokens depend on it.
 LIBRARY_PAIRS_VERSION = 1
-# Lines of code of a prompt, and of its answers.
+# Number of lines of code in a prompt and in each answer.
 _PROMPT_LINES = 3
 _ANSWER_LINES = 3
-# Characters that a prompt with an answer has at most: longer ones are rare, and would be cut in a short row.
+# Maximum characters of a prompt with an answer: longer ones are rare, and would be truncated in a short row.
 _MAX_CHARACTERS = 400
 
 
 def pairs_of_code(text: str) -> Iterator[Judged]:
-    """Yields, along a file of Python, a prompt of a few lines, the lines behind it as chosen, and a rejected answer.
+    """Yields pairs from a Python file: a prompt of a few lines, the next lines as the chosen answer, a rejected one.
 
-    The rejected answer has the same lines with the words of each in the opposite order. So both have the same letters
-    and lengths, and only their order tells which one a person wrote.
+    The rejected answer has the same lines with the words of each in reverse order. So both answers have the same
+    characters and lengths, and only word order distinguishes the original.
     """
     lines = [line for line in text.split("\n") if line.strip()]
     size = _PROMPT_LINES + _ANSWER_LINES
@@ -31,7 +31,7 @@ def pairs_of_code(text: str) -> Iterator[Judged]:
 
 
 def _pair(prompt_lines: list[str], answer_lines: list[str]) -> Judged | None:
-    """The pair of these lines; None where they are too long, or where most lines are the same in any order."""
+    """Returns the pair of these lines; None if too long, or if more than one line is the same when reversed."""
     prompt = "\n".join(prompt_lines) + "\n"
     chosen = "\n".join(answer_lines)
     if len(prompt) + len(chosen) > _MAX_CHARACTERS:
@@ -44,7 +44,7 @@ def _pair(prompt_lines: list[str], answer_lines: list[str]) -> Judged | None:
 
 
 def _reversed_words(line: str) -> str:
-    """A line with its words in the opposite order; its indentation stays."""
+    """Reverses the words of a line; its indentation stays."""
     words = line.split()
     indentation = line[: len(line) - len(line.lstrip())]
     return indentation + " ".join(reversed(words))

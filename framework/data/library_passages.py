@@ -1,6 +1,6 @@
-"""Passages of the standard library's source, to score: with the kind of text as a class, and in pairs.
+"""Passages of the standard library's source code for scoring: with the type of text as the class, or in pairs.
 
-They are of the files of StdlibSource, so that no file has passages in both splits.
+They come from the files of StdlibSource, so that no file has passages in both splits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from framework.data.whole_sequences import Content, SequenceSource
 
 Split = Literal["train", "validation"]
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
-# Different words of a passage that is a part of a pair, at least.
+# Minimum number of different words in a passage that is used in a pair.
 _LEAST_WORDS = 8
 _COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){2,}", re.MULTILINE)
 
 
 class _LibrarySource(SequenceSource):
-    """The base: settings and files are those of StdlibSource."""
+    """Base class: settings and files are those of StdlibSource."""
 
     def __init__(self, split: Split, characters: int):
         self.split: Split = split
@@ -42,14 +42,14 @@ class _LibrarySource(SequenceSource):
 
 @component
 class LibraryPassages(_LibrarySource):
-    """Passages of the standard library: is it code, a comment or a docstring?
+    """Passages of the standard library, classified as code, comment or docstring.
 
-    The signs by which that would be seen at once, quotes and the # of each line, are taken away. A file has as many
-    passages of a class as of the class that has fewest in it, and one at least of each that it has.
+    Obvious markers, quotes and the # of each line, are removed. For each class, a file contributes as many passages
+    as its rarest class has, and at least one of each class that it contains.
 
     Args:
-        split: which part of the files.
-        characters: of a passage at most.
+        split: which part of the files to read.
+        characters: maximum length of a passage.
     """
 
     row_arrays = ("ends", "labels")
@@ -59,7 +59,7 @@ class LibraryPassages(_LibrarySource):
         self.classes: list[str] = ["code", "comment", "docstring"]
 
     def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.scored_rows."""
+        """See SequenceSource.scored_rows."""
         text = self.text_of(file)
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
         docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
@@ -76,11 +76,11 @@ class LibraryPassages(_LibrarySource):
 
 @component
 class LibraryPairs(_LibrarySource):
-    """A passage of the standard library and how it goes on, against the same words in another order.
+    """A passage of the standard library and its continuation, against the same words in another order.
 
     Args:
-        split: which part of the files.
-        characters: of a prompt, and of what follows it.
+        split: which part of the files to read.
+        characters: length of the prompt, and of the continuation.
     """
 
     num_sequences = 2
@@ -90,19 +90,19 @@ class LibraryPairs(_LibrarySource):
         super().__init__(split, characters)
 
     def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.scored_rows."""
+        """See SequenceSource.scored_rows."""
         text = self.text_of(file)
         size = 2 * self.characters
         for start in range(0, len(text) - size + 1, size):
             prompt = text[start : start + self.characters]
             answer = text[start + self.characters : start + size]
-            # Words, and what stands between them, which keeps its place.
+            # Words, and the separators between them, which keep their positions.
             words = re.split(r"(\W+)", answer)
             shuffled = words[::2]
-            # So few words may make as much sense in any order.
+            # With so few different words, another order may be just as plausible.
             if len(set(shuffled)) < _LEAST_WORDS:
                 continue
-            # Raw bits of a hash: the pairs are the same on every machine.
+            # Sort by hashes, so that the pairs are the same on every machine.
             seed = hashlib.sha256(answer.encode()).digest()
             keys = [
                 hashlib.sha256(seed + bytes([number % 256, number // 256])).digest() for number in range(len(shuffled))

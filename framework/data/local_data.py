@@ -1,4 +1,4 @@
-"""Somebody's own files: which hold data, of which kind, and which their names say are trained on and evaluated."""
+"""Local data files: which files hold data, their kind, and the train and validation splits from their names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from framework.data.files import DataFile, find
 from framework.data.kinds import KINDS, SAMPLE_BYTES, DataListing, Kind, ending_of, kind_of_json, parts_by_name
 from framework.files.remote import is_url
 
-# A list of files is written into the config as long as it is short, and a glob where that names the same files.
+# A list of files is written into the config if it is short; otherwise a glob, if it names the same files.
 _MAX_LISTED = 8
 
 
 def data_listing(path: str) -> DataListing:
-    """Looks at a file, a folder, a glob or an fsspec URL.
+    """Inspects a file, a folder, a glob or an fsspec URL.
 
     Raises:
         FileNotFoundError, PermissionError: there are no such files, or they cannot be read.
-        ValueError: no file holds data that is known.
+        ValueError: no file holds data of a known kind.
     """
     files = _files(path)
     kind, files_of_kind, left_out = _kind_of(path, files)
@@ -27,7 +27,7 @@ def data_listing(path: str) -> DataListing:
     parts = parts_by_name(list(file_by_path))
     held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
     train_paths = parts.train
-    # One file that is in neither part says that the names mean something else.
+    # If even one file is in neither part, the names mean something else.
     if parts.others or not train_paths or not held_out_paths:
         train_paths = list(file_by_path)
         held_out_paths = []
@@ -47,13 +47,13 @@ def data_listing(path: str) -> DataListing:
 
 
 def _files(path: str) -> list[DataFile]:
-    """The files that are meant, by name; of a folder those in its subfolders too, hidden ones left out."""
+    """Returns the files that `path` names, sorted; a folder is searched recursively, without hidden files."""
     folder = Path(os.path.expanduser(path))
     if is_url(path) or not folder.is_dir():
         return find(path)
     names = []
     for parent, subfolders, file_names in os.walk(folder):
-        # The list is changed in place, which keeps os.walk out of hidden folders.
+        # The list is modified in place, which keeps os.walk out of hidden folders.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         names += [os.path.join(parent, name) for name in sorted(file_names) if not name.startswith(".")]
     if not names:
@@ -62,7 +62,7 @@ def _files(path: str) -> list[DataFile]:
 
 
 def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Counter[str]]:
-    """(the kind of which there are most bytes, its files, how many others there are by ending)."""
+    """Returns (the kind with the most bytes, its files, the number of other files by ending)."""
     files_by_kind: dict[Kind, list[DataFile]] = {}
     left_out: Counter[str] = Counter()
     for file in files:
@@ -84,7 +84,7 @@ def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Co
 
 
 def _kind_of_file(file: DataFile) -> Kind | None:
-    """The kind of a file by its ending, or by its first bytes; None: no data."""
+    """Returns the kind of a file from its ending, or from its first bytes; None if it is not data."""
     ending = ending_of(file.path)
     if ending in KINDS:
         return KINDS[ending]
@@ -94,7 +94,7 @@ def _kind_of_file(file: DataFile) -> Kind | None:
         return None
     sample = next(file.chunks(SAMPLE_BYTES, decompress=True), b"")
     try:
-        # A character may be cut in two at the end of the sample.
+        # A character may be split at the end of the sample.
         sample.decode("utf-8")
     except UnicodeDecodeError as error:
         if error.start < len(sample) - 3:
@@ -103,7 +103,7 @@ def _kind_of_file(file: DataFile) -> Kind | None:
 
 
 def _named(path: str, files: list[DataFile]) -> list[str]:
-    """Paths for the config: the files' names, or globs where these name the same files and are fewer."""
+    """Returns paths for the config: file names, or globs if there are many files and the globs match exactly these."""
     names = [file.name for file in files]
     if len(names) <= _MAX_LISTED or is_url(path):
         return names

@@ -1,10 +1,11 @@
-"""The order of training data: sequences, batches, and batches that are made ahead of time.
+"""The order of training data: sequences, batches, and prefetched batches.
 
-`GlobalOrder` gives the source and row of sequence g, a pure function of (g, seed). `BatchOrder` gives the batch that
-comes after a number of steps. `Prefetcher` makes batches in background threads.
+`GlobalOrder` returns the source and row of sequence g, a pure function of (g, seed). `BatchOrder` returns the batch
+that comes after a given number of steps. `Prefetcher` computes batches in background threads.
 
-Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
-change, and resuming needs no saved iterator. Where a run goes on with another B, its batches begin at another sequence.
+Sequence g of the run is row g % B of step g // B. No other counters exist, so the number of processes and devices may
+change, and resuming needs no saved iterator. If a run continues with another B, its batches start at another
+sequence.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# A batch is assembled by one thread; more threads only hide the latency of remote reads.
+# One thread assembles a batch; more threads only hide the latency of remote reads.
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The order of batches: every batch in turn, except those that are left out.
+    """The order of batches: every batch in turn, except those that are skipped.
 
-    It is a pure function of the number of steps and of these few numbers, so a checkpoint that holds them is enough to
-    go on.
+    It is a pure function of the number of steps and of these few numbers, so a run can resume from a checkpoint that
+    holds them.
 
     Attributes:
         left_out: indices of batches that no step trains on, ascending.
-        shift: every batch comes that many steps earlier than without. Always 0 but in a run that goes on from a
-            checkpoint of an earlier version, which after a roll back left out everything since the checkpoint.
-        origin: the sequence that batch 0 would begin with, had all batches the size that they have now. 0 but in a run
-            that went on with batches of another size; it may be negative.
+        shift: number of steps by which every batch comes earlier. Always 0, except in a run resumed from a checkpoint
+            of an earlier version, which after a rollback skipped everything since the checkpoint.
+        origin: the sequence that batch 0 would start with if all batches had the current size. 0, except in a run
+            that continued with another batch size; it may be negative.
     """
 
     left_out: tuple[int, ...] = ()
@@ -42,18 +43,18 @@ class BatchOrder:
 
     @classmethod
     def stored(cls, position: Mapping[str, Any]) -> BatchOrder:
-        """Restores an order from a checkpoint: from `to_json`, or from the lone "offset" of an earlier version."""
+        """Restores an order from a checkpoint: from `to_json`, or from the single "offset" of an earlier version."""
         left_out = tuple(position.get("left_out", ()))
         return cls(left_out, int(position["offset"]), int(position.get("origin", 0)))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the order."""
+        """Returns the order as JSON data for a checkpoint."""
         return {"left_out": list(self.left_out), "offset": self.shift, "origin": self.origin}
 
     def batch_after(self, num_steps: int) -> int:
         """Returns the index of the batch that comes after `num_steps` steps."""
         index = num_steps + self.shift
-        # Gaps ascend, so each one at or below the index moves it by one, past the next gap too.
+        # Gaps ascend, so each one at or below the index increments it, which may move it past the next gap.
         for gap in self.left_out:
             if gap > index:
                 break
@@ -61,19 +62,19 @@ class BatchOrder:
         return index
 
     def without(self, *batches: int) -> BatchOrder:
-        """Returns the same order with these batches left out too."""
+        """Returns the same order with these batches skipped too."""
         left_out = {*self.left_out, *batches}
         return BatchOrder(tuple(sorted(left_out)), self.shift, self.origin)
 
     def sequences_after(self, num_steps: int, batch_size: int) -> int:
-        """Returns the sequence that the next batch begins with; those before it were trained on or left out."""
+        """Returns the sequence that the next batch starts with; earlier ones were trained on or skipped."""
         return self.origin + self.batch_after(num_steps) * batch_size
 
     def continued(self, num_steps: int, old_size: int, new_size: int) -> BatchOrder:
-        """Returns the order that goes on after `num_steps` steps with batches of another size, at the next sequence.
+        """Returns the order that continues after `num_steps` steps with another batch size, at the next sequence.
 
-        Batches keep counting. Of those that are yet to be left out, all sequences stay out: with all new batches that
-        hold one.
+        Batch numbers keep counting. Every sequence of a batch that is still to be skipped stays skipped: all new
+        batches that contain one are skipped.
         """
         next_batch = self.batch_after(num_steps)
         next_sequence = self.sequences_after(num_steps, old_size)
@@ -95,9 +96,9 @@ class GlobalOrder:
     """The order of training sequences over one or several sources.
 
     Args:
-        num_windows: windows (rows) of each source.
-        weights: share of the sequences that each source gives; they sum to 1.
-        seed: decides the permutation of each epoch.
+        num_windows: number of windows (rows) of each source.
+        weights: fraction of the sequences from each source; they sum to 1.
+        seed: seed for the permutation of each epoch.
     """
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
@@ -107,17 +108,17 @@ class GlobalOrder:
         if len(num_windows) > 1:
             from grain import MapDataset
 
-            # The mix is over counters without end, and gives (source, count within the source).
-            # Epochs are counted in `locate`, so that each can have a permutation of its own.
+            # The mixture is over endless counters, and returns (source, count within the source). `locate` counts the
+            # epochs, so that each can have its own permutation.
             counters = []
             for source in range(len(num_windows)):
                 endless = MapDataset.range(sys.maxsize)
-                # The default argument binds the source of this turn of the loop.
+                # The default argument binds the source of this loop iteration.
                 counters.append(endless.map(lambda count, source=source: (source, count)))
             self._mix = MapDataset.mix(counters, list(weights))
 
     def locate(self, sequence: int) -> tuple[int, int]:
-        """Returns (source, window) of sequence g. Within an epoch of a source each of its windows comes once."""
+        """Returns (source, window) of sequence g. Within an epoch of a source, each of its windows occurs once."""
         if self._mix is None:
             source = 0
             index = sequence
@@ -130,13 +131,13 @@ class GlobalOrder:
 
 
 def shuffled(index: int, count: int, seed: str) -> int:
-    """Returns the place of `index` in a permutation of range(count), of which nothing is stored.
+    """Returns the position of `index` in a permutation of range(count), without storing the permutation.
 
-    The permutation is a Feistel cipher of six rounds on the next power of four, applied again until the result is in
-    range (cycle walking, Black and Rogaway 2002). It stands in place of grain's `index_shuffle`, whose ciphers have at
+    The permutation is a Feistel cipher of six rounds on the next power of four, applied repeatedly until the result
+    is in range (cycle walking, Black and Rogaway 2002). It replaces grain's `index_shuffle`, whose ciphers have at
     least 2^16 values: that takes 25 ms a call for 2 windows.
     """
-    # The cipher needs two halves of equally many bits, and at least one bit each.
+    # The cipher needs two halves with the same number of bits, and at least one bit each.
     half_bits = ((count - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half_bits) - 1
     while True:
@@ -153,15 +154,15 @@ def shuffled(index: int, count: int, seed: str) -> int:
 
 
 class Prefetcher(Iterator[T], AbstractContextManager):
-    """An iterator over make(start), make(start + 1), ..., make(stop - 1), which are computed ahead of time.
+    """An iterator over make(start), make(start + 1), ..., make(stop - 1), computed ahead of time.
 
-    An error in `make` is raised by `next` at its own turn, and closes the iterator.
+    `next` raises an error of `make` at its position in the sequence, and closes the iterator.
 
     Args:
         make: a pure function; it runs in threads.
         start: first argument of `make`.
         stop: one past the last argument.
-        ahead: at most this many results wait in the background, beside the one that was handed out last.
+        ahead: maximum number of results held in the background, in addition to the one returned last.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
@@ -176,13 +177,13 @@ class Prefetcher(Iterator[T], AbstractContextManager):
         try:
             return next(self._iterator)
         except BaseException as error:
-            # After an error, grain by itself would go on with the next batch, and lose this one.
+            # After an error, grain by itself would continue with the next batch, and lose this one.
             if not isinstance(error, StopIteration):
                 self.close()
             raise
 
     def close(self) -> None:
-        """Drops the results that wait, and stops the threads. It may be called again."""
+        """Drops the pending results, and stops the threads. May be called more than once."""
         self._iterator.close()
 
     def __exit__(self, *exception: object) -> None:

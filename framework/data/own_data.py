@@ -1,4 +1,4 @@
-"""--data=PATH: puts somebody's own data into a named config, in the place of the data that it comes with."""
+"""--data=PATH: replaces the data of a named config with the user's own."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from framework.terminal.phases import SHORT, phase
 if TYPE_CHECKING:
     from framework.data.recognize import Recognized
 
-# The validation set of one's own data: metrics are called eval/held_out/loss and so on.
+# Name of the validation set of the user's data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
-# What is minimized on pairs and on judged answers, and what adds the log-probabilities that it compares with.
+# Objectives for preference pairs and for labeled answers, and the model that provides the reference log-probabilities.
 _PAIR_OBJECTIVE = "framework.objectives.preferences.DPO"
 _THUMB_OBJECTIVE = "framework.objectives.thumbs.KTO"
 _REFERENCE = "framework.companions.reference.Reference"
-# So many tokens has an answer to a held-out prompt at the end of a run on them.
+# Maximum answer length, in tokens, when sampling held-out prompts at the end of a preference run.
 _SAMPLE_TOKENS = 64
-# The model's rows for a smaller vocabulary are a multiple of this.
+# For a smaller vocabulary, the number of rows in the model is rounded up to a multiple of this.
 _MULTIPLE = 64
 
 
 def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Config, list[str]]:
-    """A copy of a config that is trained on the data at `path` and evaluated on what is held out from it.
+    """Returns a copy of a config that trains on the data at `path` and evaluates on a held-out part of it.
 
-    A tokenizer that is trained on a small text has as many ids as the text gives, and the model with it.
+    If the tokenizer is trained on a small text, its vocabulary and the model's shrink to what the text supports.
 
     Args:
-        named: config of an experiment with text or tokens.
-        path: a file, a folder, a glob, an fsspec URL, or hf://datasets/ORG/NAME of the Hub.
-        overridden: paths of the config that the command line sets itself.
+        named: config of an experiment that trains on text or tokens.
+        path: a file, a folder, a glob, an fsspec URL, or hf://datasets/ORG/NAME on the Hub.
+        overridden: paths of the config fields that the command line sets.
 
     Returns:
-        (the config, lines that say what was found).
+        (the config, lines that describe the data and the changed settings).
 
     Raises:
         ConfigError: the config does not train on text, or has no tokenizer for conversations.
         FileNotFoundError, PermissionError, ValueError: the data cannot be read.
     """
-    # Imported here: every command line is read by this module's caller, few have data.
+    # Imported here because this module's caller handles every command line, and few use --data.
     from framework.data.pipeline import DataPipeline
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.data.recognize import recognized
@@ -67,21 +67,21 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     config.data.source = data.source
     config.data.validation = {HELD_OUT: data.held_out}
     lines += _choose_objective(config, overridden)
-    # What the command line says of the tokenizer stays.
+    # A tokenizer set on the command line takes precedence.
     if not sets_tokenizer:
         lines += _choose_tokenizer(config, data.has_text, overridden)
     return config, lines
 
 
 def _scores_sequences(config: Config) -> bool:
-    """Whether the config's model has a score head, whose data are pairs, or texts with labels."""
+    """Returns whether the config's model has a scoring head, whose data are preference pairs or texts with labels."""
     return config.model.takes("head") and config.model.head.takes("num_labels")
 
 
 def _scored_data(config: Config, path: str) -> Recognized:
-    """The data at `path` as the config's source of scored sequences has its own: pairs, or texts with labels.
+    """Returns the data at `path` in the form the scoring head needs: preference pairs, or texts with labels.
 
-    A published classifier keeps its classes; otherwise they are those of the file.
+    A published classifier keeps its classes; otherwise the classes are those of the file.
     """
     from framework.data.recognize_scored import recognized_scored
 
@@ -93,19 +93,19 @@ def _scored_data(config: Config, path: str) -> Recognized:
 
 
 def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence[str]) -> None:
-    """Gives a classifier as many labels as its new data has classes, unless the command line says how many."""
+    """Sets a classifier's number of labels to the number of classes in its data, unless the command line sets it."""
     if classes is not None and not {"model", "model.head", "model.head.num_labels"} & set(overridden):
         config.model.head.num_labels = len(classes)
 
 
 def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
-    """Gives a language model an objective that goes with pairs or judged answers, and the reference that it needs.
+    """Sets the objective for preference pairs or labeled answers on a language model, and the reference model it needs.
 
-    Its run ends with answers to held-out prompts. What the config or the command line says of the three stays; a config
-    with an objective knows what it needs.
+    The run ends with sampled answers to held-out prompts. The config and the command line take precedence for all
+    three settings; a config that already has an objective is not changed.
 
     Returns:
-        the lines that say so.
+        lines that describe the changes.
     """
     from framework.data.preferences import PairSource, ThumbSource
 
@@ -117,29 +117,29 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
         return []
     settings: list[str] = []
     if not _is_set("model.head.objective", overridden):
-        # By their names, as these packages are above the data's.
+        # Set by name, because the data package must not import these packages: they are above it.
         config.model.head.objective = Config.from_dict({"$class": name})
         settings.append(f"model.head.objective={name.rpartition('.')[2]}")
     if config.takes("companion") and config.companion is None and not _is_set("companion", overridden):
         config.companion = Config.from_dict({"$class": _REFERENCE})
         settings.append(f"companion={_REFERENCE.rpartition('.')[2]}")
     if not config.trainer.sample_tokens and not _is_set("trainer.sample_tokens", overridden):
-        # Without samples a run of judged answers would not end with its table of answers.
+        # Without samples, a run on labeled answers would not end with its table of answers.
         config.trainer.sample_tokens = _SAMPLE_TOKENS
         settings.append(f"trainer.sample_tokens={_SAMPLE_TOKENS}")
     return [f"objective: {', '.join(settings)}, as the data compares answers"] if settings else []
 
 
 def _is_set(path: str, overridden: Sequence[str]) -> bool:
-    """Whether the command line sets a field itself, or one that holds it.
+    """Returns whether the command line sets a field, or an object that contains it.
 
-    One below it does not count: it is a setting of the object that is put in here.
+    A field below it does not count: that is a setting of the object that is inserted here.
     """
     return any(name == path or path.startswith(f"{name}.") for name in overridden)
 
 
 def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:
-    """Gives a config the tokenizer that goes with its new data; returns the lines that say so."""
+    """Sets the tokenizer that matches the config's new data; returns lines that describe the change."""
     from framework.data.tokenizers import BPETokenizer, NoTokenizer
 
     if not has_text:
@@ -154,7 +154,7 @@ def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str])
 
 @contextlib.contextmanager
 def _of_data() -> Iterator[None]:
-    """Has an error begin with the flag that named the data."""
+    """Prefixes error messages with the flag that named the data."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -162,10 +162,10 @@ def _of_data() -> Iterator[None]:
 
 
 def _tokenizer_of_tokens(config: Config) -> list[str]:
-    """Gives a config whose tokenizer has no file the tokenizer.json that lies beside its token files, if one does.
+    """Sets the tokenizer.json next to the token files, if there is one, in a config whose tokenizer has no file.
 
     Returns:
-        the lines that say so.
+        lines that describe the change.
     """
     from framework.data.tokenizers import BPETokenizer
 
@@ -181,10 +181,10 @@ def _tokenizer_of_tokens(config: Config) -> list[str]:
 
 
 def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
-    """Gives a tokenizer that is trained on the config's text the size that this text gives, and the model with it.
+    """Reduces the vocabulary of a tokenizer trained on the config's text, and of the model, to what the text supports.
 
     Returns:
-        the lines that say so.
+        lines that describe the change.
     """
     from framework.data.sources import leaves_of
     from framework.data.vocabulary import training_text, vocabulary_size
@@ -201,7 +201,7 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     line = f"tokenizer: byte-level BPE of {num_ids:,} ids, not {wanted:,}, as this text has no more; trained on it"
     if {"model", "model.vocab_size"} & set(overridden):
         return [line]
-    # A few rows too many, as meshes divide the vocabulary, and the ids of a text may be a prime number.
+    # Padded, because the mesh shards the vocabulary, and the number of ids may be prime.
     num_rows = -(-num_ids // _MULTIPLE) * _MULTIPLE
     config.model.vocab_size = min(num_rows, config.model.vocab_size)
     return [f"{line} (model.vocab_size={config.model.vocab_size})"]

@@ -1,8 +1,8 @@
-"""Token streams -> rows of a batch: the only place where targets are shifted and documents are masked.
+"""Converts token streams into rows of a batch: the only place that shifts targets and masks documents.
 
-Text is cut into windows. Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the
-inputs' successors. So the windows of a stream tile its targets: each token but the very first is predicted once.
-Conversations stay whole (`framework.data.preference_rows` has the rows of answers that are compared).
+Text is split into windows. Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets, which are
+the next tokens. So the windows of a stream tile its targets: each token except the very first is predicted once.
+Conversations stay whole (`framework.data.preference_rows` has the rows of preference data).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from framework.data.token_files import TokenStream
 
 Batch = dict[str, np.ndarray]
 
-# Examples that are packed with each other. Rows depend on this number, and with them the order
-# of the data: another one needs another _FINGERPRINT in pipeline.py.
+# Number of examples that are packed together. Rows depend on it, and with them the order of the data: changing it
+# requires changing _FINGERPRINT in pipeline.py.
 _PACKING_GROUP = 8192
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
     """Returns the number of windows with at least one target."""
-    # The first token of a stream is no target; the division rounds up.
+    # The first token of a stream is not a target; the division rounds up.
     num_targets = num_tokens - 1
     return max(0, -(-num_targets // seq_len))
 
@@ -34,7 +34,7 @@ def pack(
     *,
     separators: Sequence[int] | None,
 ) -> Batch:
-    """Stacks B windows int32[n], n <= S + 1, into the rows of a batch; a short one is padded with id 0 and weight 0.
+    """Stacks B windows int32[n], n <= S + 1, into the rows of a batch; short ones are padded with id 0 and weight 0.
 
     Args:
         windows: the tokens of each row.
@@ -43,8 +43,8 @@ def pack(
 
     Returns:
         tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators also positions int32[B,S] and
-        segments int32[B,S]. The separator is position 0 of its document, whose first token is predicted from it alone:
-        no target is lost to the masks, and bits per byte with and without them compare.
+        segments int32[B,S]. The separator is position 0 of its document, and the only context for predicting the
+        first token: masking loses no target, and bits per byte with and without it are comparable.
     """
     tokens, targets = np.zeros((2, len(windows), seq_len), np.int32)
     weights = np.zeros(tokens.shape, np.float32)
@@ -58,9 +58,9 @@ def pack(
         column_S = np.arange(seq_len, dtype=np.int32)
         is_used = weights > 0
         opens_document = tokens == np.asarray(separators, np.int32)[:, None]
-        # A row may begin inside a document, whose remaining tokens then count from 0.
+        # A row may start inside a document, whose remaining tokens then count from 0.
         opens_document[:, :1] = True
-        # The running maximum is the column at which each token's document begins.
+        # The running maximum is the column at which each token's document starts.
         document_start = np.maximum.accumulate(opens_document * column_S, axis=1)
         batch["positions"] = is_used * (column_S - document_start)
         batch["segments"] = is_used * np.cumsum(opens_document, axis=1, dtype=np.int32)
@@ -68,13 +68,13 @@ def pack(
 
 
 class Windows:
-    """The rows of a text's stream.
+    """The rows of a text stream.
 
     Attributes:
-        num_rows: rows with at least one target.
-        num_whole: rows with all S targets. Training leaves out the shorter row behind them.
-        note: a remark for the start table.
-        facts: as those of Examples; there are none.
+        num_rows: number of rows with at least one target.
+        num_whole: number of rows with all S targets. Training skips the shorter last row.
+        note: a remark for the startup table.
+        facts: as for Examples; always empty.
     """
 
     note = ""
@@ -88,9 +88,9 @@ class Windows:
         self.num_rows = num_windows(stream.num_tokens, seq_len)
 
     def row(self, index: int) -> Batch:
-        """Returns arrays [S], as `pack` makes them; from num_rows on they are nothing but padding."""
+        """Returns arrays [S], as from `pack`; rows from num_rows on are padding only."""
         start = min(index * self._seq_len, self._stream.num_tokens)
-        # One token more than S: the last one is a target only, and opens the next window as well.
+        # One token more than S: the last one is only a target here, and is the first input of the next window.
         stop = min(start + self._seq_len + 1, self._stream.num_tokens)
         window = self._stream.read(start, stop)
         separators: list[int] | None = None
@@ -100,29 +100,29 @@ class Windows:
 
 
 def _only_row(batch: Batch) -> Batch:
-    """Returns the arrays of a batch of one row without the batch's axis."""
+    """Returns the arrays of a batch of one row, without the batch axis."""
     return {name: array[0] for name, array in batch.items()}
 
 
 class Examples:
-    """Rows of whole examples; an example is one sequence, or several that stay together, masked from each other.
+    """Rows of whole examples; an example is one sequence, or several that stay together but are masked from each other.
 
     The examples are packed once, best fit decreasing among 8192 at a time.
 
     Args:
-        stream: tokens, 2 * id + 1 where a token is a target and 2 * id elsewhere.
+        stream: tokens, 2 * id + 1 for a target and 2 * id for any other token.
         seq_len: S.
-        lengths: int[N], the columns that each example takes in a row, S at most: a sequence of n tokens takes n - 1, as
-            it has so many pairs of input and target.
-        seed: decides the order in which examples are taken for packing; None takes them in the stream's order.
-        packed: False gives each example a row of its own.
+        lengths: int[N], the columns that each example takes in a row, S at most: a sequence of n tokens takes n - 1,
+            one for each pair of input and target.
+        seed: seed for the order in which examples are packed; None packs them in stream order.
+        packed: False puts each example into its own row.
 
     Attributes:
-        num_rows, num_whole: rows; the two are equal, as every row is used in training.
-        padding: share of the columns that no example takes.
-        facts: what decides the rows beside the tokens and seq_len, for the fingerprint of the data.
-        note: a remark for the start table; a subclass sets it.
-        warnings: what a person should know of the examples before training on them, a line each.
+        num_rows, num_whole: number of rows; the two are equal, because training uses every row.
+        padding: fraction of the columns that no example takes.
+        facts: further settings that determine the rows, apart from the tokens and seq_len, for the data fingerprint.
+        note: a remark for the startup table; a subclass sets it.
+        warnings: warnings about the examples to show before training, one line each.
     """
 
     note: str
@@ -139,7 +139,7 @@ class Examples:
     ):
         self._stream = stream
         self._seq_len = seq_len
-        # A row that is no longer than an example has room for no other one.
+        # If a row is no longer than an example, there is no room for another one.
         row_len = seq_len if packed else 0
         self._rows = _packed_rows(lengths, row_len, seed)
         self.num_whole = self.num_rows = len(self._rows)
@@ -151,13 +151,13 @@ class Examples:
         raise NotImplementedError
 
     def examples_of(self, index: int) -> np.ndarray:
-        """Returns the examples of a row, in order; from num_rows on there are none."""
+        """Returns the examples of a row, in order; empty from num_rows on."""
         return self._rows[index] if index < self.num_rows else np.zeros(0, np.int64)
 
     def row(self, index: int) -> Batch:
-        """Returns arrays [S] as `pack` makes them, with weight 1 on answers.
+        """Returns arrays [S], as from `pack`, with weight 1 on answers.
 
-        From num_rows on they are nothing but padding.
+        Rows from num_rows on are padding only.
         """
         padding_window = np.zeros(0, np.int32)
         row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
@@ -168,7 +168,7 @@ class Examples:
                 segment += 1
                 length = len(values) - 1
                 columns = slice(start, start + length)
-                # The lowest bit says whether a token is a target; the id stands above it.
+                # The lowest bit marks a target; the higher bits are the id.
                 row["tokens"][columns] = values[:-1] >> 1
                 row["targets"][columns] = values[1:] >> 1
                 row["weights"][columns] = values[1:] & 1
@@ -181,26 +181,26 @@ class Examples:
 class Conversations(Examples):
     """Rows of whole conversations.
 
-    Each conversation is cut after S + 1 tokens, and needs a target within them.
+    Each conversation is truncated to S + 1 tokens, and needs a target within them.
 
     Args:
-        stream: conversations behind separators.
+        stream: conversations, each preceded by a separator.
         seq_len: S.
         seed: as for Examples.
 
     Attributes:
-        note: padding, and what was cut or left out.
+        note: the padding, and how many conversations were truncated or skipped.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int | None):
         values = stream.read(0, stream.num_tokens)
-        # Conversation i is values[starts[i] : ends[i]]; the separators are in none of them.
+        # Conversation i is values[starts[i] : ends[i]]; separators are excluded.
         starts = np.flatnonzero(values == stream.eos_id) + 1
         ends = np.append(starts[1:] - 1, len(values))
         stops = np.minimum(ends, starts + seq_len + 1)
         # Element i counts the targets before token i, so a difference counts those of a range.
         target_counts = np.append(0, np.cumsum(values & 1))
-        # The first token of a conversation is no target, as nothing in its row predicts it.
+        # The first token of a conversation is not a target, because nothing in its row predicts it.
         first_targets = np.minimum(starts + 1, stops)
         has_target = target_counts[stops] > target_counts[first_targets]
         self._spans = np.stack([starts, stops], 1)[has_target]
@@ -221,8 +221,8 @@ def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np
     """Returns the examples (indices of `lengths`) of each row."""
     order: Sequence[int] | np.ndarray = range(len(lengths))
     if seed is not None:
-        # Raw words of a counter-based generator, sorted: numpy promises to keep the stream of a bit
-        # generator, but not what Generator.permutation makes of it.
+        # Sorted raw words of a counter-based generator: numpy guarantees a stable stream for a bit generator, but not
+        # for Generator.permutation.
         random_words = np.random.Philox(key=seed).random_raw(len(lengths))
         order = np.argsort(random_words)
     rows = []
@@ -234,21 +234,21 @@ def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np
 
 
 def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Groups the indices of `lengths` so that the lengths of a group sum up to `size` at most.
+    """Groups the indices of `lengths` so that the lengths in each group sum to at most `size`.
 
     Best fit decreasing: the longest first, each into the fullest group that has room for it.
     """
     groups: list[list[int]] = []
     # (free columns, group) of each group, sorted.
     free_spaces: list[tuple[int, int]] = []
-    # The sort is stable, so equal lengths keep their order and rows are the same on any machine.
+    # The sort is stable, so equal lengths keep their order and rows are the same on every machine.
     longest_first = np.argsort(-lengths, kind="stable")
     for index in longest_first.tolist():
         length = int(lengths[index])
         position = bisect.bisect_left(free_spaces, (length, 0))
         if position == len(free_spaces):
             groups.append([])
-            # What is longer than a group has a group of its own.
+            # An item that is longer than a group gets its own group.
             free = max(size, length)
             group = len(groups) - 1
         else:

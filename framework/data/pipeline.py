@@ -1,7 +1,7 @@
 """The input pipeline: from configured sources to global batches, each a pure function of (seed, step).
 
-`setup` makes tokenizer and token files, cached by content, and raises every data error. The global batch is the same
-whatever the number of processes or devices: a process asks for the rows its devices hold.
+`setup` creates the tokenizer and token files, cached by content, and raises every data error. The global batch does
+not depend on the number of processes or devices: each process requests the rows that its devices hold.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
 
-# Raise this when a change of this package changes the batches that a config gives: a run then
-# refuses to resume, instead of going on with other data.
+# Increase this when a change to this package changes the batches of a config: a run then refuses to resume instead of
+# continuing with other data.
 _FINGERPRINT = 1
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One row of the start table.
+    """One row of the startup table.
 
     Attributes:
         name: "train", "train.1", or a validation set's name.
         kind: class of the source.
-        tokens: how many tokens the source holds.
-        documents: how many documents it holds; None where token files come without a sidecar.
-        bytes: size of the UTF-8 text, where it is known.
-        sequences: rows of seq_len.
+        tokens: number of tokens in the source.
+        documents: number of documents; None for token files without a sidecar.
+        bytes: size of the UTF-8 text, if known.
+        sequences: number of rows of seq_len.
         sha256: hash of the tokens.
-        note: how conversations were packed.
+        note: a remark on how examples were packed.
     """
 
     name: str
@@ -76,23 +76,24 @@ class SourceReport:
 
 @component
 class DataPipeline(Pipeline):
-    """Documents in, batches out.
+    """Global batches of tokens from configured sources.
 
-    A batch is a dict: tokens int32[B,S], targets int32[B,S] (the inputs' successors), weights float32[B,S] (0 = not
-    counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S] (1,
-    2, ... per row, 0 = padding). A PairSource or ThumbSource adds ends float32[B,S] and labels float32[B,S].
+    A batch is a dict: tokens int32[B,S], targets int32[B,S] (the next tokens), weights float32[B,S] (0 = not
+    counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S]
+    (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; a ThumbSource or
+    LabelledSource adds ends and labels, both float32[B,S].
 
     Args:
-        source: config of the training source, of framework.data.sources or your own.
-        validation: named validation sources, each read once in order by an evaluation.
+        source: config of the training source, from framework.data.sources or your own.
+        validation: named validation sources; an evaluation reads each one once, in order.
         tokenizer: config of ByteTokenizer, BPETokenizer, PretrainedTokenizer or NoTokenizer.
         seq_len: S, tokens per sequence.
         global_batch_size: B, sequences per step over all processes and devices.
-        seed: decides the order of training sequences, which is reshuffled each epoch.
-        document_mask: keep attention within documents, not one causal stream per row. Always on with a ChatSource,
-            PairSource or ThumbSource.
-        prefetch: batches that wait ready in the background.
-        cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
+        seed: seed for the order of the training sequences, which are reshuffled each epoch.
+        document_mask: restrict attention to documents instead of one causal stream per row. Always on with an
+            ExampleSource, such as ChatSource, PairSource or ThumbSource.
+        prefetch: number of batches prepared in the background.
+        cache_dir: folder for tokenized sources; None uses the workdir. A shared folder saves work across runs.
     """
 
     item = "token"
@@ -127,32 +128,32 @@ class DataPipeline(Pipeline):
                 continue
             with located(leaf.label):
                 leaf.source.check_tokenizer(self.tokenizer)
-            # Several conversations share a row, so each must be masked from its neighbours.
+            # Several conversations share a row, so each must be masked from its neighbors.
             self.document_mask = True
         self._row_arrays = _row_arrays(self.leaves)
         first_source = self.train_leaves[0].source
-        # What says how a sequence is encoded to be scored; None where none is.
+        # Defines how sequences are encoded for scoring; None if the model does not score sequences.
         self.scored_source = first_source if isinstance(first_source, SequenceSource) else None
         check_classes({leaf.label: leaf.source for leaf in self.leaves})
 
     @property
     def classes(self) -> list[str] | None:
-        """The names of the classes of labelled sequences; None for other data."""
+        """The class names of labeled sequences; None for other data."""
         return None if self.scored_source is None else self.scored_source.classes
 
     @property
     def validation_names(self) -> list[str]:
-        """The validation sets, in the order in which they are configured."""
+        """The validation sets, in config order."""
         return list(self.validation_leaves)
 
     @property
     def leaves(self) -> list[Leaf]:
-        """All sources, those of training first."""
+        """All sources, training sources first."""
         return [*self.train_leaves, *self.validation_leaves.values()]
 
     @property
     def packing_seed(self) -> int | None:
-        """The seed, where it decides what the training rows hold, and not their order alone; else None."""
+        """The seed, if it affects the contents of training rows and not only their order; else None."""
         are_packed = any(isinstance(leaf.source, ExampleSource) for leaf in self.train_leaves)
         return self.seed if are_packed else None
 
@@ -163,17 +164,17 @@ class DataPipeline(Pipeline):
         is_primary: bool = True,
         barrier: Callable[[], object] = lambda: None,
     ) -> None:
-        """Finds, tokenizes and verifies everything, so that training reads token files only.
+        """Finds, tokenizes and verifies everything, so that training reads only token files.
 
         Args:
-            workdir: a local folder; `tokenizer.json` is kept in it, and without `cache_dir` the tokens too.
-            is_primary: True in the one process that writes. The others open what it wrote, so all processes must see
-                the same folders.
+            workdir: a local folder; it stores `tokenizer.json`, and without `cache_dir` also the tokens.
+            is_primary: True in the one process that writes. The others open the files that it wrote, so all processes
+                must see the same folders.
             barrier: waits for all processes; called once.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: data or tokenizer are not usable. The message begins with
-                the config path.
+            FileNotFoundError, PermissionError, ValueError: the data or the tokenizer is not usable. The message
+                begins with the config path.
         """
         if "://" in str(workdir):
             raise ValueError(f"the data pipeline keeps files in the workdir and needs a local folder, given {workdir}")
@@ -185,21 +186,21 @@ class DataPipeline(Pipeline):
         if is_primary:
             folder.mkdir(parents=True, exist_ok=True)
             cache.mkdir(parents=True, exist_ok=True)
-            # A workdir belongs to one job, so what a killed start left there may go. In a shared
-            # cache_dir such a folder may be one that another run is just writing.
+            # A workdir belongs to one job, so leftovers of a killed start can be deleted. In a shared cache_dir,
+            # another run may be writing such a folder right now.
             if self.cache_dir is None:
                 for leftover in cache.glob(".tokens-*"):
                     shutil.rmtree(leftover)
             with _tokenizer_of_success(folder / "tokenizer.json"):
                 self._open(folder, cache, write=True)
-        # The other processes can only open what the primary one has finished writing.
+        # The other processes can open files only after the primary one has finished writing them.
         barrier()
         if not is_primary:
             self._open(folder, cache, write=False)
 
     def _open(self, folder: Path, cache: Path, *, write: bool) -> None:
-        """Opens tokenizer and sources, and fixes the order of the training sequences."""
-        # Missing files are found here, before hours of tokenizing the sources that do exist.
+        """Opens the tokenizer and the sources, and fixes the order of the training sequences."""
+        # Check for missing files here, before spending hours on tokenizing the sources that do exist.
         for leaf in self.leaves:
             with located(leaf.label):
                 leaf.source.files()
@@ -228,7 +229,7 @@ class DataPipeline(Pipeline):
         self._order = GlobalOrder(row_counts, weights, self.seed)
 
     def _open_leaf(self, leaf: Leaf, cache: Path, hashes: FileHashes, write: bool) -> None:
-        """Sets the leaf's token stream and its rows."""
+        """Sets the token stream and the rows of a leaf."""
         source = leaf.source
         is_training = leaf in self.train_leaves
         if isinstance(source, TextSource):
@@ -236,13 +237,13 @@ class DataPipeline(Pipeline):
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
         if isinstance(source, ExampleSource):
-            # A validation set is packed in the order of its files, whatever the seed.
+            # A validation set is packed in the order of its files, regardless of the seed.
             packing_seed = self.seed if is_training else None
             leaf.rows = source.rows(leaf.stream, self.seq_len, packing_seed)
             return
         num_tokens = leaf.stream.num_tokens
-        # Training reads only rows with all S targets. An evaluation pads, so one target will do:
-        # it takes two tokens, as the first token of a stream is never predicted.
+        # Training reads only rows with all S targets. An evaluation pads, so one target is enough: it takes two
+        # tokens, because the first token of a stream is never predicted.
         min_tokens = self.seq_len + 1 if is_training else 2
         if num_tokens < min_tokens:
             problem = f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}"
@@ -252,7 +253,7 @@ class DataPipeline(Pipeline):
         leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
 
     def _batch_needs(self, streams: Sequence[TokenStream]) -> str:
-        """The tokens of one batch in words, with the text that this takes at the rate of what is there."""
+        """Describes the tokens that one batch needs, and the amount of text, by the sources' bytes per token."""
         # One token more than the batch has: the last target follows the last input.
         num_needed = self.global_batch_size * self.seq_len + 1
         words = f"{num_needed:,} tokens with data.global_batch_size={self.global_batch_size}"
@@ -263,8 +264,8 @@ class DataPipeline(Pipeline):
         return f"{words}: about {human_bytes(num_bytes * num_needed / num_tokens)} of text"
 
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
-        """Loads the tokenizer, or trains it on the training sources and keeps it in `folder` (only if `write`)."""
-        # Only training sources count: a tokenizer must not see the text that it is evaluated on.
+        """Loads the tokenizer, or trains it on the training sources and saves it in `folder` (only if `write`)."""
+        # Only training sources count: a tokenizer must not see evaluation text.
         has_text = any(isinstance(leaf.source, TextSource) for leaf in self.train_leaves)
         texts = None
         if has_text:
@@ -273,9 +274,10 @@ class DataPipeline(Pipeline):
             self.tokenizer.prepare(folder, texts, write=write)
 
     def fingerprint(self) -> str:
-        """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
-        The number of processes is no part of it."""
-        # Separators decide the batches only where documents are masked from each other.
+        """sha256 of everything that determines the training batches: resuming with another one would change the data.
+        It does not depend on the number of processes.
+        """
+        # Separators affect the batches only if documents are masked from each other.
         separators = None
         if self.document_mask:
             separators = [leaf.stream.eos_id for leaf in self.train_leaves]
@@ -305,8 +307,8 @@ class DataPipeline(Pipeline):
         return shapes | self.attached_shapes()
 
     def row_sets(self) -> dict[str, RowSet]:
-        """Those of training have whole rows alone, as batches do."""
-        # Of a training source, rows depend on the seed that packs them.
+        """See `Pipeline`. Training sets include only whole rows, as batches do."""
+        # The rows of a training source depend on the seed that packs them.
         training_digest = self.fingerprint_at(1)
         sets = {}
         for leaf in self.train_leaves:
@@ -320,7 +322,7 @@ class DataPipeline(Pipeline):
         return self.train_leaves[source].rows.row(index)
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
-        """Where tokens stand for text, batches have one more array: bytes f32[B,S] of each target that is counted."""
+        """See `Pipeline`. With a text tokenizer, batches also have bytes f32[B,S], the bytes of each counted target."""
         rows = self._validation(name).rows
         tokenizer = self.tokenizer
 
@@ -334,11 +336,11 @@ class DataPipeline(Pipeline):
         return rows.num_rows, read
 
     def document_text(self, name: str, limit: int | None = None) -> bytes:
-        """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out.
+        """Returns the text of validation set `name`: exactly the bytes of its targets, without separators.
 
         Args:
             name: the validation set.
-            limit: as in `eval_batch_numbers`: the text of the batches that such an evaluation takes.
+            limit: as in `eval_batch_numbers`: return only the text of the batches that such an evaluation reads.
         """
         rows = self._validation(name).rows
         row_texts = []
@@ -351,13 +353,13 @@ class DataPipeline(Pipeline):
         return b"".join(row_texts)
 
     def source_report(self) -> list[SourceReport]:
-        """The rows of the start table: what training and each validation set hold."""
+        """Returns the rows of the startup table: the contents of the training sources and of each validation set."""
         report = []
         for leaf in self.leaves:
             stream = leaf.stream
             rows = leaf.rows
             is_validation = leaf.name in self.validation_leaves
-            # The stream of examples counts the bytes of their JSON records, not those of the rendered text.
+            # The stream of an ExampleSource counts the bytes of its JSON records, not those of the rendered text.
             num_bytes = None if isinstance(leaf.source, ExampleSource) else stream.num_bytes
             entry = SourceReport(
                 name=leaf.name,
@@ -373,7 +375,7 @@ class DataPipeline(Pipeline):
         return report
 
     def warnings(self) -> list[str]:
-        """See `Pipeline`: of the sources whose rows are examples."""
+        """See `Pipeline`. Covers the sources whose rows are examples."""
         return [
             f"{leaf.label}: {warning}"
             for leaf in self.train_leaves
@@ -390,8 +392,9 @@ class DataPipeline(Pipeline):
 
 @contextlib.contextmanager
 def _tokenizer_of_success(file: Path) -> Iterator[None]:
-    """Takes a new tokenizer out of the workdir again where the data is refused, as for too little text: it would decide
-    the ids of the next start, on other text."""
+    """Deletes a new tokenizer from the workdir if the data is rejected, for example because there is too little text:
+    otherwise, the next start would use it on other text.
+    """
     is_new = not file.exists()
     try:
         yield
@@ -402,7 +405,7 @@ def _tokenizer_of_success(file: Path) -> Iterator[None]:
 
 
 def _row_arrays(leaves: Sequence[Leaf]) -> tuple[str, ...]:
-    """The arrays that the rows of sources have beside those of all rows; raises ValueError where they differ."""
+    """Returns the names of the sources' additional row arrays; raises ValueError if the sources differ."""
     names_by_label = {}
     for leaf in leaves:
         names_by_label[leaf.label] = leaf.source.row_arrays if isinstance(leaf.source, ExampleSource) else ()
@@ -417,7 +420,7 @@ def _row_arrays(leaves: Sequence[Leaf]) -> tuple[str, ...]:
 
 
 def _validation_leaf(name: str, config: Config) -> Leaf:
-    """The source of validation set `name`."""
+    """Returns the source of validation set `name`."""
     label = f"data.validation.{name}"
     if not re.fullmatch(r"[\w-]+", name) or name == "train":
         raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
@@ -436,13 +439,13 @@ def cached_tokens(
     write: bool,
     name: str = "",
 ) -> TokenStream:
-    """Tokenizes `source`, or opens the tokens that `cache` holds for the same content and the same tokenizer.
+    """Tokenizes `source`, or opens the tokens in `cache` for the same content and the same tokenizer.
 
-    Only a process that may `write` tokenizes; another process opens the tokens that were written. `name` is what a
-    person knows the source by.
+    Only a process that may `write` tokenizes; other processes open the tokens that it wrote. `name` is the name of
+    the source in messages.
 
     Raises:
-        FileNotFoundError: the tokens are not there, and this process may not write them.
+        FileNotFoundError: the tokens do not exist, and this process may not write them.
     """
     contents = source.contents(hashes)
     codec = source.codec(tokenizer)
@@ -458,8 +461,8 @@ def cached_tokens(
 
 
 def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: dict[str, object], name: str) -> None:
-    """Tokenizes `source` into a new `folder`, which appears by one rename or not at all."""
-    # The random suffix keeps two jobs apart that tokenize the same content into a shared cache.
+    """Tokenizes `source` into a new `folder`, which a single rename creates once it is complete."""
+    # The random suffix separates two jobs that tokenize the same content into a shared cache.
     temporary = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
@@ -471,7 +474,7 @@ def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: 
         try:
             durable.rename(temporary, folder)
         except OSError:
-            # Where the folder exists by now, another job tokenized the same content first.
+            # If the folder exists by now, another job tokenized the same content first.
             if not folder.exists():
                 raise
     finally:

@@ -1,8 +1,8 @@
-"""Judged answers as tokens.
+"""Encodes labeled answers as tokens.
 
-Each answer is one sequence, prompt and answer together: the value 2 * id + 1 is a token of the answer, 2 * id one of
-the prompt. A sequence is opened by a mark that says what is known of the answer, a document by a separator; these
-values come after all others.
+Each answer is one sequence, prompt and answer together: the value 2 * id + 1 is an answer token, 2 * id a prompt
+token. A mark with the answer's label precedes each sequence, and a separator each document; these values come after
+all others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from framework.data.files import digest_of
 from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
 from framework.data.tokenizers import Tokenizer
 
-# A letter of private use, which stands for the prompt where an answer is encoded on its own.
+# A private-use character, which stands for the prompt when an answer is encoded separately.
 _PROMPT = "\U0010fffd"
 
 
 def mark_of(verdict: Verdict, separator: int) -> int:
-    """Returns the value that opens a sequence, given the one that opens a document."""
+    """Returns the value that starts a sequence, given the value that starts a document."""
     return separator + 1 + VERDICTS.index(verdict)
 
 
 class PreferenceCodec(Tokenizer):
-    """A tokenizer of the documents of PairSource and ThumbSource.
+    """A tokenizer for the documents of PairSource and ThumbSource.
 
     Args:
-        tokenizer: of the config; messages need a PretrainedTokenizer.
-        variables: for the chat template.
+        tokenizer: the config's tokenizer; messages need a PretrainedTokenizer.
+        variables: variables for the chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, variables: dict[str, Any]):
@@ -43,16 +43,16 @@ class PreferenceCodec(Tokenizer):
         self.eos_id = self._separator
         self.vocab_size = self._separator + 1 + len(VERDICTS)
         template = tokenizer.chat_template if isinstance(tokenizer, PretrainedTokenizer) else None
-        # The number is the version of this encoding: another one makes other files in the cache.
+        # The number is the version of this encoding: increase it to invalidate cached files.
         facts = ["preferences", 1, tokenizer.digest, tokenizer.eos_id, template, variables]
         self.digest = digest_of(facts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the values of each document, int64[n]; none where it has no answers.
+        """Returns the values of each document, int64[n]; empty if it has no answers.
 
         Raises:
-            ValueError: there is no chat template for messages, or it cannot render them. The message names file and
-                row.
+            ValueError: there is no chat template for messages, or it cannot render them. The message names the file
+                and row.
         """
         records = [json.loads(text) for text in texts]
         rendered = []
@@ -60,7 +60,7 @@ class PreferenceCodec(Tokenizer):
             for _, answer in answers:
                 if not isinstance(answer, str):
                     rendered.append(self._rendered(place, prompt, answer, tools))
-        # All conversations at once, as the library encodes them by many threads.
+        # Encode all conversations in one call, because the library uses many threads.
         encoded_chats = iter(self._chats.encode_spans(rendered) if self._chats else [])
         encoded_documents = []
         for _, prompt, answers, _ in records:
@@ -79,7 +79,7 @@ class PreferenceCodec(Tokenizer):
         answer: list[Message],
         tools: Any,
     ) -> tuple[str, list[Span]]:
-        """Returns (text of prompt and answer, the spans of what the assistant says in the answer)."""
+        """Returns (text of prompt and answer, the spans of the assistant's content in the answer)."""
         if self._chats is None:
             raise ValueError(
                 f"{place}: messages need the chat template of a PretrainedTokenizer, "
@@ -90,26 +90,26 @@ class PreferenceCodec(Tokenizer):
         return self._chats.rendered(place, [*prompt, *answer], tools, first_turn)
 
     def _text_values(self, prompt: str, answer: str) -> np.ndarray:
-        """Returns the values of a prompt as a model is given it, an answer behind it, and the end token."""
+        """Returns the values of a prompt as the model receives it, followed by an answer and the end token."""
         tokenizer = self.tokenizer
         assert tokenizer.eos_id is not None
         prompt_ids = tokenizer.encode_prompt(prompt)
         both_ids = tokenizer.encode_prompt(prompt + answer)
         answer_ids = both_ids[len(prompt_ids) :]
         if both_ids[: len(prompt_ids)] != prompt_ids:
-            # Letters of both would become one token, which no prompt ends with: the answer is encoded on its own.
+            # A token would span the boundary, which no prompt ends with: encode the answer separately.
             answer_ids = self._ids(answer)
         if not prompt_ids:
-            # Something must predict the answer's first token.
+            # The answer's first token needs an input to be predicted from.
             prompt_ids = [tokenizer.eos_id if tokenizer.separator_id is None else tokenizer.separator_id]
         if answer_ids[-1:] != [tokenizer.eos_id]:
             answer_ids = [*answer_ids, tokenizer.eos_id]
         return np.concatenate([2 * np.array(prompt_ids, np.int64), 2 * np.array(answer_ids, np.int64) + 1])
 
     def _ids(self, text: str) -> list[int]:
-        """Returns the ids of a text that goes on behind another one; special tokens as `encode_prompt` reads them."""
+        """Returns the ids of a text that continues another one; special tokens are parsed as in `encode_prompt`."""
         if isinstance(self.tokenizer, PretrainedTokenizer):
-            # At the beginning of a text, sentencepiece would put a space before it.
+            # At the start of a text, sentencepiece would insert a space.
             (encoding,) = self.tokenizer.encode_rendered([_PROMPT + text])
             offsets = zip(encoding.ids, encoding.offsets, strict=True)
             return [token for token, (start, _) in offsets if start >= len(_PROMPT)]

@@ -1,8 +1,9 @@
-"""Rows of judged answers, as losses over preferences read them.
+"""Rows of labeled answers, in the layout that preference losses read.
 
-A row holds sequences in twos, masked from each other: odd segments are answers, and the even one behind each is what
-the answer is compared with: a pair's rejected answer, or a mismatched one. `ends` f32[S] is 1 in the last column of
-each sequence that counts; `labels` f32[S] is 1 in all columns of an answer that was found good, -1 of one found bad.
+A row holds pairs of sequences, masked from each other: odd segments are answers, and the even segment after each is
+the sequence it is compared with: a pair's rejected answer, or a mismatched one. `ends` f32[S] is 1 in the last column
+of each sequence that counts; `labels` f32[S] is 1 in all columns of a desirable answer, and -1 in those of an
+undesirable one.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from framework.data.packing import Batch, Examples
 from framework.data.preference_codec import mark_of
 from framework.data.token_files import TokenStream
 
-# A larger share of examples with answers that are cut is worth a warning.
+# Warn if a larger fraction of examples than this has truncated answers.
 _MANY_CUT = 0.1
 
 
 class _Answers(NamedTuple):
-    """The answers of a stream, one after the other; all are int64[N].
+    """The answers of a stream, in order; all arrays are int64[N].
 
     Attributes:
-        documents: number of the document that each belongs to.
-        verdicts: place in VERDICTS of what is known of it.
+        documents: number of the document that each answer belongs to.
+        verdicts: index of its label in VERDICTS.
         starts: index of the first token of its prompt.
-        prompt_lens: tokens of its prompt.
-        answer_lens: tokens of the answer, up to its last target; 0 where there is no target.
-        num_documents: of the stream, with those that have no answers.
+        prompt_lens: number of tokens in its prompt.
+        answer_lens: number of tokens in the answer, up to its last target; 0 if there is no target.
+        num_documents: number of documents in the stream, including those without answers.
     """
 
     documents: np.ndarray
@@ -40,7 +41,7 @@ class _Answers(NamedTuple):
     num_documents: int
 
     def at(self, numbers: np.ndarray) -> _Answers:
-        """Some of the answers."""
+        """Returns a subset of the answers."""
         return _Answers(
             documents=self.documents[numbers],
             verdicts=self.verdicts[numbers],
@@ -52,7 +53,7 @@ class _Answers(NamedTuple):
 
 
 def _answers(values: np.ndarray, separator: int) -> _Answers:
-    """Finds the answers among the values of a stream, as PreferenceCodec writes them."""
+    """Finds the answers in the values of a stream, as written by PreferenceCodec."""
     marks = np.flatnonzero(values >= separator)
     ends = np.append(marks[1:], len(values))
     documents = np.cumsum(values[marks] == separator) - 1
@@ -63,9 +64,9 @@ def _answers(values: np.ndarray, separator: int) -> _Answers:
     first = np.searchsorted(targets, starts)
     last = np.searchsorted(targets, stops) - 1
     has_target = last >= first
-    # Behind the last target, so that these are places even where a sequence has none.
+    # Padded after the last target, so that these indices are valid even if a sequence has none.
     targets = np.append(targets, 0)
-    # The first token of a sequence is predicted by nothing, and so belongs to the prompt.
+    # Nothing predicts the first token of a sequence, so it belongs to the prompt.
     answer_starts = np.where(has_target, np.maximum(targets[first], starts + 1), stops)
     answer_stops = np.where(has_target, np.maximum(targets[last] + 1, answer_starts), stops)
     return _Answers(
@@ -79,13 +80,13 @@ def _answers(values: np.ndarray, separator: int) -> _Answers:
 
 
 class _Sequences(NamedTuple):
-    """One sequence of each example: a prompt, and an answer that may be another prompt's; all are int64[N].
+    """One sequence of each example: a prompt, and an answer that may belong to another prompt; all are int64[N].
 
     Attributes:
         prompt_starts: index of the prompt's first token.
-        prompt_lens: tokens of the prompt.
+        prompt_lens: number of tokens in the prompt.
         answer_starts: index of the answer's first token.
-        answer_lens: tokens of the answer.
+        answer_lens: number of tokens in the answer.
     """
 
     prompt_starts: np.ndarray
@@ -95,16 +96,16 @@ class _Sequences(NamedTuple):
 
     @property
     def columns(self) -> np.ndarray:
-        """Columns of a row that each takes: one less than its tokens."""
+        """Columns of a row that each sequence takes: one less than its number of tokens."""
         return self.prompt_lens + self.answer_lens - 1
 
     def cut(self, answer_lens: np.ndarray) -> _Sequences:
-        """The same with shorter answers."""
+        """Returns the same sequences with truncated answers."""
         return self._replace(answer_lens=np.minimum(self.answer_lens, answer_lens))
 
 
 def _joined(prompts: _Answers, answers: _Answers) -> _Sequences:
-    """The prompts of some answers, with the answers of others."""
+    """Combines the prompts of some answers with the answers of others."""
     answer_starts = answers.starts + answers.prompt_lens
     return _Sequences(prompts.starts, prompts.prompt_lens, answer_starts, answers.answer_lens)
 
@@ -112,19 +113,21 @@ def _joined(prompts: _Answers, answers: _Answers) -> _Sequences:
 class JudgedRows(Examples):
     """Rows of examples of two sequences.
 
-    Answers of an example that is longer than a row are cut, the longer one first, both to the same length if need be.
+    If an example is longer than a row, its answers are truncated: the longer one first, then both to the same length
+    if necessary.
 
     Args:
-        stream: as PreferenceCodec writes it.
+        stream: a stream written by PreferenceCodec.
         seq_len: S.
         documents: int64[N], the document of each example.
         first: the first sequence of each example.
-        second: the second one.
-        num_left_out: examples that were left out before.
+        second: the second sequence of each example.
+        num_left_out: number of examples that were already skipped.
         seed, packed: as for Examples.
 
     Attributes:
-        first_unusable: (number of a document that has no room in a row, what is wrong with it); None without one.
+        first_unusable: (number of the first document that does not fit in a row, description of the problem); None if
+            all fit.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class JudgedRows(Examples):
         seed: int | None,
         packed: bool,
     ):
-        # Tokens of both answers for which the prompts leave room.
+        # Tokens available for both answers, next to the prompts.
         room = seq_len + 2 - first.prompt_lens - second.prompt_lens
         has_answers = (first.answer_lens > 0) & (second.answer_lens > 0)
         is_usable = has_answers & (room >= 2)
@@ -178,7 +181,7 @@ class JudgedRows(Examples):
             prompt_start, prompt_len, answer_start, answer_len = (int(array[example]) for array in sequence)
             prompt = self._stream.read(prompt_start, prompt_start + prompt_len)
             answer = self._stream.read(answer_start, answer_start + answer_len)
-            # A prompt may hold earlier answers, which were judged by nobody.
+            # A prompt may include earlier answers, which have no label.
             sequences.append(np.concatenate([prompt & ~1, answer]))
         return sequences
 
@@ -192,7 +195,7 @@ class JudgedRows(Examples):
 
 
 class PairRows(JudgedRows):
-    """Rows of pairs: a chosen answer, and the rejected one to the same prompt.
+    """Rows of pairs: a chosen answer, and the rejected one for the same prompt.
 
     Args:
         stream, seq_len, seed, packed: as for JudgedRows.
@@ -215,12 +218,12 @@ class PairRows(JudgedRows):
 
 
 class ThumbRows(JudgedRows):
-    """Rows of answers that were found good or bad, each followed by a mismatched one.
+    """Rows of desirable and undesirable answers, each followed by a mismatched one.
 
-    That is the answer before it in the stream (before the first comes the last) behind the prompt of this one: KTO's
-    estimate of the KL divergence between two models takes answers that are unrelated to their prompts (Ethayarajh et
-    al. 2024, arXiv 2402.01306, section 4.2). Answers to the same prompt are passed over. A mismatched sequence has the
-    label 0 and counts as no sequence.
+    The mismatched sequence is the prompt of this answer with the previous answer in the stream (for the first answer,
+    the last one): KTO's estimate of the KL divergence between two models uses answers that are unrelated to their
+    prompts (Ethayarajh et al. 2024, arXiv 2402.01306, section 4.2). Answers to the same prompt are skipped. A
+    mismatched sequence has the label 0, and does not count as a sequence.
 
     Args:
         stream, seq_len, seed, packed: as for JudgedRows.
@@ -262,7 +265,7 @@ class ThumbRows(JudgedRows):
 
 
 def _mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
-    """int64[N], the answer that each prompt is mismatched with.
+    """Returns int64[N], the index of the answer that each prompt is mismatched with.
 
     Raises:
         ValueError: there is only one answer.
@@ -275,10 +278,10 @@ def _mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
         prompts.append(values[start : start + length].tobytes())
     previous = np.arange(-1, num_answers - 1) % max(1, num_answers)
     if len(set(prompts)) == 1:
-        # Where all answer one prompt, a neighbour's will do.
+        # If all answers have the same prompt, use the previous one.
         return previous
     mismatches = previous.copy()
-    # The second round is for what passes over the first answer, whose own mismatch is known only then.
+    # The second pass is for prompts that skip back past the first answer, whose own mismatch is known only then.
     for _ in range(2):
         for number in range(num_answers):
             neighbour = int(previous[number])

@@ -1,7 +1,7 @@
-"""Sources of answers that people preferred: pairs of a chosen and a rejected answer, and answers with a thumb.
+"""Preference data sources: pairs of a chosen and a rejected answer, and answers with a binary label.
 
-A document is one prompt with its answers. `framework.data.comparisons` reads the formats,
-`framework.data.preference_codec` writes the tokens, `framework.data.preference_rows` makes rows of them.
+A document is one prompt with its answers. `framework.data.comparisons` parses the formats,
+`framework.data.preference_codec` encodes the tokens, and `framework.data.preference_rows` builds the rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from framework.data.tokenizers import Tokenizer
 
 
 class JudgedSource(ExampleSource):
-    """The base of sources of judged answers.
+    """Base class of preference data sources.
 
     Attributes:
-        noun: what an example is called, in the plural.
+        noun: name of the examples, in the plural.
     """
 
     noun: str
@@ -43,7 +43,7 @@ class JudgedSource(ExampleSource):
         packed: bool = True,
         template_variables: dict[str, Any] = {},  # noqa: B006
     ):
-        # These attributes are the source's settings, and so decide its digest.
+        # These attributes are the source's settings, and so determine its digest.
         self.paths = paths
         self.split = split
         self.validation_fraction = validation_fraction
@@ -54,7 +54,7 @@ class JudgedSource(ExampleSource):
 
     @abc.abstractmethod
     def judged(self, row: Any) -> list[Judged]:
-        """Returns the examples of a row. Raises ValueError, naming the field."""
+        """Returns the examples of a row. Raises ValueError with the name of the field."""
 
     @abc.abstractmethod
     def rows_of(self, stream: TokenStream, seq_len: int, seed: int | None) -> JudgedRows:
@@ -62,13 +62,15 @@ class JudgedSource(ExampleSource):
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        # The same tokens are packed in one way or another.
+        # Packing does not affect the tokens.
         del settings["packed"]
         return settings
 
     def read(self, file: DataFile) -> Iterator[str]:
-        """Yields each example as JSON: [place, prompt, [[verdict, answer], ...], tools]; without answers where it is
-        left out."""
+        """Yields each example as JSON: [location, prompt, [[label, answer], ...], tools].
+
+        A skipped example has no answers.
+        """
         for place, row in rows_of_file(file):
             try:
                 examples = self.judged(row)
@@ -116,7 +118,7 @@ class JudgedSource(ExampleSource):
         return rows
 
     def _place(self, number: int) -> str:
-        """File and row of a document."""
+        """Returns the file and row of a document."""
         for index, document in enumerate(self.documents()):
             if index == number:
                 return json.loads(document)[0]
@@ -125,22 +127,22 @@ class JudgedSource(ExampleSource):
 
 @component
 class PairSource(JudgedSource):
-    """Pairs of answers, of which one was preferred, from JSON lines or Parquet files.
+    """Pairs of a chosen and a rejected answer, from JSON lines or Parquet files.
 
-    A row has "chosen" and "rejected", and "prompt" unless both hold it as their common beginning. Each is a text, which
-    is read as it stands and ends with the tokenizer's end token, or a list of messages, which need the chat template of
-    a PretrainedTokenizer; "system" and "tools" beside messages are read too. Both answers of a pair stand in one row,
-    the chosen one first, and are cut where the row has no room for them.
+    A row has "chosen" and "rejected", and "prompt" unless it is the common prefix of both. Each is a text, which is
+    used verbatim and ends with the tokenizer's end token, or a list of messages, which need the chat template of a
+    PretrainedTokenizer; rows with messages may also have "system" and "tools". Both answers of a pair are in one row,
+    the chosen one first, and are truncated if the row has no room for them.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
-        split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which its answers belong.
-        validation_fraction: about so much of all prompts is "validation".
-        strings: "messages" has the chat template write texts as well, a prompt as what the user says.
-        unusable: what becomes of a pair whose prompt leaves no room for two answers in a row, or whose answers are
-            empty or the same: it is refused, or left out and counted.
-        packed: put several pairs into a row, not one.
-        template_variables: what the template may ask for, such as {"enable_thinking": false}.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part its answers belong to.
+        validation_fraction: approximate fraction of the prompts in "validation".
+        strings: "messages" applies the chat template to texts too, with a prompt as a user message.
+        unusable: handling of a pair whose prompt leaves no room for two answers in a row, or whose answers are empty
+            or the same: raise an error, or skip and count it.
+        packed: put several pairs into a row instead of one.
+        template_variables: variables passed to the template, such as {"enable_thinking": false}.
     """
 
     noun = "pairs"
@@ -155,21 +157,21 @@ class PairSource(JudgedSource):
 
 @component
 class ThumbSource(JudgedSource):
-    """Answers that were found good or bad, each on its own, from JSON lines or Parquet files; for KTO.
+    """Answers labeled as desirable or undesirable, from JSON lines or Parquet files; for KTO.
 
-    A row has "prompt", "completion" and "label" (true or false, or 1 or 0), or "messages" and "label"; one with
-    "chosen" and "rejected" is two of them. Texts and messages are read as by a PairSource. Beside each answer stands,
-    in the same row, its prompt with another one's answer, for KTO's estimate of the KL divergence.
+    A row has "prompt", "completion" and "label" (true or false, or 1 or 0), or "messages" and "label"; a row with
+    "chosen" and "rejected" counts as two answers. Texts and messages are read as by a PairSource. Each answer shares
+    a row with its prompt followed by another answer, for KTO's estimate of the KL divergence.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
-        split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which its answers belong.
-        validation_fraction: about so much of all prompts is "validation".
-        strings: "messages" has the chat template write texts as well, a prompt as what the user says.
-        unusable: what becomes of an answer that is empty, or whose prompt leaves no room for two answers in a row: it
-            is refused, or left out and counted.
-        packed: put several answers into a row, not one and the other's beside it.
-        template_variables: what the template may ask for, such as {"enable_thinking": false}.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part its answers belong to.
+        validation_fraction: approximate fraction of the prompts in "validation".
+        strings: "messages" applies the chat template to texts too, with a prompt as a user message.
+        unusable: handling of an answer that is empty, or whose prompt leaves no room for two answers in a row: raise
+            an error, or skip and count it.
+        packed: put several answers into a row instead of only one and its mismatched answer.
+        template_variables: variables passed to the template, such as {"enable_thinking": false}.
     """
 
     noun = "judged answers"
@@ -184,12 +186,12 @@ class ThumbSource(JudgedSource):
 
 @component
 class StdlibPairs(PairSource):
-    """Pairs of the standard library's source: what follows some lines of a file, and the same words in another order.
+    """Pairs from the standard library's source code: the lines that follow a prompt, and the same words reordered.
 
     Args:
         split: "train" or "validation", by files as for StdlibSource.
-        every: of each file's pairs, the first and each so many behind it.
-        packed: put several pairs into a row, not one.
+        every: stride over each file's pairs: use the first pair, then every `every`-th one.
+        packed: put several pairs into a row instead of one.
     """
 
     def __init__(
@@ -222,13 +224,13 @@ class StdlibPairs(PairSource):
 
 
 def _identity(examples: list[Judged], row: Any) -> str:
-    """What decides the part of a row: its prompt, so that no prompt is in both; without one, all that it says."""
+    """Returns the text that decides a row's split: its prompt, so that no prompt is in both; else the whole row."""
     identity = examples[0].prompt or [row.get(name) for name in sorted(row)]
     return json.dumps(identity, ensure_ascii=False)
 
 
 def _text_of(words: Words) -> str:
-    """The text of a prompt or an answer, of messages what they say."""
+    """Returns the text of a prompt or an answer; for messages, their contents."""
     if isinstance(words, str):
         return words
     return "\n".join(message.get("content") or "" for message in words)

@@ -1,7 +1,7 @@
 """The tokenizer of a published model: a Hugging Face directory's tokenizer.json, special tokens and chat template.
 
-Nothing of the directory is run: templates are rendered in jinja's sandbox, with the settings and functions that
-transformers' `apply_chat_template` gives them.
+No code from the directory runs: templates are rendered in jinja's sandbox, with the settings and functions that
+transformers' `apply_chat_template` provides.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_li
 from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 
-# {"role": ..., "content": ...}, and whatever else a template reads.
+# {"role": ..., "content": ...}, and any other fields that a template reads.
 Message = dict[str, Any]
 
-# (first letter, one past the last letter) of a part of a text.
+# (first character, one past the last character) of a range of text.
 Span = tuple[int, int]
 
-# The fields that are read of a directory's files which are not about tokens.
+# Fields to read from the directory's files that are not about tokens.
 _IDS = {"bos_token_id", "eos_token_id"}
 
 
 @component
 class PretrainedTokenizer(Tokenizer):
-    """Byte-level BPE (GPT-2, Llama 3, Qwen), or BPE or Unigram as sentencepiece makes them (Llama 2, Mistral, Gemma).
+    """Byte-level BPE (GPT-2, Llama 3, Qwen), or sentencepiece-style BPE or Unigram (Llama 2, Mistral, Gemma).
 
-    The workdir keeps a copy (`tokenizer.json`, `tokenizer_config.json`), used where `path` is not at hand any more.
+    The workdir stores a copy (`tokenizer.json`, `tokenizer_config.json`), which is used if `path` is no longer
+    available.
 
     Args:
         path: the model's directory (local, or an fsspec URL).
-        vocab_size: rows of the model's embedding, as its config.json says; the tokenizer may have fewer ids.
+        vocab_size: rows of the model's embedding, as in its config.json; the tokenizer may have fewer ids.
         eos_token: the token that ends texts, instead of the directory's.
         chat_template: a file with a jinja template, instead of the directory's.
     """
@@ -59,7 +60,7 @@ class PretrainedTokenizer(Tokenizer):
         self.template_file = chat_template
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
-        """Reads the directory, or the copy that the workdir keeps of it.
+        """Reads the directory, or its copy in the workdir.
 
         Raises:
             FileNotFoundError: there is no tokenizer.json.
@@ -73,7 +74,7 @@ class PretrainedTokenizer(Tokenizer):
         facts = copied_facts if is_copy else self._facts()
         data = file.read()
         self._library, contents = load_library(data, file.name, self.vocab_size)
-        # The same tokenizer once more, for texts in which special tokens are parsed as tokens.
+        # A second instance of the same tokenizer, for texts in which special tokens are parsed as tokens.
         self._parsing, _ = load_library(data, file.name, self.vocab_size)
         self._parsing.encode_special_tokens = False
         self.special = _special_tokens(facts)
@@ -96,9 +97,9 @@ class PretrainedTokenizer(Tokenizer):
             write_json(workdir / "tokenizer_config.json", facts)
 
     def _tokenizer_file(self, workdir: Path, has_copy: bool, write: bool) -> tuple[DataFile, bool]:
-        """Returns (tokenizer.json, whether it is the workdir's copy)."""
-        # A process that does not write reads the copy that the primary one has just made: `path`
-        # need not be reachable from every host.
+        """Returns (tokenizer.json, True if it is the workdir's copy)."""
+        # A process that does not write reads the copy that the primary one has just made: not every host needs access
+        # to `path`.
         folder = str(workdir) if has_copy and not write else self.path
         try:
             (file,) = find(f"{folder}/tokenizer.json")
@@ -111,9 +112,9 @@ class PretrainedTokenizer(Tokenizer):
         return file, folder != self.path
 
     def _facts(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json, completed from the files that older and newer directories have beside it."""
+        """Returns tokenizer_config.json, merged with the other files that older and newer directories contain."""
         facts: dict[str, Any] = {}
-        # The later files are more specific, and win.
+        # Later files are more specific, and take precedence.
         names = (
             "config.json",
             "generation_config.json",
@@ -122,15 +123,15 @@ class PretrainedTokenizer(Tokenizer):
         )
         for name in names:
             fields = _json(self.path, name)
-            # Of the first two files, which are about the model, only the ids count.
+            # The first two files are about the model, so only their ids are used.
             keys = fields if "token" in name else _IDS & fields.keys()
             facts |= {key: fields[key] for key in keys}
         templates = facts.get("chat_template")
-        # A directory may have several templates, by name.
+        # A directory may have several named templates.
         if isinstance(templates, list):
             template_by_name = {entry["name"]: entry["template"] for entry in templates}
             facts["chat_template"] = template_by_name.get("default")
-        # A directory need not have a template, but a file that is configured must exist.
+        # A directory may have no template, but a configured file must exist.
         optional_errors = [] if self.template_file else [FileNotFoundError]
         with contextlib.suppress(*optional_errors):
             (file,) = find(self.template_file or f"{self.path}/chat_template.jinja")
@@ -145,30 +146,30 @@ class PretrainedTokenizer(Tokenizer):
         token = f"{name}_token"
         if token in self.special:
             return self._library.token_to_id(self.special[token])
-        # With a bos_token of null no text is opened, whatever config.json says.
+        # If bos_token is null, texts get no opening token, regardless of config.json.
         if name == "bos" and "bos_token" in facts:
             return None
         return next(iter(_ids(facts, name)), None)
 
     @property
     def stop_ids(self) -> list[int]:
-        """All ids that end a text, by the directory's files."""
+        """All ids that end a text, according to the directory's files."""
         return self._stop_ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids as transformers encodes a text.
+        """Returns the ids of a text as transformers encodes it.
 
-        They include the tokens that tokenizer.json adds, and special tokens that the text spells.
+        They include the tokens that tokenizer.json adds, and special tokens that are spelled out in the text.
         """
         return self._parsing.encode(text).ids
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
-        """Returns the library's Encodings (ids, offsets) of rendered templates, whose special tokens are tokens."""
+        """Returns the library's Encodings (ids, offsets) of rendered templates, in which special tokens are parsed."""
         # A template writes the opening token itself.
         return self._parsing.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Returns the text without special tokens, and without the space that sentencepiece puts before a text."""
+        """Returns the text without special tokens, and without the space that sentencepiece inserts before a text."""
         return self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def render(
@@ -178,11 +179,11 @@ class PretrainedTokenizer(Tokenizer):
 
         Args:
             messages: the conversation.
-            add_generation_prompt: whether the text ends with what precedes an answer of the model.
+            add_generation_prompt: True to end the text with the prompt for an answer of the model.
             variables: further variables of the template.
 
         Returns:
-            (the text, the spans of it that the template has between {% generation %} tags).
+            (the text, the spans of it between the template's {% generation %} tags).
 
         Raises:
             ValueError: there is no template, or it cannot render these messages.
@@ -193,7 +194,7 @@ class PretrainedTokenizer(Tokenizer):
                 "data.tokenizer.chat_template to a file with the template that the model was "
                 "(or will be) trained with"
             )
-        # Parquet fills absent fields with None; templates ask whether a field is there at all.
+        # Parquet fills absent fields with None, but templates test whether a field is defined at all.
         present_messages = []
         for message in messages:
             fields = {key: value for key, value in message.items() if value is not None}
@@ -208,7 +209,8 @@ class PretrainedTokenizer(Tokenizer):
         }
         try:
             if self.template_file:
-                # The user's own file; a directory may be a stranger's.
+                # This is the user's own file, so it needs no process limits, unlike a template from a downloaded
+                # directory.
                 marked_text = compiled(self.chat_template).render(context)
             else:
                 marked_text = _process_of(self.chat_template).render(context)
@@ -219,11 +221,11 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a tokenizer_config.json names, by field: {"eos_token": "</s>"}."""
+    """Returns the special tokens in a tokenizer_config.json, by field: {"eos_token": "</s>"}."""
     tokens = {}
     for name, token in facts.items():
         if name.endswith("_token") and token:
-            # Older files describe a token by an object.
+            # Older files describe a token as an object.
             text = token.get("content") if isinstance(token, dict) else token
             if not isinstance(text, str):
                 raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, which is no token")
@@ -235,7 +237,7 @@ def _unmarked(marked_text: str) -> tuple[str, list[Span]]:
     """Returns (the text without marks, the spans of it that were between marks)."""
     text = ""
     spans = []
-    # Marks come in pairs, so each second part of the text is one that the model generates.
+    # Marks come in pairs, so every second part of the text is one that the model generates.
     for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", marked_text)):
         if number % 2:
             spans.append((len(text), len(text) + len(part)))
@@ -249,7 +251,7 @@ def _process_of(template: str) -> TemplateProcess:
 
 
 def _ids(facts: dict[str, Any], name: str) -> list[int]:
-    """Returns the ids of the token "bos" or "eos" by its `_token_id` field, which holds one id or several."""
+    """Returns the ids of the token "bos" or "eos" from its `_token_id` field, which holds one id or several."""
     ids = facts.get(f"{name}_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(number) is int for number in listed):
@@ -258,7 +260,7 @@ def _ids(facts: dict[str, Any], name: str) -> list[int]:
 
 
 def _json(folder: str, name: str) -> dict[str, Any]:
-    """Returns the JSON object in that file; an empty one where there is no such file."""
+    """Returns the JSON object in a file; empty if there is no such file."""
     try:
         (file,) = find(f"{folder}/{name}")
     except FileNotFoundError:

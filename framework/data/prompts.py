@@ -1,7 +1,7 @@
-"""Prompts that a model answers itself: from files, or made up; their other fields are for whoever judges the answers.
+"""Prompts that the model answers itself, from files or generated; their other fields are for the reward function.
 
-A run over prompts has no targets of its own. `framework.companions.rollouts` samples the answers, which fill the rest
-of a row. Each prompt of a training batch stands in `group_size` rows, one after the other, so that its answers compare.
+A run on prompts has no targets of its own. `framework.companions.rollouts` samples the answers, which fill the rest
+of a row. Each prompt of a training batch occupies `group_size` consecutive rows, so that its answers can be compared.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import located, rows_of_file, split_of
 from framework.data.tokenizers import Tokenizer
 
-# A row of the source: "prompt", and whatever fields it has beside that.
+# A row of the source: "prompt", and any other fields.
 Row = dict[str, Any]
 Split = Literal["all", "train", "validation"]
 
-# Raise this when a change of this file changes the batches that a config gives.
+# Increase this when a change to this file changes the batches of a config.
 _FINGERPRINT = 1
-# All problems are made before some are taken: of 1000 times 1000 for each operator that is about a second.
+# All problems are generated before some are chosen: 1000 times 1000 per operator takes about a second.
 _LARGEST_NUMBER = 999
 
 
 class PromptSource(abc.ABC):
-    """A source of prompts. The constructor only keeps its arguments."""
+    """A source of prompts. The constructor only stores its arguments."""
 
     @abc.abstractmethod
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Yields (place, row), in order; a row's "prompt" is a text, or a list of messages.
+        """Yields (location, row), in order; a row's "prompt" is a text, or a list of messages.
 
         Raises:
-            FileNotFoundError, ValueError: a file is missing, or is not what it should be.
+            FileNotFoundError, ValueError: a file is missing, or invalid.
         """
 
 
@@ -53,12 +53,12 @@ class PromptSource(abc.ABC):
 class PromptFiles(PromptSource):
     """Rows of JSON lines or Parquet files with a field "prompt": a text, or messages ({"role", "content"}).
 
-    The reward function gets each row whole.
+    The reward function receives each row as a whole.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
-        split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which it belongs.
-        validation_fraction: about so much of all prompts is "validation".
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part it belongs to.
+        validation_fraction: approximate fraction of the prompts in "validation".
     """
 
     def __init__(self, *, paths: list[str], split: Split = "all", validation_fraction: Fraction = 0.05):
@@ -79,15 +79,15 @@ class PromptFiles(PromptSource):
 
 @component
 class Arithmetic(PromptSource):
-    """Problems such as {"prompt": "3+4=", "answer": "7"}: different ones, in an order that the seed decides.
+    """Problems such as {"prompt": "3+4=", "answer": "7"}: all different, in an order determined by the seed.
 
     Args:
-        operators: of the problems, some of "+-*".
-        largest: numbers are 0 to that, at most 999.
-        count: that many problems at most; None for all there are.
-        seed: decides the order, and so which ones are taken.
-        split: "all", or one of two disjoint parts; the sha256 of a problem decides to which it belongs.
-        validation_fraction: about so much of all problems is "validation".
+        operators: operators of the problems, some of "+-*".
+        largest: largest number in a problem, at most 999; numbers start at 0.
+        count: maximum number of problems; None for all.
+        seed: seed for the order, and thus for the choice of problems.
+        split: "all", or one of two disjoint parts; the sha256 of a problem decides which part it belongs to.
+        validation_fraction: approximate fraction of the problems in "validation".
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class Arithmetic(PromptSource):
 
 @dataclass(frozen=True)
 class PromptReport:
-    """One row of the start table: what a source holds.
+    """One row of the startup table: the contents of a source.
 
     Attributes:
         name: "train", or a validation set's name.
         kind: class of the source.
-        prompts: how many there are.
+        prompts: number of prompts.
         longest: tokens of the longest prompt.
-        room: tokens that a prompt may have.
+        room: maximum number of tokens of a prompt.
     """
 
     name: str
@@ -158,8 +158,8 @@ class PromptSet:
         label: the source's dotted config path.
         name: "train", or a validation set's name.
         source: the source.
-        rows: as the source gave them; set by Prompts.setup, like `tokens`.
-        tokens: of each prompt, int32[n].
+        rows: rows as the source yields them; set by Prompts.setup, like `tokens`.
+        tokens: tokens of each prompt, int32[n].
     """
 
     label: str
@@ -171,25 +171,25 @@ class PromptSet:
 
 @component
 class Prompts(Pipeline):
-    """Prompts in, batches out: prompts int32[B,S] that begin in column 0, lengths int32[B] of these (0 = no prompt),
-    and sources int32[B] and indices int32[B], which lead to the row (`row`).
+    """Global batches of prompts: prompts int32[B,S], which start in column 0, lengths int32[B] (0 = no prompt),
+    and sources int32[B] and indices int32[B], which identify the source row (see `row`).
 
     In training, rows g * group_size to (g + 1) * group_size - 1 have the same prompt. In an evaluation each prompt
-    comes once. All prompts are in memory.
+    occurs once. All prompts are in memory.
 
     Args:
         source: config of PromptFiles, Arithmetic, or your own PromptSource.
         validation: named sources of held-out prompts.
         tokenizer: config of ByteTokenizer, BPETokenizer (with a `path`) or PretrainedTokenizer. Prompts that are
-            messages need a PretrainedTokenizer, whose chat template writes them.
-        seq_len: S, tokens of a prompt and its answer, less the last one, which is a target alone.
-        answer_tokens: of the longest answer, the token that ends it included; an answer is cut there. The rest of S,
-            and one more, is for the prompt.
+            messages need a PretrainedTokenizer, which applies its chat template.
+        seq_len: S, tokens of a prompt and its answer, without the last one, which is only a target.
+        answer_tokens: maximum tokens of an answer, including the token that ends it; longer answers are truncated.
+            The prompt may use the rest of S, and one token more.
         group_size: answers to each prompt of a training batch.
         global_batch_size: B, answers per step over all devices; a multiple of group_size.
-        seed: decides the order of prompts, which is reshuffled each epoch.
-        template_variables: what the chat template may ask for, such as {"enable_thinking": false}.
-        prefetch: batches that wait ready in the background.
+        seed: seed for the order of the prompts, which are reshuffled each epoch.
+        template_variables: variables passed to the chat template, such as {"enable_thinking": false}.
+        prefetch: number of batches prepared in the background.
     """
 
     item = "token"
@@ -229,33 +229,33 @@ class Prompts(Pipeline):
         self.template_variables = template_variables
         self.prefetch = prefetch
         self.tokenizer: Tokenizer = tokenizer.instantiate()
-        # The number of a set in `sources` is its place here.
+        # The number of a set in `sources` is its index here.
         self.sets = [_prompt_set("data.source", "train", source)]
         for name, config in validation.items():
             self.sets.append(_prompt_set(f"data.validation.{name}", name, config))
         self._codec: ChatCodec | None = None
-        # Whether `setup` is done.
+        # True once `setup` is done.
         self.is_ready = False
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that a prompt may have."""
+        """Maximum number of tokens of a prompt."""
         return self.seq_len + 1 - self.answer_tokens
 
     @property
     def validation_names(self) -> list[str]:
-        """The held-out sets, in the order in which they are configured."""
+        """The held-out sets, in config order."""
         return [prompts.name for prompts in self.sets[1:]]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer; known after `setup`."""
+        """The tokens that end an answer; available after `setup`."""
         turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
         return tuple(sorted({*self.tokenizer.stop_ids, *turn_ends}))
 
     @property
     def end_id(self) -> int:
-        """The token that ends an answer which is given to the model; known after `setup`."""
+        """The token that ends an answer which is given to the model; available after `setup`."""
         turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
         return [*turn_ends, *self.tokenizer.stop_ids][0]
 
@@ -269,13 +269,13 @@ class Prompts(Pipeline):
         """Reads and tokenizes all prompts.
 
         Args:
-            workdir: a local folder; a tokenizer may be kept in it.
+            workdir: a local folder; the tokenizer may be stored in it.
             is_primary: True in the one process that writes.
             barrier: waits for all processes; called once.
 
         Raises:
-            FileNotFoundError, ValueError: a file is missing, a row has no prompt, or it is too long. The message begins
-                with the config path, and names the row.
+            FileNotFoundError, ValueError: a file is missing, a row has no prompt, or it is too long. The message
+                begins with the config path, and names the row.
         """
         folder = Path(workdir)
         if is_primary:
@@ -295,7 +295,7 @@ class Prompts(Pipeline):
                 f"(data.global_batch_size = {self.global_batch_size}, data.group_size = {self.group_size})"
             )
         self._num_rows = num_prompts * self.group_size
-        # Of prompts, not of rows: see `training_row`.
+        # The order of prompts, not of rows: see `training_row`.
         self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
         self._order = _RowsAsTheyAre()
         self.is_ready = True
@@ -327,7 +327,7 @@ class Prompts(Pipeline):
             raise ValueError("holds no prompt")
 
     def _encoded(self, prompt: Any) -> list[int]:
-        """The tokens of a prompt. Raises ValueError: it is neither text nor messages, or there is no template."""
+        """Returns the tokens of a prompt. Raises ValueError if it is neither text nor messages, or has no template."""
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode_prompt(prompt)
             if not tokens:
@@ -346,10 +346,10 @@ class Prompts(Pipeline):
         return self._codec.encode_question(prompt)
 
     def fingerprint(self) -> str:
-        """sha256 of all that decides the training batches, and of the fields that answers are judged by."""
+        """sha256 of everything that determines the training batches, and of the fields for the reward function."""
         train = self.sets[0]
         prompts = [[tokens.tolist(), row] for tokens, row in zip(train.tokens, train.rows, strict=True)]
-        # Values of Parquet files, such as dates, are no JSON.
+        # Some values in Parquet files, such as dates, are not JSON.
         digest = hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest()
         facts = [
             _FINGERPRINT,
@@ -363,7 +363,7 @@ class Prompts(Pipeline):
         return digest_of(facts)
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
-        """The same arrays in training and in an evaluation."""
+        """Returns the arrays of a batch, which are the same in training and evaluation."""
         batch = self.global_batch_size
         shapes: Shapes = {"prompts": ((batch, self.seq_len), "int32")}
         for name in ("lengths", "sources", "indices"):
@@ -371,25 +371,25 @@ class Prompts(Pipeline):
         return shapes
 
     def sequence_arrays(self) -> Shapes:
-        """Those of prompts with their answers."""
+        """Returns the arrays of prompts with their answers."""
         shape = (self.global_batch_size, self.seq_len)
         shapes: Shapes = dict.fromkeys(("tokens", "targets", "positions", "segments"), (shape, "int32"))
         return {**shapes, "weights": (shape, "float32")}
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
-        """The prompt of the group that row `sequence` of the run belongs to."""
+        """Returns the prompt of the group that row `sequence` of the run belongs to."""
         _, prompt_index = self._prompt_order.locate(sequence // self.group_size)
         return self._array_row(0, prompt_index)
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
-        """Rows beyond the end of a set have the length 0."""
+        """See `Pipeline`. Rows beyond the end of a set have length 0."""
         if name not in self.validation_names:
             raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_names)}")
         number = 1 + self.validation_names.index(name)
         return len(self.sets[number].rows), lambda index: self._array_row(number, index)
 
     def _array_row(self, number: int, index: int) -> Batch:
-        """The arrays of prompt `index` of set `number`, without a batch's axis."""
+        """Returns the arrays of prompt `index` of set `number`, without a batch axis."""
         prompts = self.sets[number]
         tokens = prompts.tokens[index] if index < len(prompts.tokens) else np.zeros(0, np.int32)
         prompt_S = np.zeros(self.seq_len, np.int32)
@@ -402,11 +402,11 @@ class Prompts(Pipeline):
         }
 
     def row(self, source: int, index: int) -> Row:
-        """Returns the row of a prompt, by what a batch says of it."""
+        """Returns the row of a prompt, from its `sources` and `indices` entries in a batch."""
         return self.sets[source].rows[index]
 
     def source_report(self) -> list[PromptReport]:
-        """The rows of the start table."""
+        """Returns the rows of the startup table."""
         report = []
         for prompts in self.sets:
             longest = max(map(len, prompts.tokens))
@@ -416,7 +416,7 @@ class Prompts(Pipeline):
 
 
 class _RowsAsTheyAre(GlobalOrder):
-    """Sequence g of the run is row g of the only source: `Prompts.training_row` finds its prompt."""
+    """An order in which sequence g of the run is row g of the only source: `Prompts.training_row` finds its prompt."""
 
     def __init__(self) -> None:
         super().__init__([1], [1.0], 0)
@@ -426,7 +426,7 @@ class _RowsAsTheyAre(GlobalOrder):
 
 
 def _prompt_set(label: str, name: str, config: Config) -> PromptSet:
-    """The set of a source that is not read yet. Raises ValueError: it is no source of prompts."""
+    """Returns a set whose source is not read yet. Raises ValueError if the config is not a source of prompts."""
     source = config.instantiate()
     if not isinstance(source, PromptSource):
         raise ValueError(f"{label}: expected a PromptSource (PromptFiles, Arithmetic), given {type(source).__name__}")
@@ -434,7 +434,7 @@ def _prompt_set(label: str, name: str, config: Config) -> PromptSet:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Returns what a person, or a reward function, reads of a prompt: its text, or that of its last message."""
+    """Returns the text of a prompt for display and reward functions: its text, or the content of its last message."""
     if isinstance(prompt, str):
         return prompt
     return str(prompt[-1].get("content", ""))

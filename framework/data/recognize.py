@@ -1,6 +1,6 @@
-"""What --data=PATH means: finds the kind of somebody's own data, and how it is split for training and evaluation.
+"""--data=PATH: detects the kind of the user's data, and how to split it for training and evaluation.
 
-recognized("my_folder/")  # text, JSON lines, Parquet, token files, conversations, pairs of answers, judged answers
+recognized("my_folder/")  # text, JSON lines, Parquet, token files, conversations, preference pairs, labeled answers
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from framework.data.preferences import PairSource, ThumbSource
 from framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap, rows_of_file
 from framework.files.hub_names import is_hub_url
 
-# Columns that hold the text of a document, the likeliest first.
+# Columns that hold the text of a document, the most likely first.
 _TEXT_FIELDS = ("text", "content", "document", "body", "story")
-# What the start line calls the examples of a source.
+# Name of a source's examples in the startup message.
 _NOUNS: dict[type[ExampleSource], str] = {
     ChatSource: "conversations",
     PairSource: "pairs of answers",
@@ -31,12 +31,13 @@ _NOUNS: dict[type[ExampleSource], str] = {
 
 
 class _Rows(NamedTuple):
-    """What the rows of somebody's files hold.
+    """Content of the rows of the user's files.
 
     Attributes:
-        examples: the source that reads a row as a conversation, a pair or a judged answer; None where a row is none.
-        needs_template: an example is of messages, which need the chat template of a model.
-        text_field: the field that holds a document; None where rows have no such field.
+        examples: the source that reads a row as a conversation, a preference pair or a labeled answer; None if a row
+            is none of these.
+        needs_template: examples are messages, which need the chat template of a model.
+        text_field: the field that holds a document; None if rows have no such field.
         text_fields: all fields that hold some text.
     """
 
@@ -47,7 +48,7 @@ class _Rows(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of the same files that a source reads."""
+    """The part of the files that a source reads, when one set of files is split in two."""
 
     split: str
     validation_fraction: float
@@ -55,15 +56,15 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Recognized:
-    """Somebody's own data, as a config has it.
+    """The user's data, as config nodes.
 
     Attributes:
-        source: config of the source that is trained on.
-        held_out: config of the source that is evaluated.
+        source: config of the training source.
+        held_out: config of the evaluation source.
         has_text: False for token files.
-        needs_template: it is of messages, which need the chat template of a model.
-        line: what was found, and how it was split.
-        classes: the names of the classes of texts with labels; None for other data.
+        needs_template: examples are messages, which need the chat template of a model.
+        line: a summary of what was found and how it was split.
+        classes: class names of texts with labels; None for other data.
     """
 
     source: Config
@@ -75,14 +76,14 @@ class Recognized:
 
 
 def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
-    """Looks at a file, a folder, a glob, an fsspec URL, or a data set of the Hub.
+    """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset.
 
-    A folder is searched with its subfolders; hidden files are left out. Where names say which files are for training
-    and which for validation (train*, val*, test*, ...), that is how the data is split; otherwise about so much of it is
-    held out as `validation_fraction` says.
+    A folder is searched recursively; hidden files are skipped. If names tell which files are for training and which
+    for validation (train*, val*, test*, ...), the data is split by those names. Otherwise, about a fraction
+    `validation_fraction` of it is held out.
 
     Raises:
-        FileNotFoundError, PermissionError, ValueError: there is no such data, or none that can be read.
+        FileNotFoundError, PermissionError, ValueError: the data does not exist, or cannot be read.
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
     rows = _rows(listing)
@@ -102,7 +103,7 @@ def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
 
 
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
-    """What the data is, and how it is split."""
+    """Returns a summary of the data and of its split."""
     what = listing.kind if rows.examples is None else _NOUNS[rows.examples]
     files = _counted(listing.num_train, "file")
     line = f"data: {what} from {listing.place}: {files}"
@@ -118,12 +119,13 @@ def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
 
 
 def _rows(listing: DataListing) -> _Rows:
-    """Looks into the first row of files that have rows."""
+    """Inspects the first row, if the files have rows."""
     if listing.kind not in ROW_KINDS:
         return _Rows()
     place, row = _first_row(listing.first)
     try:
-        # The fields of both say more than those of a conversation, which such a row may have as well.
+        # Check these first: their fields are more specific than those of a conversation, which such a row may also
+        # have.
         if is_pair(row):
             return _Rows(examples=PairSource, needs_template=_has_messages(pair_of(row)))
         if is_thumb(row):
@@ -143,9 +145,9 @@ def _rows(listing: DataListing) -> _Rows:
 
 
 def _check_no_label(row: dict[str, Any]) -> None:
-    """Raises ValueError where a row that is no judged answer has a label.
+    """Raises ValueError if a row that is not a labeled answer has a label.
 
-    A language model would learn the text of good and of bad rows alike, as if the label were not there.
+    A language model would learn the text of good and bad rows alike, as if the label were not there.
     """
     if "label" in row:
         raise ValueError(
@@ -160,12 +162,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _has_messages(*examples: Judged) -> bool:
-    """Whether the answers are messages, and no texts."""
+    """Returns whether any answer is a list of messages rather than a text."""
     return any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
 
 
 def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
-    """Return (place, row) of the first row of a file. Raises ValueError: it is no JSON object, or there is none."""
+    """Returns (location, row) of the first row of a file. Raises ValueError if it is absent, or not a JSON object."""
     for place, row in rows_of_file(file):
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {place}: expected a JSON object, given {type(row).__name__}")
@@ -174,7 +176,7 @@ def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
 
 
 def _is_conversation(row: dict[str, Any]) -> bool:
-    """Whether ChatSource reads a row."""
+    """Returns whether ChatSource can read a row."""
     try:
         conversation(row)
     except (ValueError, TypeError):
@@ -183,7 +185,7 @@ def _is_conversation(row: dict[str, Any]) -> bool:
 
 
 def _source(kind: Kind, rows: _Rows, paths: Sequence[str], part: _Part | None) -> Config:
-    """The config of a source: of one part of the files, or of all of them."""
+    """Returns the config of a source that reads one part of the files, or all of them."""
     part_fields = part._asdict() if part else {}
     if kind == "tokens":
         if len(paths) > 1:

@@ -1,4 +1,4 @@
-"""What --data=PATH means for a model that scores sequences: pairs, or texts with labels.
+"""--data=PATH for a model that scores sequences: preference pairs, or texts with labels.
 
 recognized_scored("pairs.jsonl", None, pairs=True, keeps_classes=False)
 """
@@ -13,9 +13,9 @@ from framework.data.scored import LabelledSource, RankedSource, class_name, clas
 from framework.data.sources import rows_of_file
 from framework.files.hub_names import is_hub_url
 
-# The settings of a source that stay when it reads other files.
+# Settings that a source keeps when it reads other files.
 _KEPT = ("append_eos", "pad_token_id", "template_variables")
-# So many names of classes are shown at most.
+# Maximum number of class names to show.
 _NUM_SHOWN = 8
 
 
@@ -27,18 +27,18 @@ def recognized_scored(
     keeps_classes: bool,
     validation_fraction: float = 0.05,
 ) -> Recognized:
-    """Looks at a file, a folder, a glob, an fsspec URL, or a data set of the Hub, as `recognized` does.
+    """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset, as `recognized` does.
 
     Args:
         path: as for `recognized`.
-        template: the config of a LabelledSource or a RankedSource, whose other settings stay; None for the defaults.
-        pairs: rows are pairs; otherwise texts or conversations with labels.
-        keeps_classes: the classes are those of `template`; otherwise those of the files that are trained on.
+        template: config of a LabelledSource or a RankedSource, whose other settings stay; None for the defaults.
+        pairs: rows are preference pairs; otherwise texts or conversations with labels.
+        keeps_classes: use the classes of `template`; otherwise, those of the training files.
         validation_fraction: as for `recognized`.
 
     Raises:
         FileNotFoundError, PermissionError, ValueError: as for `recognized`, or a row has no label, or a field is
-            missing. The message names file, row and field.
+            missing. The message names the file, row and field.
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
     if listing.kind not in ROW_KINDS:
@@ -72,7 +72,7 @@ def recognized_scored(
 
 
 def _first_row_needs_template(listing: DataListing, *, pairs: bool) -> bool:
-    """Whether the first row is of messages. Raises ValueError where it is none of the data that is expected."""
+    """Returns whether the first row has messages. Raises ValueError if it is not the expected data."""
     for place, row in rows_of_file(listing.first):
         try:
             content = sequences_of(row)[0] if pairs else content_of(row)

@@ -1,4 +1,4 @@
-"""Data of reward models and classifiers: JSON lines or Parquet of texts or conversations, with a label or in pairs."""
+"""Data of reward models and classifiers: JSON lines or Parquet with labeled texts or conversations, or with pairs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from framework.data.whole_sequences import Content, SequenceSource
 class LabelledSource(SequenceSource):
     """Texts or conversations with the name or the number of a class.
 
-    A row is {"text": ..., "label": ...}, or a conversation in a form of ChatSource with a "label" beside it; messages
-    need a PretrainedTokenizer.
+    A row is {"text": ..., "label": ...}, or a conversation in one of ChatSource's formats with an additional "label";
+    messages need a PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by its ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
         classes: names of the classes, in the order of their numbers. A label is one of the names, or a number.
-        split: "all", or one of two disjoint parts; the sha256 of a row decides to which it belongs, of a pair with a
-            prompt that of the prompt.
-        validation_fraction: about so much of all rows is "validation".
+        split: "all", or one of two disjoint parts; the sha256 of a row decides which part it belongs to; for a pair
+            with a prompt, the sha256 of the prompt.
+        validation_fraction: approximate fraction of the rows in "validation".
         append_eos, pad_token_id, template_variables: see SequenceSource.
     """
 
@@ -54,7 +54,7 @@ class LabelledSource(SequenceSource):
         self.template_variables = template_variables
 
     def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.scored_rows."""
+        """See SequenceSource.scored_rows."""
         for place, row in rows_of_file(file):
             try:
                 content = content_of(row)
@@ -68,13 +68,13 @@ class LabelledSource(SequenceSource):
 
 @component
 class RankedSource(SequenceSource):
-    """Pairs of sequences, of which one was preferred, for a reward model.
+    """Pairs of a preferred and a rejected sequence, for a reward model.
 
     A row has "chosen" and "rejected", in the formats of PairSource. Messages need a PretrainedTokenizer.
 
     Args:
         paths, split, validation_fraction, pad_token_id, template_variables: as for LabelledSource.
-        append_eos: whether a text ends with the token that ends texts, as TRL's RewardTrainer has it.
+        append_eos: append the token that ends texts to each text, as TRL's RewardTrainer does.
     """
 
     num_sequences = 2
@@ -98,11 +98,12 @@ class RankedSource(SequenceSource):
         self.template_variables = template_variables
 
     def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.scored_rows."""
+        """See SequenceSource.scored_rows."""
         for place, row in rows_of_file(file):
             try:
                 pair = sequences_of(row)
-                # Pairs of one prompt stay in one part: answers to it would give away what is held out.
+                # Pairs with the same prompt stay in one part: training answers would leak information about held-out
+                # ones.
                 prompt = pair_of(row).prompt
                 part = split_of(json.dumps(prompt or pair), self.validation_fraction)
             except (ValueError, TypeError) as error:
@@ -123,7 +124,7 @@ def content_of(row: Any) -> Content:
 
 
 def class_name(row: Any) -> str:
-    """Returns the label of a row as the name of a class: a number's digits.
+    """Returns the label of a row as a class name: for a number, its digits.
 
     Raises:
         ValueError: there is no label, or it is neither a text nor a whole number.
@@ -132,7 +133,7 @@ def class_name(row: Any) -> str:
         given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"no field 'label': a row of a classifier has text (or messages) and label, given {given}")
     label = row["label"]
-    # In Python, true is a number.
+    # In Python, a bool is an int.
     if isinstance(label, bool) or not isinstance(label, int | str):
         raise ValueError(f"field 'label' is {label!r}; expected the name of a class or its number")
     return str(label)
@@ -142,23 +143,23 @@ def class_number(row: Any, classes: list[str]) -> int:
     """Returns the number of a row's class.
 
     Raises:
-        ValueError: as from `class_name`, or the label is no class.
+        ValueError: as from `class_name`, or the label is not one of the classes.
     """
     name = class_name(row)
     if name in classes:
         return classes.index(name)
     label = row["label"]
-    # Where classes have names, a number is that of a class.
+    # If classes have names, a number is a class index.
     if isinstance(label, int) and 0 <= label < len(classes) and not any(known.isdecimal() for known in classes):
         return label
     raise ValueError(f"field 'label' is {label!r}; expected one of {', '.join(classes)}")
 
 
 def class_names(paths: Iterable[str]) -> list[str]:
-    """Returns the names of the classes of somebody's files, sorted; whole numbers by their size.
+    """Returns the class names in the user's files, sorted; whole numbers in numerical order.
 
     Raises:
-        ValueError: a row has no label, or all rows have the same one. The message names file and row.
+        ValueError: a row has no label, or all rows have the same one. The message names the file and row.
     """
     names: set[str] = set()
     for file in find(list(paths)):
@@ -173,7 +174,7 @@ def class_names(paths: Iterable[str]) -> list[str]:
 
 
 def sequences_of(row: Any) -> list[Content]:
-    """Returns the chosen and the rejected sequence of a row, each with the prompt before it.
+    """Returns the chosen and the rejected sequence of a row, each preceded by the prompt.
 
     The formats are those of `framework.data.comparisons`.
 

@@ -1,7 +1,7 @@
-"""Where documents come from: one class per kind of source, each configured by its constructor.
+"""Data sources: one class per kind of source, configured by its constructor.
 
-A source of text yields documents, a `TokenMemmap` is tokens already, a `Mixture` weighs other sources. To add one,
-follow docs/data.md.
+A text source yields documents, a `TokenMemmap` already contains tokens, and a `Mixture` weights other sources. To add
+a source, follow docs/data.md.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from framework.files.texts import parse_json
 _CHUNK_BYTES = 1 << 20
 _MAX_FIELD_CHARACTERS = 1 << 30
 
-# Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
+# Folders of an installation that StdlibSource skips: tests, and packages that were added.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
     """A source of text, read file by file.
 
-    The constructor only keeps its arguments. Disks and networks are touched by the methods, which run before anything
-    is compiled, and never in a training step.
+    The constructor only stores its arguments. Only the methods access disks and networks; they run before anything is
+    compiled, and never in a training step.
     """
 
     paths: list[str]
@@ -55,19 +55,19 @@ class TextSource(abc.ABC):
         """Yields the documents of one file, in order.
 
         Raises:
-            ValueError: a document cannot be read. The message says where it stands.
+            ValueError: a document cannot be read. The message gives its location.
         """
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Returns what turns the documents into tokens, given the config's tokenizer."""
+        """Returns the tokenizer that encodes the documents, given the config's tokenizer."""
         return tokenizer
 
     def training_texts(self) -> Iterator[str]:
-        """Returns an iterator over what a tokenizer is trained on: the documents, as they are."""
+        """Returns an iterator over the texts for training a tokenizer: by default, the documents."""
         return self.documents()
 
     def settings(self) -> dict[str, Any]:
-        """Returns the JSON data that decides the documents beside the files' contents.
+        """Returns the JSON data that, in addition to the files' contents, determines the documents.
 
         These are the constructor's arguments, without `paths`.
         """
@@ -75,41 +75,41 @@ class TextSource(abc.ABC):
 
     def documents(self) -> Iterator[str]:
         """Returns an iterator over all documents, in order."""
-        # An expression and no generator method: a missing file is then an error of this call, and
-        # not of the first `next`.
+        # An expression rather than a generator method, so that a missing file raises in this call, and not in the first
+        # `next`.
         return (document for file in self.files() for document in self.read(file))
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
-        """Returns what is recorded beside the tokens.
+        """Returns the metadata to store with the tokens.
 
-        That is the kind of source, its settings, the sha256 of each file, and one sha256 over all of these.
+        This is the kind of source, its settings, the sha256 of each file, and one sha256 over all of these.
         """
         files = []
         for file in self.files():
             files.append({"name": file.name, "sha256": hashes.sha256(file)})
         facts = {"kind": type(self).__name__, "settings": self.settings()}
-        # Names of files are left out of the digest: a corpus that moved is the same corpus.
+        # The digest excludes file names: a corpus that moved is the same corpus.
         file_digests = [file["sha256"] for file in files]
         digest = digest_of({**facts, "files": file_digests})
         return {"sha256": digest, **facts, "files": files}
 
 
 class ExampleSource(TextSource):
-    """A source whose documents stay whole in a row, masked from their neighbours: conversations, pairs of answers.
+    """A source whose documents stay whole in a row, masked from their neighbors: conversations, preference pairs.
 
     Attributes:
-        row_arrays: names of the arrays that its rows have beside tokens, targets, positions, segments and weights; all
-            are float32.
+        row_arrays: names of the arrays that its rows have in addition to tokens, targets, positions, segments and
+            weights; all are float32.
     """
 
     row_arrays: ClassVar[tuple[str, ...]] = ()
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError when the documents cannot be encoded by that tokenizer, as far as is known unread."""
+        """Raises ValueError if the tokenizer cannot encode the documents, as far as is known before reading them."""
 
     @abc.abstractmethod
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Examples:
-        """Returns the rows of the tokens that `codec` made; the arguments are those of Examples.
+        """Returns the rows of the tokens that `codec` produced; the arguments are those of Examples.
 
         Raises:
             ValueError: a document does not fit, or none does.
@@ -118,16 +118,16 @@ class ExampleSource(TextSource):
 
 @component
 class StdlibSource(TextSource):
-    """The `.py` files of the standard library of the Python that runs, one document per file, sorted by name.
+    """The `.py` files of the running Python's standard library, one document per file, sorted by name.
 
-    Real text that every machine has. Test packages are left out (they repeat themselves), and so is what an
-    installation adds. A file belongs to "validation" when the sha256 of its relative path falls into 5 of 100 buckets,
-    otherwise to "train": the split depends on names alone, and no file is in both.
+    This is real text that is available on every machine. Test packages are excluded (they are repetitive), and so are
+    packages added to the installation. A file belongs to "validation" if the sha256 of its relative path falls into 5
+    of 100 buckets, otherwise to "train": the split depends only on names, and no file is in both.
 
     Args:
         split: which part to read.
-        share: of that part, about so many of the files, chosen by the sha256 of their names: little text, for runs that
-            are to see little.
+        share: approximate fraction of the files of that part, chosen by the sha256 of their names, for runs that
+            should see only a little text.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class StdlibSource(TextSource):
         root = Path(sysconfig.get_path("stdlib"))
         names = [name for name in library_files(root) if split_of(name) == self.split]
         if self.share < 1.0:
-            # By another text than `name` alone, which has decided the split.
+            # Hash a different text from `name`, because the hash of `name` has already decided the split.
             names = [name for name in names if split_of(f"share {name}", self.share) == "validation"]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
         return find(str(root / name) for name in names)
 
     def read(self, file: DataFile) -> Iterator[str]:
-        # A module may declare another encoding than UTF-8; that must not end a run.
+        # A module may declare an encoding other than UTF-8; that must not abort a run.
         yield file.read().decode("utf-8", errors="replace")
 
 
@@ -163,7 +163,7 @@ def library_files(root: Path) -> list[str]:
     """Returns the relative paths (with /) of the library's own modules below `root`, sorted."""
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
-        # The list is changed in place, which keeps os.walk out of the folders that were removed.
+        # The list is modified in place, which keeps os.walk out of the removed folders.
         subfolders[:] = [subfolder for subfolder in subfolders if _is_library_folder(subfolder)]
         relative_folder = Path(folder).relative_to(root)
         for file in files:
@@ -174,7 +174,7 @@ def library_files(root: Path) -> list[str]:
 
 
 def _is_library_folder(name: str) -> bool:
-    """Tells whether a folder below the standard library's root holds modules of the library itself."""
+    """Returns whether a folder below the standard library's root holds modules of the library itself."""
     if name in _LEFT_OUT or name.endswith("_tests"):
         return False
     # config-* holds the Makefile and settings of one build.
@@ -186,23 +186,22 @@ def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train"
 
     Args:
         content: the text that identifies the item, for instance a file's relative path.
-        validation_fraction: about this fraction of all items is "validation".
+        validation_fraction: approximate fraction of all items in "validation".
     """
     hashed = hashlib.sha256(content.encode()).digest()
     number = int.from_bytes(hashed[:8], "big")
-    # The integer part is one of 100 buckets. The three decimals come from digits of the number
-    # that the bucket does not depend on. They split a bucket where the fraction is no whole
-    # percent.
+    # The integer part is one of 100 buckets. The three decimals come from digits of the number that do not affect the
+    # bucket. They divide a bucket if the fraction is not a whole percentage.
     percent = number % 100 + number // 100 % 1000 / 1000
     return "validation" if percent < 100 * validation_fraction else "train"
 
 
 @component
 class TextFiles(TextSource):
-    """UTF-8 text files; each file is one document, or several between `separator`s.
+    """UTF-8 text files; each file is one document, or several separated by `separator`.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
         separator: text between two documents of one file (for instance "<|endoftext|>"); it belongs to neither.
     """
 
@@ -224,10 +223,10 @@ class TextFiles(TextSource):
 
 @component
 class JsonLines(TextSource):
-    """One JSON object per line; the text stands in `field`.
+    """JSON lines files with one object per line; the text is in `field`.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
         field: the key of the text in each object.
     """
 
@@ -239,16 +238,16 @@ class JsonLines(TextSource):
         for place, record in json_rows(file):
             try:
                 yield text_field(record, self.field)
-            # A UnicodeEncodeError is a ValueError as well.
+            # A UnicodeEncodeError is a ValueError too.
             except ValueError as error:
                 raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
 
 
 def text_field(record: Any, field: str) -> str:
-    """Returns the text in that field of a JSON object.
+    """Returns the text in a field of a JSON object.
 
     Raises:
-        ValueError: there is no such text. The message says why.
+        ValueError: there is no such text. The message gives the reason.
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, given {type(record).__name__}")
@@ -257,13 +256,13 @@ def text_field(record: Any, field: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {type(text).__name__}, expected text")
-    # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
+    # Encoding is a check: JSON can contain an unpaired surrogate, which no tokenizer accepts.
     text.encode("utf-8")
     return text
 
 
 def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of each row of a file: Parquet, CSV or TSV by its ending, otherwise JSON lines."""
+    """Yields (location, row) for each row of a file: Parquet, CSV or TSV by file ending, otherwise JSON lines."""
     if file.path.endswith(".parquet"):
         return parquet_rows(file)
     is_csv = KINDS.get(ending_of(file.path)) == "CSV"
@@ -271,10 +270,10 @@ def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, value) of each line of JSON that is not blank.
+    """Yields (location, value) for each non-blank line of JSON.
 
     Raises:
-        ValueError: a line is not JSON. The message names the file, the line and its first byte.
+        ValueError: a line is not JSON. The message gives the file, the line and its first byte.
     """
     numbered_lines = enumerate(_pieces(file, b"\n"), start=1)
     for number, (offset, line) in numbered_lines:
@@ -283,15 +282,15 @@ def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
             continue
         try:
             value = parse_json(line)
-        # Besides a JSONDecodeError this is the UnicodeDecodeError of a line that is not UTF-8.
+        # In addition to JSONDecodeError, this catches the UnicodeDecodeError of a line that is not UTF-8.
         except ValueError as error:
             raise ValueError(f"{file}, {place}: not JSON: {error}") from error
         yield place, value
 
 
 def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
-    """Yields (first byte, piece) of each piece of the file's text between separators; without one, the whole text."""
-    # A chunk may end within a piece, or within a separator. What cannot be cut yet is kept here.
+    """Yields (first byte, piece) for each piece of the file's text between separators; without one, the whole text."""
+    # A chunk may end inside a piece or a separator. This holds the bytes that cannot be split yet.
     unfinished = bytearray()
     offset = 0
     for chunk in file.chunks(_CHUNK_BYTES, decompress=True):
@@ -307,10 +306,10 @@ def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, byte
 
 @component
 class Csv(TextSource):
-    """A column of CSV or TSV files with a header, each row a document.
+    """A column of CSV or TSV files with a header; each row is a document.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
         column: the name of the text column.
     """
 
@@ -326,16 +325,16 @@ class Csv(TextSource):
 
 
 def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields (place, row) of each row of a CSV file (RFC 4180) after its header, as {column: text}.
+    """Yields (location, row) for each row of a CSV file (RFC 4180) after its header, as {column: text}.
 
-    The delimiter is the comma, semicolon or tab that is most frequent in the header. A quoted field may hold delimiters
-    and line breaks.
+    The delimiter is the comma, semicolon or tab, whichever is most frequent in the header. A quoted field may contain
+    delimiters and line breaks.
 
     Raises:
-        ValueError: the file has no header with distinct names, a row has another number of fields than the header, a
-            quote is not closed, or the text is not UTF-8. The message names the file and the line.
+        ValueError: the file has no header with distinct names, a row and the header have different numbers of fields,
+            a quote is not closed, or the text is not UTF-8. The message gives the file and the line.
     """
-    # The module's own limit for a field is 128 KiB; a document may be longer.
+    # The csv module's default field limit is 128 KiB; a document may be longer.
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     lines = _text_lines(file)
     header_line = next(lines, "")
@@ -357,7 +356,7 @@ def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _text_lines(file: DataFile) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file with their ends, without a byte order mark."""
+    """Yields the lines of a UTF-8 file with their line ends, without a byte order mark."""
     for offset, line in _pieces(file, b"\n"):
         try:
             text = line.decode("utf-8")
@@ -368,7 +367,7 @@ def _text_lines(file: DataFile) -> Iterator[str]:
 
 @component
 class Parquet(TextSource):
-    """A text column of Parquet files, each row a document; only a few rows of it are in memory.
+    """A text column of Parquet files; each row is a document. Only a few rows are in memory at a time.
 
     Args:
         paths: local paths, globs or fsspec URLs, read in this order.
@@ -388,10 +387,10 @@ class Parquet(TextSource):
 
 
 def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, row) of each row of a Parquet file, with one column or with all columns.
+    """Yields (location, row) for each row of a Parquet file, with one column or with all columns.
 
     Raises:
-        ValueError: there is no such column, or the file is damaged. The message names the file and the row.
+        ValueError: there is no such column, or the file is damaged. The message gives the file and the row.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -399,7 +398,7 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
     row = 0
     size = file.size()
     try:
-        # Checksums of pages are verified where the writer stored them.
+        # Page checksums are verified if the writer stored them.
         options = {"filesystem": file.fs, "page_checksum_verification": True}
         with readable(file.name), ParquetFile(file.path, **options) as reader:
             columns = None
@@ -413,10 +412,10 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
                 for values in batch.to_pylist():
                     yield f"row {row}", values
                     row += 1
-                # pyarrow reads the bytes, and not `file`, so progress is estimated from rows.
+                # pyarrow reads the bytes itself, without `file`, so progress is estimated from rows.
                 file.position = size * row // reader.metadata.num_rows
     except (FileNotFoundError, PermissionError):
-        # `readable` has already named the file; these are OSErrors, but no sign of damage.
+        # `readable` has already named the file; these are OSErrors, but do not indicate damage.
         raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
@@ -425,14 +424,15 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
 
 @component
 class TokenMemmap:
-    """Tokens that exist already: nanoGPT-style `.bin` files, and those that `plimsoll prepare` writes; read in ranges.
+    """Existing token files: nanoGPT-style `.bin` files, and those that `plimsoll prepare` writes; read in ranges.
 
     Args:
         path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either (which is
-            copied once: data.cache_dir, or ~/.cache/plimsoll).
-        dtype: uint16 or uint32; None takes what the sidecar says, or uint16 without one.
+            copied once, to data.cache_dir or ~/.cache/plimsoll).
+        dtype: uint16 or uint32; None takes the sidecar's, or uint16 without one.
         eos_id: the token between documents; None takes the sidecar's. Needed only to mask documents from each other.
-        verify: read each file once before training, to check hashes and ids. False: sizes, and ids as they are read.
+        verify: read each file once before training, to check hashes and ids. If False, only sizes are checked, and
+            ids as they are read.
     """
 
     def __init__(
@@ -453,11 +453,11 @@ class TokenMemmap:
         return find(self.path)
 
     def open(self, tokenizer: Tokenizer, hashes: FileHashes, cache_dir: str | None = None) -> TokenStream:
-        """Opens all shards as one stream, remote shards by their copies in `cache_dir`.
+        """Opens all shards as one stream; remote shards are read from their copies in `cache_dir`.
 
         Raises the errors of `find`, `fetched` and TokenShard.
         """
-        # Everything is fetched before the first shard is verified.
+        # Fetch everything before verifying the first shard.
         local_files = []
         for file in self.files():
             local_files.append(fetched(file, cache_dir, sidecar_name(file.path)))
@@ -477,13 +477,13 @@ class TokenMemmap:
 
 @component
 class Mixture:
-    """Several sources at once: of many sequences, the share of each source tends to its weight.
+    """A mixture of several sources: the fraction of sequences from each source converges to its weight.
 
-    Weights count sequences, not documents, and are resolved to 1% of the smallest one. Each source is shuffled on its
-    own and begins its next epoch when it is through. Which source a sequence comes from follows from its index alone.
+    Weights count sequences, not documents, and have a resolution of 1% of the smallest one. Each source is shuffled
+    separately, and starts its next epoch when it is exhausted. The source of a sequence depends only on its index.
 
     Args:
-        sources: configs of sources, of any kind, mixtures too.
+        sources: configs of sources, of any kind, including mixtures.
         weights: one positive number per source; only their proportions matter.
     """
 
@@ -506,10 +506,10 @@ class Leaf:
     Attributes:
         label: its dotted config path, such as data.source.sources.1.
         name: "train", "train.1", or a validation set's name.
-        weight: its share of the training sequences; 1.0 for a validation set.
+        weight: its fraction of the training sequences; 1.0 for a validation set.
         source: the source.
         stream: its tokens; set by DataPipeline.setup.
-        rows: the rows that batches are made of; set by DataPipeline.setup.
+        rows: the rows that batches consist of; set by DataPipeline.setup.
     """
 
     label: str
@@ -521,10 +521,10 @@ class Leaf:
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:
-    """Yields the sources in `source`, with mixtures (of mixtures) opened up.
+    """Yields the sources in `source`, with (nested) mixtures expanded.
 
     Raises:
-        ValueError: `source`, or something in it, is no source. The message names its config path.
+        ValueError: `source`, or something in it, is not a source. The message names its config path.
     """
     if isinstance(source, Mixture):
         weighted_sources = zip(source.sources, source.weights, strict=True)
@@ -541,18 +541,18 @@ def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Ite
 
 @contextlib.contextmanager
 def located(label: str) -> Iterator[None]:
-    """Puts the config path in front of a data error."""
+    """Prefixes data errors with the config path."""
     try:
         yield
     except (FileNotFoundError, PermissionError, IsADirectoryError, ValueError) as error:
-        # Such an error comes from further inside, where the place is known better.
+        # The error already has a prefix from further inside, which is more specific.
         if str(error).startswith("data."):
             raise
-        # Subclasses of ValueError become plain ones: a UnicodeError cannot be made from a text.
+        # Subclasses of ValueError become plain ones: a UnicodeError cannot be constructed from a text.
         kind = type(error) if isinstance(error, OSError) else ValueError
         raise kind(f"{label}: {error}") from error
     except OSError as error:
-        # For instance a full disk. Number and file name must survive, as callers look at them.
+        # For instance a full disk. Keep the error number and file name, because callers check them.
         if error.errno is None or str(error.strerror).startswith("data."):
             raise
         raise OSError(error.errno, f"{label}: {error.strerror}", error.filename) from error

@@ -1,9 +1,9 @@
-"""Token files: a headerless `.bin` of uint16 or uint32 token ids, as nanoGPT writes them, and a sidecar beside it.
+"""Token files: a headerless `.bin` of uint16 or uint32 token ids, as written by nanoGPT, with a sidecar next to it.
 
-    x.bin     the tokens, little-endian; each document is opened by the separator, `eos_id`
+    x.bin     the tokens, little-endian; each document starts with the separator, `eos_id`
     x.json    counts, dtype, separator, tokenizer, sha256 of each block of 4 MiB
 
-A `.bin` without a sidecar is read too; then dtype and separator are the reader's to know.
+A `.bin` without a sidecar can be read too; then the reader must know the dtype and the separator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def scan(file: DataFile, dtype: str) -> list[list[Any]]:
     token_bytes = np.dtype(dtype).itemsize
     blocks = []
     for block in file.chunks(BLOCK_BYTES):
-        # A file may end within a token, which numpy would refuse.
+        # A file may end in the middle of a token, which numpy would reject.
         num_tokens = len(block) // token_bytes
         tokens = np.frombuffer(block[: num_tokens * token_bytes], dtype)
         digest = hashlib.sha256(block).hexdigest()
@@ -56,15 +56,15 @@ class TokenShard:
 
     Args:
         file: the `.bin`.
-        tokenizer: the config's tokenizer; its digest, separator and vocab_size must be those of the file.
-        hashes: what verification found in earlier runs.
-        dtype: dtype that the source asks for; None takes the sidecar's, or uint16.
-        eos_id: separator that the source asks for; None takes the tokenizer's, or the sidecar's.
-        verify: whether hashes and ids are checked now.
+        tokenizer: the config's tokenizer; its digest, separator and vocab_size must match the file.
+        hashes: verification results from earlier runs.
+        dtype: dtype that the source requires; None takes the sidecar's, or uint16.
+        eos_id: separator that the source requires; None takes the tokenizer's, or the sidecar's.
+        verify: whether to check hashes and ids now.
 
     Raises:
-        ValueError: the file disagrees with its sidecar, with the source or with the tokenizer. The message names file
-            and offset.
+        ValueError: the file disagrees with its sidecar, with the source or with the tokenizer. The message names the
+            file and the offset.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class TokenShard:
         self._agreed("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()
         self.num_documents: int | None = self._sidecar.get("num_documents")
-        # Bytes of UTF-8 text that the tokens stand for.
+        # Bytes of UTF-8 text that the tokens represent.
         self.num_bytes: int | None = self._sidecar.get("num_bytes")
         if verify:
             digests = self._verify(hashes)
         else:
-            # Without a sidecar and without reading the file, name and length stand for the content.
+            # Without a sidecar and without reading the file, name and length identify the content.
             identity = [file.name.rpartition("/")[2], str(self.num_tokens)]
             digests = self._sidecar.get("sha256", identity)
         self.digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        # A file that may not be read must be an error before anything is compiled.
+        # An unreadable file must raise an error before anything is compiled.
         self.read(0, 1)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -127,9 +127,9 @@ class TokenShard:
         return tokens.astype(np.int32)
 
     def _read_sidecar(self) -> dict[str, Any]:
-        """Returns the sidecar's facts; none where there is no sidecar, as with nanoGPT's files."""
+        """Returns the sidecar's fields; empty if there is no sidecar, as with nanoGPT's files."""
         file = DataFile(self.file.fs, sidecar_name(self.file.path))
-        # A token file may be named x.json itself; it is not its own sidecar.
+        # A token file may itself be named x.json; it is not its own sidecar.
         if file.path == self.file.path or not file.fs.exists(file.path):
             return {}
         try:
@@ -145,10 +145,10 @@ class TokenShard:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
 
     def _agreed(self, key: str, configured: Any) -> Any:
-        """Returns the configured value, or where that is None the sidecar's.
+        """Returns the configured value, or the sidecar's if that is None.
 
         Raises:
-            ValueError: both are there, and differ.
+            ValueError: both are set, and differ.
         """
         recorded = self._sidecar.get(key)
         if configured is None:
@@ -163,7 +163,7 @@ class TokenShard:
         return configured
 
     def _count_tokens(self) -> int:
-        """Returns the number of tokens by the file's size, which must be the sidecar's, or whole tokens."""
+        """Returns the number of tokens from the file's size, which must match the sidecar, or be whole tokens."""
         size = self.file.size()
         token_bytes = self._dtype.itemsize
         dtype_name = self._dtype.name
@@ -186,7 +186,7 @@ class TokenShard:
 
     def _verify(self, hashes: FileHashes) -> list[str]:
         """Checks every block against the sidecar and the vocabulary, and returns the sha256 of each block."""
-        # The dtype is part of the key: read as another one, the same bytes have another largest id.
+        # The dtype is part of the key: with another dtype, the same bytes have another largest id.
         kind = f"tokens {self._dtype.name}"
         blocks = hashes.of(self.file, kind, lambda: scan(self.file, self._dtype.str))
         digests = [digest for digest, _ in blocks]
@@ -195,14 +195,14 @@ class TokenShard:
         for number, (digest, largest_id) in enumerate(blocks):
             first_byte = number * BLOCK_BYTES
             last_byte = min(first_byte + BLOCK_BYTES, self.num_tokens * token_bytes)
-            # Damage is reported as damage, not as the odd id that it happened to make. The slice
-            # is empty, and so unequal, where the sidecar lists too few blocks.
+            # Check the hash first, so that damage is reported as damage and not as an invalid id. The slice is empty,
+            # and so unequal, if the sidecar lists too few blocks.
             if [digest] != recorded_digests[number : number + 1]:
                 raise ValueError(
                     f"{self.file}: garbled between byte {first_byte} and byte {last_byte}: not the sidecar's sha256"
                 )
             if largest_id >= self.vocab_size:
-                # Reading raises the error, which names the id and its place.
+                # Reading raises the error, which names the id and its position.
                 self.read(first_byte // token_bytes, last_byte // token_bytes)
         return digests
 
@@ -211,7 +211,7 @@ class TokenStream:
     """Several shards that are read as one sequence of tokens.
 
     Args:
-        shards: in reading order, all with the same separator.
+        shards: shards in reading order, all with the same separator.
 
     Raises:
         ValueError: two shards have different separators. The message names both.
@@ -228,7 +228,7 @@ class TokenStream:
                 )
         self.shards = list(shards)
         self.eos_id = first_shard.eos_id
-        # The stream's tokens [_ends[i - 1], _ends[i]) are those of shard i.
+        # The stream's tokens [_ends[i - 1], _ends[i]) belong to shard i.
         self._ends = np.cumsum([shard.num_tokens for shard in shards])
         self.num_tokens = int(self._ends[-1])
         self.num_documents = _total([shard.num_documents for shard in shards])
@@ -242,7 +242,7 @@ class TokenStream:
         Raises the errors of `TokenShard.read`.
         """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
-        # The empty array makes an empty range an int32 array as well.
+        # The empty array ensures that an empty range returns an int32 array too.
         parts = [np.zeros(0, np.int32)]
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
@@ -257,10 +257,10 @@ class TokenStream:
 
 
 class TokenRange(TokenStream):
-    """The tokens [start, stop) of a stream, as a stream of their own. Its documents and its text are not counted.
+    """The tokens [start, stop) of a stream, as a stream of its own. Its documents and text bytes are not counted.
 
     Args:
-        stream: the stream that they are of.
+        stream: the stream that contains the range.
         start: index of the first token.
         stop: index after the last token.
     """
@@ -281,7 +281,7 @@ class TokenRange(TokenStream):
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """Returns the sum, or None where a shard has no sidecar that gives its count."""
+    """Returns the sum, or None if a count is missing because a shard has no sidecar."""
     total = 0
     for count in counts:
         if count is None:

@@ -1,4 +1,4 @@
-"""Writing the documents of a source of text into a token file and its sidecar."""
+"""Writes the documents of a text source into a token file and its sidecar."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from framework.files.workdir import write_json, writing
 
 @dataclass
 class Progress:
-    """The state of the tokenization of one source.
+    """Progress of tokenizing one source.
 
     Attributes:
-        documents: documents written.
-        text_bytes: their UTF-8 bytes.
-        tokens: tokens written, separators included.
-        position: bytes of the stored files that were read.
+        documents: number of documents written.
+        text_bytes: number of their UTF-8 bytes.
+        tokens: number of tokens written, separators included.
+        position: bytes read from the stored files.
         total: bytes of the stored files.
     """
 
@@ -39,19 +39,19 @@ def write_tokens(
     path: Path,
     encode: Encode | None = None,
 ) -> Iterator[Progress]:
-    """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are left out.
+    """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are skipped.
 
-    Yields after each batch of documents. The caller gives a path in a temporary folder, and renames the folder when
+    Yields after each batch of documents. The caller passes a path in a temporary folder, and renames the folder when
     everything is written.
 
     Args:
         source: the documents.
-        tokenizer: what they are encoded by.
+        tokenizer: the tokenizer that encodes them.
         path: the token file.
-        encode: encodes them by this tokenizer, maybe in other processes; None: in this one.
+        encode: function that encodes them with this tokenizer, possibly in other processes; None encodes in this one.
 
     Raises:
-        ValueError: the source holds no text, or a document is damaged. The message names file and place.
+        ValueError: the source has no text, or a document is damaged. The message gives the file and location.
         OSError: `path` cannot be written, for instance because the disk is full. The message names it.
         WorkerLostError: a process of `encode` was killed.
     """
@@ -73,7 +73,7 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
             yield progress
     if not progress.documents:
         raise ValueError(why_nothing(source))
-    # The hashes are those of the file as it can be read back, not of what was meant to be written.
+    # Hash the file as it can be read back, not the bytes that were meant to be written.
     dtype = token_dtype(tokenizer)
     (token_file,) = find(str(path))
     hashes = [digest for digest, _ in scan(token_file, dtype.str)]
@@ -90,7 +90,7 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
 
 
 def why_nothing(source: TextSource) -> str:
-    """Why a source gave no document, in words: rows are split by what they say, so all may be in the other part."""
+    """Explains why a source yields no documents: rows are split by their content, so all may be in the other part."""
     split = getattr(source, "split", "all")
     if isinstance(source, ExampleSource) and split in ("train", "validation") and getattr(source, "paths", None):
         num_rows = sum(1 for file in source.files() for _ in rows_of_file(file))

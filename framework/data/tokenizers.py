@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, byte-level BPE, or no text at all. Each one knows how many bytes of text every id stands for.
+"""Tokenizers: bytes, byte-level BPE, or no text at all. Each one knows the number of bytes of text for every id.
 
-One separator id opens each document; text never encodes to it. Bits per byte of any set of targets are exact: loss in
-bits over the sum of their `byte_lengths`, the separator counting 0 bytes. Byte-level BPE after GPT-2 (Radford et al.
-2019), trained by the `tokenizers` library.
+A separator id starts each document; text never encodes to it. Bits per byte of any set of targets are exact: loss in
+bits over the sum of their `byte_lengths`, with 0 bytes for the separator. Byte-level BPE follows GPT-2 (Radford et
+al. 2019), and is trained by the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from framework.files.texts import parse_json
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 
-# A function that yields training text of about so many bytes.
+# A function that yields about the given number of bytes of training text.
 TextBudget = Callable[[int], Iterator[str]]
 
 
 class Tokenizer:
     """A vocabulary in which every id is a fixed string of bytes.
 
-    `vocab_size` is known from the config alone, the other attributes after `prepare`.
+    `vocab_size` is known from the config, the other attributes only after `prepare`.
 
     Attributes:
-        has_text: False where ids stand for no text, so there is no decoding and there are no bits per byte.
-        vocab_size: every id is below it.
+        has_text: False if ids represent no text, so that there is no decoding and there are no bits per byte.
+        vocab_size: upper bound of the ids, exclusive.
         eos_id: the token that ends texts.
-        bos_id: the token that opens a text, for a model that was trained with one.
-        digest: sha256 of all that decides the ids; None where unknown.
+        bos_id: the token that starts a text, for a model that was trained with one.
+        digest: sha256 of everything that determines the ids; None if unknown.
         table: the bytes of each id; empty for the separator.
     """
 
@@ -46,21 +46,21 @@ class Tokenizer:
     bos_id: int | None = None
     digest: str | None
     table: list[bytes]
-    # A tokenizers.Tokenizer, set by `prepare`. The library is imported only where one is made.
+    # A tokenizers.Tokenizer, set by `prepare`. The library is imported only if it is needed.
     _library: Any
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """Loads or trains the tokenizer.
 
         Args:
-            workdir: folder that keeps a trained tokenizer.
-            texts: gives training text; None where the training source holds tokens already.
-            write: True if this process may train and write; the others read what it wrote.
+            workdir: folder that stores a trained tokenizer.
+            texts: returns training text; None if the training source already consists of tokens.
+            write: True if this process may train and write; the others read the files that it wrote.
         """
 
     @property
     def separator_id(self) -> int | None:
-        """The id that opens each document of a token stream."""
+        """The id that starts each document of a token stream."""
         return self.eos_id if self.bos_id is None else self.bos_id
 
     @property
@@ -75,29 +75,29 @@ class Tokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_document(self, text: str) -> list[int]:
-        """Returns a document as a token stream has it: the separator where there is one, and the text."""
+        """Returns a document in token stream format: the separator, if there is one, and the text."""
         opening = [] if self.separator_id is None else [self.separator_id]
         (tokens,) = self.encode_batch([text])
         return opening + tokens.tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids of a text that a model continues."""
+        """Returns the ids of a text for the model to continue."""
         # In training, text follows the separator of its document.
         return self.encode_document(text)
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text per id, int32[vocab_size]; 0 for the separator and for ids without meaning."""
+        """Bytes of text per id, int32[vocab_size]; 0 for the separator and for unused ids."""
         lengths = [len(token_bytes) for token_bytes in self.table]
         return np.array(lengths, np.int32)
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Returns the exact bytes; separators, and ids beyond the tokenizer's, are left out."""
-        # A model's vocabulary may be padded, and its untrained rows may be drawn: they stand for no text.
+        """Returns the exact bytes, without separators and ids beyond the tokenizer's."""
+        # A model's vocabulary may be padded, and sampling may return its untrained rows, which represent no text.
         return b"".join(self.table[int(token)] for token in tokens if int(token) < len(self.table))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Returns the text; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Returns the text; bytes that are not UTF-8 (a split character) become U+FFFD."""
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -126,7 +126,7 @@ class ByteTokenizer(Tokenizer):
 
         model = models.BPE(vocab=byte_letters(), merges=[])
         library = Tokenizer(model)
-        # The regex would only cut texts where merges may not cross, and there are none.
+        # The regex only defines boundaries that merges may not cross, and there are no merges.
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens([self.eos_token])
@@ -136,16 +136,17 @@ class ByteTokenizer(Tokenizer):
 
 @component
 class BPETokenizer(Tokenizer):
-    """Byte-level BPE: loaded from `path`, or trained on the training source; kept as `tokenizer.json` in the workdir.
+    """Byte-level BPE: loaded from `path`, or trained on the training source; saved as `tokenizer.json` in the workdir.
 
-    Without a `path`, one that the workdir holds already is used: a checkpoint means nothing under another.
+    Without a `path`, an existing one in the workdir is used: a checkpoint is meaningless with another tokenizer.
 
     Args:
-        vocab_size: ids the model must have room for, the separator included. A `path` may hold fewer (padded
+        vocab_size: number of ids the model must have room for, separator included. A `path` may hold fewer (padded
             vocabularies).
         path: a byte-level `tokenizer.json` (local or fsspec URL): GPT-2's, Llama 3's, Qwen's, ours.
-        eos_token: the special token that opens documents. A trained tokenizer gives it id 0.
-        training_bytes: about so much text is trained on, in memory: the first documents, of a mixture by weight.
+        eos_token: the special token that starts documents. A trained tokenizer gives it id 0.
+        training_bytes: approximate amount of text to train on, in memory: the first documents, by weight for a
+            mixture.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class BPETokenizer(Tokenizer):
 
         Raises:
             FileNotFoundError: there is no tokenizer.json, and this process may not write one.
-            ValueError: it is no byte-level BPE, or does not fit the arguments.
+            ValueError: it is not a byte-level BPE, or does not fit the arguments.
         """
         data, name = self._file_or_trained(workdir, texts, write)
         self._library, facts = load_library(data, name, self.vocab_size)
@@ -177,8 +178,8 @@ class BPETokenizer(Tokenizer):
                 f"{name}: expected a byte-level BPE (as GPT-2, Llama 3, Qwen); for others use PretrainedTokenizer"
             )
         vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
-        # A published vocabulary may be smaller than the padded embedding. One that was trained
-        # here is smaller only for want of text.
+        # A published vocabulary may be smaller than the padded embedding. One that was trained here is smaller only
+        # if there was too little text.
         if self.path is None and len(vocab) < self.vocab_size:
             raise ValueError(
                 f"{name}: has {len(vocab)} ids, but data.tokenizer.vocab_size is {self.vocab_size}: "
@@ -196,10 +197,9 @@ class BPETokenizer(Tokenizer):
             write_json(workdir / "tokenizer.json", facts)
 
     def _file_or_trained(self, workdir: Path, texts: TextBudget | None, write: bool) -> tuple[bytes, str]:
-        """Returns (content, name) of a tokenizer.json: that of `path`, the workdir's, or a new one."""
+        """Returns (content, name) of a tokenizer.json: that of `path`, the workdir's, or a newly trained one."""
         workdir_file = workdir / "tokenizer.json"
-        # A tokenizer that the workdir holds is never trained again: the checkpoints there mean
-        # nothing under another one.
+        # A tokenizer in the workdir is never retrained: the checkpoints there are meaningless with another one.
         if self.path is not None or workdir_file.exists():
             file = find(self.path or str(workdir_file))[0]
             return file.read(), file.name
@@ -214,8 +214,8 @@ class BPETokenizer(Tokenizer):
                 "(`plimsoll prepare` leaves it beside them)"
             )
         with phase("training the tokenizer"):
-            # A list, because the library would run the source's generator in a thread of its own,
-            # where objects that belong to one thread (a database connection) fail.
+            # A list, because the library would run the source's generator in another thread, where objects that
+            # belong to one thread (a database connection) fail.
             documents = list(texts(self.training_bytes))
             if not documents:
                 raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
@@ -225,11 +225,11 @@ class BPETokenizer(Tokenizer):
 
 @component
 class NoTokenizer(Tokenizer):
-    """Ids that stand for no text: for token files whose tokenizer is not at hand. No decoding, no bits per byte.
+    """Ids that represent no text: for token files whose tokenizer is not available. No decoding, no bits per byte.
 
     Args:
-        vocab_size: every id is below it.
-        eos_id: the separator between documents, if it is known.
+        vocab_size: upper bound of the ids, exclusive.
+        eos_id: the separator between documents, if known.
     """
 
     has_text = False
@@ -242,7 +242,7 @@ class NoTokenizer(Tokenizer):
         self.digest = None
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
-        """Refuses a source of text."""
+        """Rejects a text source."""
         if texts is not None:
             raise ValueError("NoTokenizer cannot tokenize the text of data.source; use ByteTokenizer or BPETokenizer")
 
@@ -252,11 +252,11 @@ class NoTokenizer(Tokenizer):
 
 
 def trained_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
-    """Returns the tokenizer.json of a byte-level BPE that is trained on documents.
+    """Returns the tokenizer.json of a byte-level BPE trained on documents.
 
     Args:
         documents: the text.
-        vocab_size: ids at most, `eos_token` included; fewer where each word of the text is one token already.
+        vocab_size: maximum number of ids, including `eos_token`; fewer if each word of the text already is one token.
         eos_token: the separator, which gets id 0.
     """
     from tokenizers import ByteLevelBPETokenizer
@@ -278,21 +278,22 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
 
     Args:
         data: content of the file.
-        name: what messages call it.
-        vocab_size: ids that the model has room for.
+        name: name of the file in messages.
+        vocab_size: number of ids that the model has room for.
 
     Returns:
         (the library's tokenizer, the file's JSON).
 
     Raises:
-        ValueError: it is no tokenizer.json, has other ids, or is of a kind for which bytes per token are not defined.
+        ValueError: it is not a tokenizer.json, has larger ids, or is of a kind for which bytes per token are not
+            defined.
     """
     from tokenizers import Tokenizer
 
     try:
         facts = parse_json(data)
         library = Tokenizer.from_str(data.decode("utf-8"))
-    # The library raises plain Exception for whatever it cannot read, or panics, which is no Exception.
+    # The library raises plain Exception for anything it cannot read, or panics, which is not an Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -311,8 +312,8 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
     largest_id = max(vocab.values())
     if largest_id >= vocab_size:
         raise ValueError(f"{name}: has ids up to {largest_id}, but data.tokenizer.vocab_size is {vocab_size}")
-    # A file may keep what somebody's last call has set: a document is neither cut, nor filled up to the longest one of
-    # its batch.
+    # A file may contain truncation and padding settings from an earlier call: disable them, because documents must be
+    # neither truncated nor padded to the longest one in their batch.
     library.no_truncation()
     library.no_padding()
     # Otherwise a document that contains the text "<|endoftext|>" would encode to the separator.
@@ -321,7 +322,7 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
 
 
 def _decoders(facts: dict[str, Any]) -> set[str]:
-    """Returns the types of a tokenizer.json's decoder, and of the decoders that it is a sequence of."""
+    """Returns the types of a tokenizer.json's decoder, and of its members if it is a sequence."""
     # The field may be null, or absent.
     decoder = facts.get("decoder") or {}
     decoders = [decoder, *decoder.get("decoders", [])]
@@ -329,13 +330,13 @@ def _decoders(facts: dict[str, Any]) -> set[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Returns {letter: byte} of a byte-level vocabulary.
+    """Returns {character: byte} for a byte-level vocabulary.
 
-    GPT-2's alphabet writes printable bytes as themselves, and the other bytes as the letters from U+0100 on.
+    GPT-2's alphabet writes printable bytes as themselves, and the other bytes as the characters from U+0100 on.
     """
     printable_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable_bytes}
-    # The order matters: ByteTokenizer writes these letters into a tokenizer.json.
+    # The order matters: ByteTokenizer writes these characters into a tokenizer.json.
     next_letter = 0x100
     for byte in range(256):
         if byte not in printable_bytes:
@@ -345,9 +346,9 @@ def byte_letters() -> dict[str, int]:
 
 
 def byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) -> list[bytes]:
-    """Returns the bytes of each id, none for special tokens.
+    """Returns the bytes of each id; empty for special tokens.
 
-    In a byte-level vocabulary each letter of a token stands for one byte. In a vocabulary as sentencepiece writes it,
+    In a byte-level vocabulary each character of a token represents one byte. In a sentencepiece-style vocabulary,
     U+2581 is a space, and <0xAB> a byte.
 
     Args:
@@ -363,7 +364,7 @@ def byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) ->
     table = [b""] * vocab_size
     for token, index in vocab.items():
         if index in added_tokens:
-            # Added tokens are spelled as plain text, not in the letters of the vocabulary.
+            # Added tokens are spelled as plain text, not in the vocabulary's byte characters.
             is_special = added_tokens[index]["special"]
             table[index] = b"" if is_special else token.encode("utf-8")
         elif is_byte_level and all(letter in letters for letter in token):

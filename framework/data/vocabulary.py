@@ -1,4 +1,4 @@
-"""The text that a tokenizer is trained on, and how many ids it gives: a small text has fewer words than wanted."""
+"""Selects the text to train a tokenizer on, and counts the ids that it supports: a small text has too few words."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from framework.data.sources import ExampleSource, Leaf, TextSource, located
 from framework.data.tokenize import why_nothing
 from framework.data.tokenizers import trained_bpe
 
-# Letters that are cut into words at a time: the library returns a Python object for each word.
+# Characters to split into words at a time: the library returns a Python object for each word.
 _SLICE_LETTERS = 1 << 20
 
 
 def vocabulary_size(texts: Iterable[str], largest: int, eos_token: str) -> int:
-    """How many ids a BPE has that is trained on these texts, the separator included.
+    """Returns the number of ids of a BPE trained on these texts, including the separator.
 
     Merges never cross the words of the pre-tokenizer, and stop when each of them is one token. So each different word
-    of two bytes or more becomes an id of its own, and a text with as many of them as `largest` reaches it. Reading
-    stops there; only a text with fewer is trained on, to see how many ids it gives.
+    of two bytes or more becomes an id, and a text with at least `largest` of them reaches that size. Reading stops
+    there; only a text with fewer words is trained on, to find its number of ids.
 
     Args:
         texts: the texts that the tokenizer will be trained on.
-        largest: the size that is wanted, at least 257.
+        largest: the requested size, at least 257.
         eos_token: the special token of the BPE.
 
     Returns:
-        257 (the bytes and the separator) to `largest`.
+        A number from 257 (the bytes and the separator) to `largest`.
     """
     read_texts = []
     words: set[str] = set()
@@ -43,23 +43,23 @@ def vocabulary_size(texts: Iterable[str], largest: int, eos_token: str) -> int:
 
 
 def _words(text: str) -> Iterator[set[str]]:
-    """The different words of two bytes or more in a text, a slice of it at a time."""
+    """Yields the different words of two bytes or more in a text, one slice of it at a time."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    # As ByteLevelBPETokenizer has it; a letter stands for a byte.
+    # The same settings as ByteLevelBPETokenizer; each character represents a byte.
     pre_tokenizer = ByteLevel(add_prefix_space=False)
     for start in range(0, len(text), _SLICE_LETTERS):
         text_slice = text[start : start + _SLICE_LETTERS]
         pieces = pre_tokenizer.pre_tokenize_str(text_slice)
-        # The slice may have cut the first and the last word.
+        # The slice may have cut off the first and the last word.
         yield {word for word, _ in pieces[1:-1] if len(word) > 1}
 
 
 def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
-    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight.
+    """Yields the first documents of each text source, `budget` bytes in total, divided by weight.
 
     Raises:
-        ValueError: a source of examples has none.
+        ValueError: a source of examples has no documents.
     """
     text_sources: list[tuple[Leaf, TextSource]] = []
     for leaf in leaves:

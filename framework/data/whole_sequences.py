@@ -1,8 +1,8 @@
-"""Sequences that are scored as a whole: texts or conversations with a class, and pairs of which one was preferred.
+"""Sequences that are scored as a whole: texts or conversations with a class, and pairs with one preferred sequence.
 
-A score is read at the last token, which is therefore an input of the model: n tokens take n columns of a row, where n
-tokens of a text to predict take n - 1. A token file has, for each row of the data, the separator, the class where there
-is one, and the sequences, a mark between two of them; these special ids come after the tokenizer's own.
+A score is read at the last token, which is therefore an input of the model: n tokens take n columns of a row, whereas
+n tokens of language-modeling text take n - 1. For each row of the data, a token file has the separator, the class if
+there is one, and the sequences, with a mark between two of them; these special ids come after the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ Content = str | list[Message]
 
 
 class SequenceSource(ExampleSource):
-    """The base of sources of sequences that are scored.
+    """Base class of sources of sequences that are scored.
 
     Attributes:
         classes: names of the classes; None for pairs.
-        num_sequences: of a row of the data: 2 for pairs, the chosen one first.
-        append_eos: whether a text ends with the tokenizer's token that ends texts; a template says itself what a
-            conversation ends with.
-        pad_token_id: tokens of this id at the end of a sequence are left out: transformers reads the score at the last
-            token that is another.
-        template_variables: what a chat template may ask for.
+        num_sequences: number of sequences per row of the data: 2 for pairs, the chosen one first.
+        append_eos: append the tokenizer's end token to a text; a conversation ends as its template defines.
+        pad_token_id: tokens with this id at the end of a sequence are removed: transformers reads the score at the
+            last token with another id.
+        template_variables: variables passed to a chat template.
     """
 
     classes: list[str] | None = None
@@ -46,19 +45,19 @@ class SequenceSource(ExampleSource):
 
     @abc.abstractmethod
     def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """Yields (place, sequences, class) of each row of a file.
+        """Yields (location, sequences, class) for each row of a file.
 
         Raises:
-            ValueError: a row cannot be read. The message names file, row and field.
+            ValueError: a row cannot be read. The message names the file, row and field.
         """
 
     def read(self, file: DataFile) -> Iterator[str]:
-        """Yields each row as JSON: [place, sequences, class]."""
+        """Yields each row as JSON: [location, sequences, class]."""
         for place, contents, label in self.scored_rows(file):
             yield json.dumps([place, contents, label], ensure_ascii=False)
 
     def training_texts(self) -> Iterator[str]:
-        """Yields the texts; of conversations the messages' contents."""
+        """Yields the texts; for conversations, the contents of the messages."""
         for document in self.documents():
             _, contents, _ = json.loads(document)
             for content in contents:
@@ -69,7 +68,7 @@ class SequenceSource(ExampleSource):
         return SequenceCodec(tokenizer, self)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Any will do for texts; `SequenceCodec` refuses messages without a template, with file and row."""
+        """Accepts any tokenizer; `SequenceCodec` rejects messages without a template, naming the file and row."""
 
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> WholeSequences:
         rows = WholeSequences(stream, self, seq_len, seed)
@@ -85,7 +84,7 @@ class SequenceCodec(Tokenizer):
 
     Args:
         tokenizer: the config's tokenizer.
-        source: whose rows are encoded.
+        source: the source of the rows.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: SequenceSource):
@@ -97,14 +96,15 @@ class SequenceCodec(Tokenizer):
         self.vocab_size = self.eos_id + 1
         template = getattr(tokenizer, "chat_template", None)
         settings = [source.classes, source.append_eos, source.pad_token_id, source.template_variables]
-        # The number is the version of this encoding: another one makes other files in the cache.
+        # The number is the version of this encoding: increase it to invalidate cached files.
         self.digest = digest_of([1, tokenizer.digest, template, settings])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each row: its class, and its sequences.
 
         Raises:
-            ValueError: a conversation cannot be rendered, or a sequence has no tokens. The message names file and row.
+            ValueError: a conversation cannot be rendered, or a sequence has no tokens. The message names the file and
+                row.
         """
         encoded = []
         for text in texts:
@@ -120,7 +120,7 @@ class SequenceCodec(Tokenizer):
         return encoded
 
     def encode(self, content: Content) -> list[int]:
-        """Returns the tokenizer's ids of a text or a conversation, as the model scores it.
+        """Returns the tokenizer's ids of a text or a conversation, in the form that the model scores.
 
         Raises:
             ValueError: there is no chat template, it cannot render the conversation, or no token is left.
@@ -151,19 +151,19 @@ class SequenceCodec(Tokenizer):
 
 
 class WholeSequences(Examples):
-    """Rows of whole sequences, masked from each other; both of a pair are in one row.
+    """Rows of whole sequences, masked from each other; both sequences of a pair are in one row.
 
-    A sequence with a class is cut after S tokens, as transformers cuts one. A pair that has more than S tokens together
-    is left out: cut sequences would lose what they differ in.
+    A sequence with a class is truncated to S tokens, as in transformers. A pair that has more than S tokens in total
+    is skipped: truncation could remove the difference between its sequences.
 
     Args:
-        stream: of a SequenceCodec.
-        source: whose rows they are.
+        stream: a stream written by SequenceCodec.
+        source: the source of the rows.
         seq_len: S.
         seed: as for Examples.
 
     Attributes:
-        note: padding, and what was cut or left out.
+        note: the padding, and how many sequences were truncated or skipped.
     """
 
     def __init__(self, stream: TokenStream, source: SequenceSource, seq_len: int, seed: int | None):
@@ -177,7 +177,7 @@ class WholeSequences(Examples):
         stops = np.append(starts[1:] - 1, len(values))
         marks = np.flatnonzero(values == self._mark)
         num_marks = np.searchsorted(marks, stops) - np.searchsorted(marks, starts)
-        # What stands beside the tokens: the class, or the mark between the two.
+        # Exclude the values that are not tokens: the class, and the mark between the two sequences.
         num_tokens = stops - starts - num_marks - int(self._has_classes)
         is_long = num_tokens > seq_len
         are_pairs = source.num_sequences == 2
@@ -191,7 +191,7 @@ class WholeSequences(Examples):
         )
 
     def example(self, number: int) -> tuple[list[np.ndarray], int]:
-        """Returns (the token ids of each sequence of an example, its class; 0 where it has none)."""
+        """Returns (the token ids of each sequence of an example, its class; 0 if it has none)."""
         start, stop = self._spans[number].tolist()
         values = self._stream.read(start, stop).astype(np.int64)
         label = 0
@@ -205,9 +205,9 @@ class WholeSequences(Examples):
         return self.example(example)[0]
 
     def row(self, index: int) -> Batch:
-        """Returns arrays [S]: tokens, targets, weights, positions, segments, ends, and labels where there are classes.
+        """Returns arrays [S]: tokens, targets, weights, positions, segments, ends, and labels if there are classes.
 
-        Weights are 1 on every token. From num_rows on, the arrays are nothing but padding.
+        Weights are 1 on every token. Rows from num_rows on are padding only.
         """
         integers = ("tokens", "targets", "positions", "segments")
         floats = ("weights", "ends", *(["labels"] if self._has_classes else []))
@@ -233,7 +233,7 @@ class WholeSequences(Examples):
 
 
 def check_classes(sources: dict[str, Any]) -> None:
-    """Raises ValueError where sources of labelled sequences, by label, do not all have the same classes."""
+    """Raises ValueError if sources of labeled sequences, keyed by label, do not all have the same classes."""
     classes_by_label = {}
     for label, source in sources.items():
         if isinstance(source, SequenceSource):

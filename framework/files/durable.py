@@ -1,7 +1,7 @@
-"""Makes files survive a power cut: their content, and the names that lead to it, are on the disk when these return.
+"""Makes files survive a power failure: when these functions return, content and file names are on disk.
 
-A file's bytes and its name reach the disk separately. After a rename without the file's fsync, the new name may lead to
-0 bytes; without an fsync of the folder, the rename itself may be lost.
+A file's bytes and its name reach the disk separately. After a rename without an fsync of the file, the new name may
+refer to 0 bytes; without an fsync of the folder, the rename itself may be lost.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Put a file's content on the disk; of a folder, the names in it.
+    """Flush a file's content to disk; for a folder, the names in it.
 
     Raises:
         OSError: there is no such file, or the disk reports an error.
@@ -22,7 +22,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(folder: str | os.PathLike[str]) -> None:
-    """Put a folder with all files and folders in it on the disk; not the name of the folder itself."""
+    """Flush a folder and all files and folders in it to disk, except the name of the folder itself."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(os.path.join(parent, name))
@@ -30,9 +30,9 @@ def sync_tree(folder: str | os.PathLike[str]) -> None:
 
 
 def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Give a file or folder another name in its parent, replacing a file of that name.
+    """Rename a file or folder in its parent, replacing a file of that name.
 
-    All of its content is on the disk before the name, so a power cut leaves the old state or the new one.
+    Its content is flushed to disk before the name, so a power failure leaves either the old state or the new one.
     """
     if os.path.isdir(source):
         sync_tree(source)
@@ -43,7 +43,7 @@ def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> No
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder, and those above it, where they are not there."""
+    """Create a folder, and its missing parents."""
     path = Path(path)
     if path.is_dir():
         return

@@ -1,4 +1,4 @@
-"""Removes what a start that is refused has written into its workdir. Standard library only."""
+"""Removes the files that a refused start has written into its workdir. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
-# A start may write into these folders before it is refused, and these files beside them. Nothing
-# else is removed, as somebody may put files of their own there meanwhile.
+# A start may write into these folders before it is refused, and these files next to them. Nothing else is removed,
+# because users may put their own files there meanwhile.
 _FOLDERS = ("data", "health")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _PREFIXES = ("tokens-", ".tokens-", "hashes.json", ".hashes.json", "process-", ".process-")
 
 
 class Footprint:
-    """The state of a folder when this object is made.
+    """A record of the state of a folder at construction time.
 
     It records which of the paths that a start may write exist, and the contents of the small files.
     """
@@ -23,7 +23,7 @@ class Footprint:
     def __init__(self, folder: Path):
         self._folder = folder
         subfolders = [folder / name for name in _FOLDERS]
-        # The innermost first, as `remove_folders` removes them in this order.
+        # Innermost first, because `remove_folders` removes them in this order.
         candidates = [*subfolders, folder, *folder.parents]
         self._missing_folders = [path for path in candidates if not path.exists()]
         self._existing_paths = set(self._start_paths())
@@ -33,14 +33,14 @@ class Footprint:
                 self._saved_files[path] = (path.read_bytes(), path.stat())
 
     def undo(self) -> None:
-        """Puts the content of the folder back into that state.
+        """Restores the content of the folder to the recorded state.
 
         Raises OSError: a file cannot be removed or written.
         """
         for path in self._start_paths():
             if path in self._existing_paths:
                 continue
-            # A link to a folder is removed itself, and what it leads to stays.
+            # For a link to a folder, remove the link and keep its target.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -51,14 +51,14 @@ class Footprint:
                 os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def remove_folders(self) -> None:
-        """Removes the folders that were made since, if nothing is in them."""
+        """Removes the folders that were created since then, if they are empty."""
         for path in self._missing_folders:
-            # One that is not empty has somebody else's files in it; or it was never made.
+            # A non-empty folder contains files that this run did not write; or the folder was never created.
             with contextlib.suppress(OSError):
                 path.rmdir()
 
     def _start_paths(self) -> list[Path]:
-        """Returns the paths, of all that a start may write, that exist now."""
+        """Returns the existing paths among those that a start may write."""
         paths = []
         for name in _FILES:
             path = self._folder / name

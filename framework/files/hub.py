@@ -1,7 +1,7 @@
-"""Files of the Hugging Face Hub: from its cache on this machine, else by the library `huggingface_hub`.
+"""Files of the Hugging Face Hub: from its cache on this machine, else downloaded with the library `huggingface_hub`.
 
-A branch means the commit that the cache has for it, so that a run which starts again reads what it began with, and
-without a network. `hf download` moves the cache on to the branch's newest commit.
+A branch means the commit that the cache has for it, so that a restarted run reads the same files as before, even
+without a network. `hf download` updates the cache to the branch's newest commit.
 """
 
 from __future__ import annotations
@@ -23,34 +23,39 @@ _SMALLEST = (".gitattributes",)
 _OLDEST_LIBRARY = 2
 # A name that no repository has.
 _UNKNOWN = ".plimsoll-lists-the-files"
-# Why the Hub could not be reached, by its address: it is not tried again for each file.
+# The reason why the Hub could not be reached, by address: the request is not repeated for each file.
 _unreachable: dict[str, str] = {}
 
 
 class Fetched(NamedTuple):
-    """What the cache holds after the Hub was asked, and why the Hub could not be asked: empty if it needed not be."""
+    """The result of a fetch.
+
+    Attributes:
+        snapshot: the cached files after the fetch.
+        why_not: the reason why the Hub could not be reached; empty if it was reached, or was not needed.
+    """
 
     snapshot: Snapshot
     why_not: str
 
 
 def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
-    """Brings the files that match into the cache, unless they are there.
+    """Downloads the files that match into the cache, unless they are there.
 
     Args:
         repo: the repository.
-        patterns: names of files, or globs in which `*` matches `/` too.
+        patterns: file names, or globs in which `*` also matches `/`.
 
     Raises:
         FileNotFoundError: neither the cache nor the Hub has the repository at that revision.
         PermissionError: it is gated.
-        ValueError: the files are larger than the disk has room for.
+        ValueError: the files are larger than the free disk space.
     """
     before = cached(repo)
     if before is not None and before.is_known_complete(patterns):
         return Fetched(before, "")
     why_not = obstacle()
-    # Once a commit is known it is the one that is asked for: its branch may move.
+    # Once a commit is known, use it for all further requests: its branch may move.
     wanted = repo if before is None else before.repo
     if not why_not and (before is None or before.sizes is None):
         why_not = _download(wanted, _SMALLEST)
@@ -66,7 +71,7 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
 
 
 def advice(repo: HubRepo, why_not: str) -> str:
-    """Returns why a repository cannot be downloaded, and the command that does so elsewhere."""
+    """Returns the reason why a repository cannot be downloaded, and the command to do so elsewhere."""
     kind = " --repo-type=dataset" if repo.kind == "dataset" else ""
     revision = "" if repo.revision == "main" else f" --revision={repo.revision}"
     command = f"hf download {repo.name}{kind}{revision}"
@@ -74,7 +79,7 @@ def advice(repo: HubRepo, why_not: str) -> str:
 
 
 def require(fetched: Fetched, names: Iterable[str]) -> None:
-    """Raises FileNotFoundError where a file is not in the cache; the message says whether the Hub has it."""
+    """Raises FileNotFoundError if a file is not in the cache; the message tells whether the Hub has it."""
     snapshot, why_not = fetched
     missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
     if not missing:
@@ -89,9 +94,9 @@ def require(fetched: Fetched, names: Iterable[str]) -> None:
 
 
 def local_paths(paths: Iterable[str]) -> list[str]:
-    """Returns paths on this machine: of URLs of the Hub those in the cache, other paths as they are.
+    """Returns paths on this machine: for Hub URLs, those in the cache; other paths are unchanged.
 
-    All files of a repository are downloaded side by side. A glob of a URL becomes a glob of the cache.
+    All files of a repository are downloaded in parallel. A glob in a URL becomes a glob in the cache.
 
     Raises:
         FileNotFoundError, PermissionError, ValueError: as `fetch` and `require`.
@@ -112,7 +117,7 @@ def local_paths(paths: Iterable[str]) -> list[str]:
 
 
 def obstacle() -> str:
-    """Why the Hub cannot be asked; empty if it can."""
+    """Returns the reason why the Hub cannot be reached; empty if it can."""
     if is_offline():
         return "HF_HUB_OFFLINE is set"
     try:
@@ -131,18 +136,18 @@ def _endpoint() -> str:
 
 
 def _complete(snapshot: Snapshot, patterns: Sequence[str]) -> str:
-    """Downloads what a snapshot lacks of the files that match. Returns and raises as `_download`."""
+    """Downloads the matching files that a snapshot lacks. Returns and raises as `_download`."""
     missing = snapshot.missing(patterns)
     if not missing:
         return ""
     sizes = snapshot.sizes or {}
     _announce(snapshot.repo, missing, sum(sizes.get(name, 0) for name in missing))
-    # The library takes names for globs.
+    # The library interprets names as globs.
     return _download(snapshot.repo, [glob.escape(name) for name in missing])
 
 
 def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
-    """Says what will be downloaded. Raises ValueError: the disk has less room."""
+    """Prints the pending download. Raises ValueError if the disk has less free space."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
@@ -157,7 +162,7 @@ def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
 
 
 def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
-    """Downloads the files that match into the cache. Returns why the Hub could not be reached; empty if it could.
+    """Downloads matching files into the cache. Returns the reason why the Hub could not be reached; empty if it could.
 
     Raises FileNotFoundError, PermissionError: the Hub has no such repository, or it is gated.
     """
@@ -175,7 +180,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
             cache_dir=cache_folder(),
             allow_patterns=list(patterns),
         )
-    # A gated repository is, for the library, one that was not found, so this comes first.
+    # In the library, GatedRepoError is a subclass of RepositoryNotFoundError, so this comes first.
     except GatedRepoError as error:
         raise PermissionError(
             f"{repo} is gated: ask for access at {page}, then `hf auth login` or set HF_TOKEN"
@@ -186,10 +191,10 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"{page} has no revision {repo.revision!r}") from error
     except Exception as error:
-        # A full disk is no matter of the network.
+        # A full disk is not a network problem.
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             raise
-        # The library, and those that it uses, have exceptions without a common base class.
+        # The library and its dependencies raise exceptions without a common base class.
         cause = error.__cause__ or error
         first_line = str(cause).strip().partition("\n")[0]
         reason = f"{_endpoint()} cannot be reached ({type(cause).__name__}: {first_line[:200]})"
@@ -199,7 +204,6 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
 
 
 def listed(repo: HubRepo) -> Fetched:
-    """Returns the snapshot of a repository with its README.md, and with the list of its files, as far as that can be
-    had. Raises as `fetch`."""
-    # Without a list, the second file is not known to be there or not, so the list is fetched.
+    """Returns a repository's snapshot with its README.md, and with its file list if available. Raises as `fetch`."""
+    # Without a file list, it is unknown whether the second file exists, so the list is downloaded.
     return fetch(repo, ["README.md", _UNKNOWN])

@@ -1,9 +1,9 @@
-"""The Hub's cache on this machine, as huggingface_hub lays it out; read without that library and without a network.
+"""The Hub's cache on this machine, in huggingface_hub's layout; read without that library and without a network.
 
-    models--ORG--NAME/refs/main                      the commit that a branch was at when it was last asked for
+    models--ORG--NAME/refs/main                      the commit that a branch pointed to when last requested
     models--ORG--NAME/snapshots/COMMIT/config.json   the files that were downloaded
-    models--ORG--NAME/trees/COMMIT.json              the names and sizes of all files that the commit has
-    models--ORG--NAME/.no_exist/COMMIT/NAME          a file that was asked for, and that the commit does not have
+    models--ORG--NAME/trees/COMMIT.json              the names and sizes of all files of the commit
+    models--ORG--NAME/.no_exist/COMMIT/NAME          a file that was requested, but does not exist in the commit
 
 Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `_tree_cache.py`.
 """
@@ -25,7 +25,7 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the cache, by the variables of the environment that huggingface_hub reads."""
+    """Returns the cache folder, from the environment variables that huggingface_hub reads."""
     user_cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", os.path.join(user_cache, "huggingface"))
     former = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
@@ -34,20 +34,20 @@ def cache_folder() -> Path:
 
 
 def is_offline() -> bool:
-    """Tells whether the environment forbids requests to the Hub."""
+    """Returns whether the environment forbids requests to the Hub."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in _TRUE
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the cache holds of a commit.
+    """The cached files of a commit.
 
     Attributes:
         repo: the repository, at the commit.
-        folder: where its files are; it may hold only some of them.
-        sizes: bytes of all files that the commit has, by name; None where the cache has no list of them.
-        absent: names of files that the commit is known not to have.
+        folder: folder of its files; it may contain only some of them.
+        sizes: sizes in bytes of all files of the commit, by name; None if the cache has no list of them.
+        absent: names of files that are known not to exist in the commit.
     """
 
     repo: HubRepo
@@ -56,17 +56,19 @@ class Snapshot:
     absent: frozenset[str]
 
     def has(self, name: str) -> bool:
-        """Tells whether a file is in the cache; a link whose content was deleted is not."""
+        """Returns whether a file is in the cache; a link whose content was deleted does not count."""
         return (self.folder / name).is_file()
 
     def names(self, patterns: Iterable[str]) -> list[str]:
-        """Returns the names that match, sorted: of all files of the commit, or else of those in the cache."""
+        """Returns the names that match, sorted: from all files of the commit if known, else from those in the cache."""
         names = self._cached_names() if self.sizes is None else list(self.sizes)
         return matching(names, patterns)
 
     def missing(self, patterns: Iterable[str]) -> list[str]:
-        """Returns the files that match and are not in the cache, as far as is known: without a list of the commit's
-        files, a pattern without a wildcard stands for a file that the commit may have."""
+        """Returns the matching files that are not in the cache, as far as is known.
+
+        Without a list of the commit's files, a pattern without a wildcard counts as a file that the commit may have.
+        """
         patterns = list(patterns)
         if self.sizes is not None:
             expected = matching(self.sizes, patterns)
@@ -75,7 +77,7 @@ class Snapshot:
         return [name for name in expected if not self.has(name)]
 
     def is_known_complete(self, patterns: Iterable[str]) -> bool:
-        """Tells whether the cache surely holds every file of the commit that matches."""
+        """Returns whether the cache is known to contain every matching file of the commit."""
         return not self.missing(patterns)
 
     def _cached_names(self) -> list[str]:
@@ -86,12 +88,12 @@ class Snapshot:
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Returns the names that equal a pattern or match it as a glob, sorted."""
     patterns = list(patterns)
-    # A file's own name may hold the letters of a glob.
+    # A file's own name may contain glob characters.
     return sorted(name for name in names if any(name == one or fnmatchcase(name, one) for one in patterns))
 
 
 def cached(repo: HubRepo) -> Snapshot | None:
-    """Returns what the cache holds of a repository at its revision; None where it has never seen that revision."""
+    """Returns the cached snapshot of a repository at its revision; None if the cache does not know that revision."""
     storage = cache_folder() / f"{repo.kind}s--{repo.name.replace('/', '--')}"
     commit = repo.revision
     if not repo.is_pinned:
@@ -109,7 +111,7 @@ def cached(repo: HubRepo) -> Snapshot | None:
 
 
 def _tree(file: Path) -> dict[str, int] | None:
-    """Reads the list of a commit's files; None where there is none, or one that cannot be understood."""
+    """Reads the list of a commit's files; None if there is none, or it has an unknown format."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         tree = parse_json(file.read_text())
         if tree["format_version"] == _TREE_FORMAT:

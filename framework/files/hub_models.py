@@ -1,6 +1,6 @@
-"""Published models: a folder on this machine, or a repository of the Hub, of which only what is needed is downloaded.
+"""Published models: a local folder, or a Hub repository, from which only the required files are downloaded.
 
-A config keeps a repository as hf://ORG/NAME@COMMIT, so that it means the same files for ever, on any machine.
+A config stores a repository as hf://ORG/NAME@COMMIT, so that it always means the same files, on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from framework.files import hub
 from framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
 from framework.files.texts import parse_json
 
-# All that is read of a model but its weights.
+# All files of a model that are read, except its weights.
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -27,14 +27,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def pinned(text: str) -> str:
-    """Returns the place of a published model as configs keep it: the path of a folder, or hf://ORG/NAME@COMMIT.
+    """Returns the location of a published model as configs store it: the path of a folder, or hf://ORG/NAME@COMMIT.
 
     Args:
-        text: a folder, ORG/NAME, ORG/NAME@REVISION, or what this function has returned. A folder goes first.
+        text: a folder, ORG/NAME, ORG/NAME@REVISION, or a result of this function. A folder takes precedence.
 
     Raises:
         FileNotFoundError, PermissionError: there is no such folder, and no such model in the Hub or its cache.
-        ValueError: the text is no name of the Hub.
+        ValueError: the text is not a valid Hub name.
     """
     if is_hub_url(text):
         repo = _model_repo(text)
@@ -47,7 +47,8 @@ def pinned(text: str) -> str:
         repo = named
     try:
         fetched = hub.fetch(repo, SMALL_FILES)
-        # Files that the commit is known to have decide too: a model without its tokenizer_config.json is another one.
+        # Require every file that the commit is known to have: a model without its tokenizer_config.json is a
+        # different one.
         known_names = [] if fetched.snapshot.sizes is None else fetched.snapshot.names(SMALL_FILES)
         hub.require(fetched, ["config.json", *known_names])
     except FileNotFoundError as error:
@@ -69,18 +70,18 @@ def folder(place: str | Path) -> Path:
 
 
 def folder_with_weights(place: str | Path) -> Path:
-    """Returns the folder with the weights of a model, which are downloaded if need be.
+    """Returns the folder with the weights of a model, which are downloaded if necessary.
 
     Raises:
         FileNotFoundError, PermissionError: as `pinned`, or the model has no safetensors.
-        ValueError: the disk has no room for them.
+        ValueError: there is not enough disk space for them.
     """
     if not is_hub_url(str(place)):
         return Path(place).expanduser()
     repo = _model_repo(str(place))
     fetched = hub.fetch(repo, [*SMALL_FILES, INDEX])
     snapshot = fetched.snapshot
-    # As transformers: a single file goes before an index of shards.
+    # As in transformers, a single file takes precedence over an index of shards.
     has_single = snapshot.has(WEIGHTS) or (snapshot.sizes is not None and WEIGHTS in snapshot.sizes)
     names = [WEIGHTS]
     if not has_single and snapshot.has(INDEX):
@@ -91,15 +92,15 @@ def folder_with_weights(place: str | Path) -> Path:
 
 
 def has_weights(place: str | Path) -> bool:
-    """Tells whether weights of a model are on this machine."""
+    """Returns whether weights of a model are on this machine."""
     return any(folder(place).glob("*.safetensors"))
 
 
 def first_dtype(place: str) -> str:
-    """Returns safetensors' name of the dtype of a repository's first tensor, of which only a header is downloaded.
+    """Returns safetensors' name of the dtype of a repository's first tensor; only a header is downloaded.
 
     Raises:
-        FileNotFoundError: the Hub cannot be asked.
+        FileNotFoundError: the Hub cannot be reached.
     """
     fetched = hub.fetch(_model_repo(place), SMALL_FILES)
     snapshot = fetched.snapshot
@@ -121,7 +122,7 @@ def first_dtype(place: str) -> str:
 
 
 def base_of_adapter(place: str) -> dict[str, Any]:
-    """Returns the fields of an adapter_config.json that name the model which the adapter belongs to."""
+    """Returns the fields of an adapter_config.json that identify the adapter's base model."""
     if not is_hub_url(place):
         return {"base_model_name_or_path": place}
     repo = _model_repo(place)
@@ -129,12 +130,12 @@ def base_of_adapter(place: str) -> dict[str, Any]:
 
 
 def note(place: str) -> list[str]:
-    """Returns a line that says which commit is meant and where its files are; none for a folder."""
+    """Returns a line with the resolved commit and the location of its files; empty for a folder."""
     if not is_hub_url(place):
         return []
     snapshot = hub.fetch(_model_repo(place), SMALL_FILES).snapshot
     line = f"hub: {snapshot.repo.name} at commit {snapshot.repo.revision[:12]}, in {snapshot.folder}"
-    # Of a cache without a list of the commit's files, it cannot be told whether others are missing.
+    # If the cache has no list of the commit's files, it is unknown whether others are missing.
     unknown_names = snapshot.missing(SMALL_FILES)
     if unknown_names:
         line += f"; taken as not there, as the cache does not tell: {', '.join(unknown_names)}"
@@ -149,7 +150,7 @@ def _model_repo(url: str) -> HubRepo:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """{name of a tensor: the file that has it}, as an index of shards says. Raises ValueError where it is none."""
+    """Returns {tensor name: its file} from an index of shards. Raises ValueError if the index is invalid."""
     try:
         files = parse_json(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""Names of repositories of the Hugging Face Hub, and the URLs by which configs keep them.
+"""Names of Hugging Face Hub repositories, and the URLs with which configs store them.
 
-hf://ORG/NAME@REVISION/PATH is a file of a model's repository, hf://datasets/ORG/NAME@REVISION/PATH one of a data set's.
+hf://ORG/NAME@REVISION/PATH is a file of a model repository, hf://datasets/ORG/NAME@REVISION/PATH one of a dataset.
 They are the URLs of huggingface_hub's HfFileSystem.
 """
 
@@ -13,11 +13,11 @@ from urllib.parse import quote, unquote
 
 PREFIX = "hf://"
 _NAME = r"\w[\w.-]*/\w[\w.-]*"
-# The Hub's own branches have slashes in their names; those of other branches are written as %2F.
+# The Hub's own branches have slashes in their names; slashes in other branch names are encoded as %2F.
 _REVISION = r"refs/(?:convert|pr)/[\w.-]+|[^/@]+"
 _ID = re.compile(rf"(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?")
 _URL = re.compile(rf"hf://(?P<kind>datasets/|models/)?(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?(/(?P<path>.*))?")
-# Kinds of repositories, which are no organizations.
+# Repository kinds, which cannot be organization names.
 _RESERVED = ("models", "datasets", "spaces", "buckets", "kernels")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -27,9 +27,9 @@ class HubRepo:
     """A repository at a revision.
 
     Attributes:
-        kind: what is in it.
+        kind: "model" or "dataset".
         name: ORG/NAME.
-        revision: a branch, a tag or a commit's hash.
+        revision: a branch, a tag or a commit hash.
     """
 
     kind: Literal["model", "dataset"]
@@ -38,7 +38,7 @@ class HubRepo:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, whose files never change."""
+        """True if the revision is a commit, whose files never change."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     def at(self, revision: str) -> HubRepo:
@@ -64,15 +64,15 @@ class HubPath(NamedTuple):
 
 
 def is_hub_url(path: str) -> bool:
-    """Tells whether a path is a URL of the Hub."""
+    """Returns whether a path is a Hub URL."""
     return path.startswith(PREFIX)
 
 
 def parse_url(url: str) -> HubPath:
-    """Reads hf://[datasets/]ORG/NAME[@REVISION][/PATH].
+    """Parses hf://[datasets/]ORG/NAME[@REVISION][/PATH].
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: the URL does not have this form.
     """
     match = _URL.fullmatch(url)
     if match is None:
@@ -85,10 +85,10 @@ def parse_url(url: str) -> HubPath:
 
 
 def model_named(text: str) -> HubRepo | None:
-    """Reads ORG/NAME or ORG/NAME@REVISION, the id of a model; None where a text is no id.
+    """Parses ORG/NAME or ORG/NAME@REVISION, the id of a model; None if the text is not an id.
 
     Raises:
-        ValueError: the id is one that the Hub cannot have.
+        ValueError: the Hub cannot have such an id.
     """
     match = _ID.fullmatch(text)
     if match is None:
@@ -108,6 +108,6 @@ def _repo(text: str, kind: Literal["model", "dataset"], name: str, revision: str
 
 
 def _refuse_climbing(text: str, path: str) -> None:
-    """Raises ValueError: the path would lead out of the folder that it is looked up in."""
+    """Raises ValueError if the path would lead out of the folder in which it is resolved."""
     if ".." in path.split("/") or path.startswith("/"):
         raise ValueError(f"{text}: {path!r} leads out of the repository")

@@ -1,9 +1,9 @@
-"""Object stores: what a URL names, and the `Mirror` by which a run works there.
+"""Object stores: connects to URLs, and provides the `Mirror` that runs use to work there.
 
-An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir
-is a URL writes its small files into a local folder of its own, and a Mirror carries what changed
-to the URL; checkpoints go there directly (framework/checkpoint/objects.py). The lock is an object
-that is created only if there is none, and refreshed: a lease.
+An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir is a URL writes
+its small files into its own local folder, and a Mirror copies changes to the URL; checkpoints are written there
+directly (framework/checkpoint/objects.py). The lock is an object that is created only if there is none, and
+refreshed: a lease.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from absl import logging
 
 from framework.files.texts import parse_json
 
-# Seconds between two uploads, and between two refreshments of the lock.
+# Seconds between two uploads, and between two refreshes of the lock.
 INTERVAL = 20.0
-# Seconds. A lock that was not refreshed for so long belongs to nobody.
+# Seconds after which a lock that was not refreshed counts as abandoned.
 LEASE = 60.0
 OWNER = "process {pid} on host {host}, since {since} ({command})"
-# Names in a workdir that begin so are not downloaded: a run does not read them from its folder.
+# Names in a workdir with these prefixes are not downloaded: a run does not read them from its folder.
 _NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")
-# Process numbers count only within their namespace: containers may share a host's name.
+# Process numbers are unique only within their namespace: containers may share a host's name.
 _NAMESPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))
-# Filesystems of fsspec around another one. They keep copies where the URL says, or interpret
-# templates in a file.
+# fsspec filesystems that wrap another one. They keep copies at a location given by the URL, or interpret templates in a
+# file.
 _WRAPPERS = ("simplecache", "filecache", "blockcache", "cached", "reference")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# A user's name and password before "@", and values of a query that sign or authorize it.
+# A user name and password before "@", and query values that sign or authorize a URL.
 _SECRET = re.compile(
     r"(?<=://)[^/\s]*@"
     r"|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*",
@@ -48,23 +48,22 @@ _SECRET = re.compile(
 
 
 def is_url(path: Any) -> bool:
-    """Tells whether a path is a URL and not a local path."""
+    """Returns whether a path is a URL rather than a local path."""
     return "://" in os.fspath(path)
 
 
 def without_secrets(text: str) -> str:
-    """Returns the text, with what looks like credentials in its URLs cut out."""
+    """Returns the text, with anything that looks like credentials in its URLs removed."""
     return _SECRET.sub("...@", text)
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """Returns the fsspec filesystem of a URL, and the path there; no request is made.
+    """Returns the fsspec filesystem of a URL, and the path in it; no request is made.
 
-    Listings are not cached, as other processes write too.
+    Listings are not cached, because other processes write too.
 
     Raises:
-        ValueError: there are credentials in the URL, its protocol is unknown or wraps another, or a
-            package is missing.
+        ValueError: the URL contains credentials, its protocol is unknown or wraps another, or a package is missing.
     """
     from fsspec.config import conf
     from fsspec.core import url_to_fs
@@ -75,14 +74,14 @@ def connect(url: str) -> tuple[Any, str]:
             f"{shown}: credentials in a URL are refused, as logs and configs would keep them; "
             "use the store's own environment variables or files"
         )
-    # fsspec chains filesystems by "::", and a wrapper may come without a URL behind it.
+    # fsspec chains filesystems by "::", and a wrapper may come without a URL after it.
     links = url.split("::") if is_url(url) or "::" in url else []
     for link in links:
         protocol = link.partition("://")[0]
         if protocol in _WRAPPERS:
             raise ValueError(f"{url}: {protocol} is refused; give the URL of the file itself")
-    # In fsspec's own configuration, so that etils and pyarrow, which ask fsspec themselves, have no
-    # cached listings either.
+    # Set in fsspec's own configuration, so that etils and pyarrow, which use fsspec themselves, have no cached listings
+    # either.
     for protocol in _EXTRAS:
         options = conf.setdefault(protocol, {})
         options.setdefault("use_listings_cache", False)
@@ -98,7 +97,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turns whatever a store's package raises into an error of one line that names the URL.
+    """Turns any error of a store's package into a one-line error that names the URL.
 
     It is FileNotFoundError, PermissionError, or ValueError (no credentials, no connection, ...).
     """
@@ -118,10 +117,10 @@ def explained(url: str) -> Iterator[None]:
 
 
 class Mirror:
-    """Carries the files of a local folder to a URL, and downloads those that a run reads again.
+    """Uploads the files of a local folder to a URL, and downloads those that a run reads again.
 
-    The folder, `self.folder`, is made here. Every process of a run has a Mirror, for the files that
-    it writes itself. Raises what `connect` does.
+    The folder, `self.folder`, is created here. Every process of a run has a Mirror, for the files that it writes
+    itself. Raises the errors of `connect`.
 
     Args:
         url: the workdir's URL, gs:// or s3://.
@@ -134,12 +133,12 @@ class Mirror:
         self.folder = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         # Size and modification time, by name, of the files that are the same on both sides.
         self._carried: dict[str, tuple[int, int]] = {}
-        # Names of the files that were at the URL before anything was carried there.
+        # Names of the files that were at the URL before anything was uploaded.
         self._fetched: set[str] = set()
         self._lock = f"{self.root}/lock.json"
-        # The content of the lock while this process has it; empty in the other processes of a run.
+        # The content of the lock while this process holds it; empty in the other processes of a run.
         self._held = b""
-        # Whether another job has replaced the lock.
+        # True if another job has replaced the lock.
         self._lost = False
         # Uploads come from a thread and from the training loop, one at a time.
         self._turn = threading.Lock()
@@ -160,12 +159,12 @@ class Mirror:
                     self._download(remote_path)
 
     def _name(self, remote_path: str) -> str:
-        """Returns the name, relative to the workdir, of an object there."""
+        """Returns the name of an object, relative to the workdir."""
         return remote_path[len(self.root) + 1 :]
 
     def _download(self, remote_path: str) -> None:
         name = self._name(remote_path)
-        # A file that was carried before may have changed here since.
+        # A file that is already in sync may have changed locally since.
         if name in self._carried:
             return
         local_path = self.folder / name
@@ -175,12 +174,12 @@ class Mirror:
         self._fetched.add(name)
 
     def withdraw(self) -> None:
-        """Removes from the URL the uploaded files that are not in the folder any more.
+        """Deletes the uploaded files from the URL that are no longer in the folder.
 
         Files that were there before stay. Raises as `explained`.
         """
         with explained(self.url), self._turn:
-            # A copy, as names are deleted on the way.
+            # Iterate over a copy, because the loop deletes names.
             for name in [*self._carried]:
                 if name in self._fetched or (self.folder / name).exists():
                     continue
@@ -189,7 +188,7 @@ class Mirror:
                 del self._carried[name]
 
     def upload(self) -> None:
-        """Uploads what has changed.
+        """Uploads the files that have changed.
 
         Raises as `explained`; ValueError: another job has the lock now.
         """
@@ -200,18 +199,17 @@ class Mirror:
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
                 is_hidden = any(part.startswith(".") for part in name.split("/"))
-                # Such files are being written, and will be renamed.
+                # Such files are still being written, and will be renamed.
                 if path.name.endswith(".tmp") or is_hidden:
                     continue
-                # A file may be renamed or removed between the listing and here.
+                # A file may be renamed or removed after the listing.
                 with contextlib.suppress(FileNotFoundError):
                     self._upload_file(path, name)
 
     def _upload_file(self, path: Path, name: str) -> None:
         if not path.is_file():
             return
-        # The state before the upload: what is written meanwhile makes the next upload take it
-        # again.
+        # Get the state before the upload, so that a change in between makes the next upload copy the file again.
         state = _state(path)
         if state != self._carried.get(name):
             self.fs.put_file(str(path), f"{self.root}/{name}")
@@ -220,11 +218,11 @@ class Mirror:
     def start(self) -> None:
         """Starts to upload, and to refresh the lock, in the background.
 
-        A failure is logged once, and tried again.
+        A failure is logged once, and retried.
         """
         if self._threads:
             return
-        # In threads of their own: an upload of many files must not make the lock look abandoned.
+        # Separate threads: an upload of many files must not make the lock look abandoned.
         actions = [self.upload, self._refresh] if self._held else [self.upload]
         for action in actions:
             thread = threading.Thread(target=self._repeat, args=(action,), daemon=True)
@@ -243,7 +241,7 @@ class Mirror:
                 is_reported = True
 
     def close(self) -> None:
-        """Uploads for the last time, then removes the lock and the local folder.
+        """Uploads one last time, then removes the lock and the local folder.
 
         Raises OSError: the upload failed; the error names the folder, which stays.
         """
@@ -260,7 +258,7 @@ class Mirror:
             place = f"The last files of this run are in {self.folder}"
             raise OSError(f"--workdir: {error}. {place}") from error
         finally:
-            # A lock that cannot be removed ends by itself, as a lease.
+            # A lock that cannot be removed expires by itself, as a lease.
             with contextlib.suppress(Exception):
                 if self._held and self.fs.cat_file(self._lock) == self._held:
                     self.fs.rm_file(self._lock)
@@ -269,15 +267,14 @@ class Mirror:
     # --- the lock ---
 
     def claim(self, owner: dict[str, Any]) -> str | None:
-        """Creates the lock, and returns a message on whose lock was taken over, if any.
+        """Creates the lock, and returns a message about the owner of a lock that was taken over, if any.
 
-        Where there is a lock, it is watched for up to LEASE seconds: its owner may still refresh
-        it.
+        An existing lock is watched for up to LEASE seconds: its owner may still refresh it.
 
         Raises:
-            ValueError: another job works there; and as `explained`.
+            ValueError: another job is working there; and as `explained`.
         """
-        # The token makes the content differ from that of any other claim, for the check below.
+        # The token makes the content unique to this claim, for the check below.
         owner = {**owner, "pid_namespace": _NAMESPACE, "token": uuid.uuid4().hex}
         claimed_text = (json.dumps(owner, indent=2) + "\n").encode()
         message = None
@@ -291,7 +288,7 @@ class Mirror:
                     with contextlib.suppress(FileNotFoundError):
                         message = self._wait_for_end()
                         self.fs.rm_file(self._lock)
-            # Another job may have seen the same lock end, and replace this one.
+            # Another job may have seen the same lock expire, and may replace this one.
             if message:
                 time.sleep(min(2.0, INTERVAL / 4))
             lock_text = self.fs.cat_file(self._lock)
@@ -301,14 +298,14 @@ class Mirror:
         return message
 
     def _wait_for_end(self) -> str:
-        """Waits until the lock has ended, and returns a message on whose lock it was.
+        """Waits until the lock has expired, and returns a message about its owner.
 
         Raises ValueError: its owner has refreshed it.
         """
         body = self.fs.cat_file(self._lock)
         owner: dict[str, Any] = {}
         owner_words = "a job that cannot be told from it"
-        # Whatever stands in the object, it is a lock.
+        # Whatever the object contains, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             stored_owner = parse_json(body)
             owner_words = OWNER.format_map(stored_owner)
@@ -316,8 +313,8 @@ class Mirror:
         message = f"took over {self.url}: its lock was left behind by {owner_words}"
         if _has_ended(owner):
             return f"{message}, which has ended"
-        # The lock's age goes by the store's clock alone, which may differ from this machine's: the
-        # time now is that of an object which is made for this.
+        # The lock's age is measured only by the store's clock, which may differ from this machine's: the current time
+        # is that of an object created for this purpose.
         probe = f"{self._lock}.{uuid.uuid4().hex[:8]}"
         self.fs.pipe_file(probe, b"")
         start = time.monotonic()
@@ -338,15 +335,15 @@ class Mirror:
         with explained(self.url):
             self._lost = self.fs.cat_file(self._lock) != self._held
             if not self._lost:
-                # The content stays; other jobs look at the time of modification.
+                # The content stays; other jobs check the modification time.
                 self.fs.pipe_file(self._lock, self._held)
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:
-    """Tells whether the owner of a lock was a process of this machine that has ended."""
+    """Returns whether the owner of a lock was a process on this machine that has ended."""
     if owner.get("host") != socket.gethostname() or owner.get("pid_namespace") != _NAMESPACE:
         return False
-    # Signal 0 only asks whether there is such a process.
+    # Signal 0 only checks whether the process exists.
     try:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:

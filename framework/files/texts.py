@@ -1,4 +1,4 @@
-"""Texts and JSON that are read from files, whole and to the byte."""
+"""Reads whole texts and JSON from files, without changing a byte."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Any
 
 
 def read_text(path: str | Path, *, may_be_empty: bool = False) -> str:
-    """A file's text, to the byte. Raises ValueError where it is empty (unless it may be) or not UTF-8,
-    FileNotFoundError if it is not there."""
+    """Returns a file's text, byte for byte. Raises ValueError if it is empty (unless allowed) or not UTF-8,
+    FileNotFoundError if it does not exist.
+    """
     try:
         text = Path(path).expanduser().read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -18,7 +19,7 @@ def read_text(path: str | Path, *, may_be_empty: bool = False) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """What a JSON text says; `options` are those of json.loads.
+    """Parses a JSON text; `options` are those of json.loads.
 
     Raises:
         ValueError: it is not JSON, or nested more deeply than Python can read.

@@ -1,6 +1,6 @@
 """The working directory of a run: its layout, its lock, safe names, atomic JSON files.
 
-Nothing here starts JAX.
+Nothing here initializes JAX.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ from framework.files.texts import parse_json
 from framework.terminal import interrupts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
-# gs:// or s3://, a bucket, and at least one folder; none of them is "." or "..", which a store
-# would take for a name.
+# gs:// or s3://, a bucket, and at least one folder; none of them is "." or "..", which a store would treat as a name.
 _RUN_URL = re.compile(r"(gs|s3)://[^/]+(/(?!\.\.?(/|$))[^/]+)+/?")
 
 
 class _Claim(NamedTuple):
-    """The directory's lock while this process has it."""
+    """The directory's lock while this process holds it."""
 
-    descriptor: int  # of the open directory, whose flock it holds; -1 where the workdir is a URL
-    process: int  # the process that claimed, as a fork inherits the object and not the lock
-    text: str  # the content of lock.json; empty where the workdir is a URL
+    descriptor: int  # descriptor of the open directory, which holds the flock; -1 if the workdir is a URL
+    process: int  # the process that claimed it, because a fork inherits the object but not the lock
+    text: str  # the content of lock.json; empty if the workdir is a URL
 
 
 class Workdir:
     """A run's directory. It belongs to one job at a time.
 
-    `claim`, or `with`, claims the directory, and makes it if it is not there. Where `path` is a URL
-    (gs://, s3://), `self.path` is a local folder of this process, carried there by a Mirror.
+    `claim`, or `with`, claims the directory, and creates it if necessary. If `path` is a URL (gs://, s3://),
+    `self.path` is a local folder of this process, which a Mirror copies to the URL.
 
     Args:
         path: a local path, or gs://BUCKET/RUN, or s3://BUCKET/RUN.
 
     Raises:
-        NotADirectoryError: something else is at `path`.
-        PermissionError: the directory cannot be made or written.
+        NotADirectoryError: `path` is not a directory.
+        PermissionError: the directory cannot be created or written.
         ValueError: the URL cannot be used.
     """
 
@@ -65,7 +64,7 @@ class Workdir:
         if is_url(path):
             self.mirror = Mirror(os.fspath(path).rstrip("/"))
             self.path = self.mirror.folder
-            # Checkpoints are large, and go to the store without a copy on this disk.
+            # Checkpoints are large, and go to the store without a copy on the local disk.
             self.checkpoints: str | Path = f"{self.mirror.url}/checkpoints"
         else:
             self.path = Path(os.path.abspath(os.path.expanduser(path)))
@@ -76,15 +75,15 @@ class Workdir:
         self.log = self.path / "log.txt"  # the lines that were printed
         self._lock = self.path / "lock.json"  # the owner of the directory
         self._claim: _Claim | None = None
-        # What a start that is refused takes away again.
+        # The state to restore if the start is refused.
         self._footprint: Footprint | None = None
-        # Cancels that a signal releases the directory.
+        # Cancels the release of the directory on a signal.
         self._cancel_release: Callable[[], None] = lambda: None
         if self.mirror is None:
             self._check_access()
 
     def _check_access(self) -> None:
-        """Raises an error now for a directory that could not be made or written later."""
+        """Raises an error now for a directory that could not be created or written later."""
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not parent.is_dir():
             raise NotADirectoryError(f"--workdir: expected a directory, got the file {parent}")
@@ -94,16 +93,15 @@ class Workdir:
     def claim(self) -> str | None:
         """Makes this process the directory's owner until it ends or calls `release`.
 
-        The kernel's lock (flock) of the directory goes with its process, however that ends. The
-        file lock.json names the owner to people, and to other hosts of a network file system,
-        whose flock may not reach here: a lock that another host has left is never taken over. In a
-        job of several processes, one claims; claiming again does nothing.
+        The kernel releases its lock (flock) of the directory when the process ends, however it ends. The file
+        lock.json names the owner to users, and to other hosts of a network file system, whose flock may not reach
+        this host: a lock that another host has left is never taken over. In a job of several processes, one claims;
+        claiming again does nothing.
 
-        Returns None, or a message for the person: whose lock was left behind and taken over.
+        Returns None, or a message for the user: the owner of an abandoned lock that was taken over.
 
         Raises:
-            ValueError: another job holds the directory; the error names host, process and what to
-                do.
+            ValueError: another job holds the directory; the error gives the host, the process and a remedy.
         """
         if self._claim is not None:
             return None
@@ -122,13 +120,13 @@ class Workdir:
         self._claim = _Claim(-1, os.getpid(), "")
         self._cancel_release = interrupts.at_end(lambda number, line: self.release())
         mirror.fetch()
-        # What was just downloaded is part of the state to which a refused start goes back.
+        # The files just downloaded are part of the state that a refused start restores.
         self._footprint = Footprint(self.path)
         mirror.start()
         return message
 
     def _claim_local(self, owner: dict[str, Any]) -> str | None:
-        # First of all, since the directory itself may have to be taken away again.
+        # First, because the directory itself may have to be removed again.
         footprint = Footprint(self.path)
         durable.make_folder(self.path)
         text = json.dumps(owner, indent=2) + "\n"
@@ -137,14 +135,14 @@ class Workdir:
             on_error.callback(os.close, directory)
             message = self._take(directory)
             try:
-                # Mode "x" decides between two hosts, which may both have got their flock.
+                # Mode "x" decides between two hosts, which may both have acquired their flock.
                 with open(self._lock, "x", encoding="utf-8") as file:
                     file.write(text)
-                # A lock without content would be refused as that of an unknown owner.
+                # A lock without content would be rejected as having an unknown owner.
                 durable.sync(self._lock)
             except FileExistsError:
                 raise ValueError(f"--workdir: another job has just claimed {self.path}") from None
-            # Success: the descriptor stays open, as the flock goes when it is closed.
+            # Success: the descriptor stays open, because closing it releases the flock.
             on_error.pop_all()
         self._claim = _Claim(directory, os.getpid(), text)
         self._footprint = footprint
@@ -155,7 +153,7 @@ class Workdir:
     def _take(self, directory: int) -> str | None:
         """Locks the directory, and removes the lock file of a process that has ended.
 
-        Returns a message that says whose lock it was; None if there was none.
+        Returns a message that names the owner of that lock; None if there was none.
 
         Raises:
             ValueError: another process has it, or may have it.
@@ -195,13 +193,13 @@ class Workdir:
         return f"took over {self.path}: its lock was left behind by {owner_words}, which has ended"
 
     def release(self, *, undo: bool = False) -> None:
-        """Gives the directory back.
+        """Releases the directory.
 
         Only the process that claimed the directory does so, and only if the lock is still its own.
 
         Args:
-            undo: leaves the directory as it was before the claim, unless `keep` was called: for a
-                start that was refused.
+            undo: restore the directory to its state before the claim, unless `keep` was called: for a start that was
+                refused.
         """
         claim = self._claim
         self._claim = None
@@ -219,28 +217,28 @@ class Workdir:
         if claim is None or not is_owner:
             return
         atexit.unregister(self.release)
-        # The lock may have been removed, and another job may have claimed, while this one ran.
+        # While this job ran, the lock may have been removed, and another job may have claimed the directory.
         with contextlib.suppress(FileNotFoundError):
             if self._lock.read_text(errors="replace") == claim.text:
                 self._lock.unlink()
         os.close(claim.descriptor)
-        # Last, as the lock is in the folder.
+        # Last, because the lock is in the folder.
         if footprint is not None:
             footprint.remove_folders()
 
     def keep(self) -> None:
-        """Makes the files stay that were written since the claim: the start is not refused."""
+        """Keeps the files that were written since the claim, because the start is not refused."""
         self._footprint = None
 
     def sync(self) -> None:
-        """Uploads what has changed, where the workdir is a URL. Raises OSError, ValueError."""
+        """Uploads changed files, if the workdir is a URL. Raises OSError, ValueError."""
         if self.mirror:
             self.mirror.upload()
 
     def meet(self, barrier: Callable[[], object], *, is_primary: bool) -> None:
         """Waits for all processes at `barrier`.
 
-        Afterwards each process sees the files that the primary wrote before.
+        Afterwards, each process sees the files that the primary wrote before.
         """
         if is_primary:
             self.sync()
@@ -256,13 +254,13 @@ class Workdir:
         return ""
 
     def sees(self, owner: str, seconds: float = 10.0) -> bool:
-        """Tells whether the lock has the content `owner` here too: the directory is the same one.
+        """Returns whether the lock has the content `owner` here too, which proves that the directory is the same one.
 
         An object store needs no such proof; a process that has not claimed it downloads the files.
 
         Args:
-            owner: what `owner` returned in the process that claimed the directory.
-            seconds: how long to wait for it, since NFS caches files.
+            owner: result of `owner` in the process that claimed the directory.
+            seconds: how long to wait for it, because NFS caches files.
         """
         if self.mirror:
             if self._claim is None:
@@ -286,8 +284,8 @@ class Workdir:
 def read_only(path: str) -> tuple[Path, str]:
     """Returns a workdir's folder and the path of its checkpoints, for reading.
 
-    Where the workdir is a URL, the folder is a local copy of the small files, which is removed when
-    this process ends. Raises as Workdir.
+    If the workdir is a URL, the folder is a local copy of the small files, which is removed when this process ends.
+    Raises as Workdir.
     """
     if not is_url(path):
         folder = Path(path).expanduser()
@@ -300,17 +298,16 @@ def read_only(path: str) -> tuple[Path, str]:
 
 
 def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:
-    """Returns the path `root/name`, if a name that a person typed is a safe component of a path.
+    """Returns the path `root/name`, if a user-supplied name is a safe path component.
 
-    A safe name has letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a
-    digit or `_`: so it is neither `..`, nor a separator, nor an absolute path, nor a hidden file,
-    nor something that a shell takes for a flag; and the path is no symbolic link that leads out of
-    `root`.
+    A safe name has letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a digit or `_`. So it
+    is not `..`, a separator, an absolute path, a hidden file, or anything that a shell reads as a flag; and the path
+    is not a symbolic link that leads out of `root`.
 
     Args:
         root: the folder that contains the path.
         name: the name of a run or step.
-        what: what the error calls the name, such as "--run_name".
+        what: label of the name in the error, such as "--run_name".
 
     Raises:
         ValueError: the name is not safe.
@@ -332,9 +329,9 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the file's name into an OSError that lacks it.
+    """Adds the file's name to an OSError that lacks it.
 
-    The system names no file where a write fails, as on a full disk.
+    The system does not name the file when a write fails, as on a full disk.
     """
     try:
         yield
@@ -345,9 +342,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one.
+    """Writes JSON atomically: a reader, or a crash at any moment, sees either the old file or the new one.
 
-    Neither ever sees a part of a file. A file that has the same content already is not touched.
+    It never sees a partial file. A file that already has the same content is not touched.
 
     Raises:
         TypeError, ValueError: the value is not JSON (NaN and infinity included).
@@ -358,10 +355,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         if target.read_text(encoding="utf-8") == text:
             return
-    # In the same folder, since a rename is atomic only within one file system.
+    # In the same folder, because a rename is atomic only within one file system.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     cancel_removal = interrupts.at_end(lambda number, line: temporary.unlink(missing_ok=True))
-    # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
+    # Not mkstemp, which creates files with mode 0600: the umask decides whether colleagues may read the file.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""Functions for JAX code of one's own: they work on any pytree, and need no config and no trainer."""
+"""Standalone functions for any JAX code: they work on any pytree and need neither a config nor a trainer."""

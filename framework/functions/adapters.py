@@ -1,4 +1,4 @@
-"""LoRA's adapters for the matrices of any pytree (Hu et al. 2021, arXiv 2106.09685): made, merged, taken out again.
+"""LoRA adapters for the matrices of any pytree (Hu et al. 2021, arXiv 2106.09685): create, merge and unmerge them.
 
     W + (alpha / rank) A B,    W [*stack, in, out] frozen, A [*stack, in, rank] random, B [*stack, rank, out] zeros
 
@@ -24,12 +24,12 @@ from framework.layout import fold_in_name, path_name
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to one matrix [*stack, *in, *out]; `in` and `out` are one axis each, unless it was asked for more.
+    """Low-rank update of one matrix [*stack, *in, *out]; `in` and `out` are one axis each by default.
 
     Attributes:
-        a: [*stack, *in, rank].
-        b: [*stack, rank, *out].
-        scale: alpha / rank, which multiplies their product; it is no leaf, so no optimizer changes it.
+        a: factor A, [*stack, *in, rank].
+        b: factor B, [*stack, rank, *out].
+        scale: alpha / rank, which multiplies the product A B. It is not a leaf, so no optimizer changes it.
     """
 
     a: jax.Array
@@ -37,12 +37,12 @@ class Adapter:
     scale: float
 
     def num_stack_axes(self, matrix_ndim: int) -> int:
-        """The axes that both factors share with a matrix of so many axes."""
-        # Each factor has the rank beside its own axes of the matrix.
+        """Return the number of leading axes that both factors share with a matrix of `matrix_ndim` axes."""
+        # Each factor has the rank axis in addition to its own axes of the matrix.
         return self.a.ndim + self.b.ndim - 2 - matrix_ndim
 
     def factors(self, matrix_ndim: int) -> tuple[jax.Array, jax.Array]:
-        """A and B so that they broadcast: [*stack, *in, 1..., rank] and [*stack, 1..., *out, rank]."""
+        """Return A and B in shapes that broadcast: [*stack, *in, 1..., rank] and [*stack, 1..., *out, rank]."""
         num_stack = self.num_stack_axes(matrix_ndim)
         num_in = self.a.ndim - 1 - num_stack
         num_out = self.b.ndim - 1 - num_stack
@@ -53,7 +53,7 @@ class Adapter:
         return left, right
 
     def product(self, matrix_ndim: int) -> jax.Array:
-        """scale * A B, [*stack, *in, *out], in float32 at least."""
+        """Return scale * A B, [*stack, *in, *out], in float32 or wider."""
         dtype = jnp.promote_types(self.a.dtype, jnp.float32)
         num_stack = self.num_stack_axes(matrix_ndim)
         stack_shape = self.a.shape[:num_stack]
@@ -67,7 +67,7 @@ Adapters = dict[str, Adapter]
 
 
 def named_matrices(params: Any) -> dict[str, Any]:
-    """{path: float array of two axes or more, or a QuantizedMatrix}."""
+    """Return {path: float array of two or more axes, or QuantizedMatrix}."""
     return {path: node for path, node in named_arrays(params).items() if _is_matrix(node)}
 
 
@@ -86,29 +86,30 @@ def lora_init(
     inputs_first: bool = True,
     matrix_axes: tuple[int, int] = (1, 1),
 ) -> Adapters:
-    """Draws adapters for the matrices whose path matches. The product of each is zero at first.
+    """Initialize adapters for the matrices whose path matches. The product A B of each is zero at first.
 
-    Complexity: rank (n + m) numbers for each matrix [n, m], also of a stack.
+    Complexity: rank (n + m) numbers for each matrix [n, m], also within a stack.
 
     Args:
-        key: of jax.random; each adapter's own key is folded with its path, so that another target changes none.
-        params: any pytree, of arrays or of their shapes. Its float leaves of two axes or more are matrices, and those
-            of three axes or more stacks of matrices, [*stack, in, out]; an embedding [vocabulary, dim] is a matrix.
+        key: a jax.random key. Each adapter folds its path into it, so a different target does not change the others.
+        params: any pytree of arrays or of their shapes. Float leaves with two axes are matrices; those with three or
+            more axes are stacks of matrices, [*stack, in, out]. An embedding [vocabulary, dim] is a matrix.
         target: a regex, searched in paths such as "layers/attention/query".
-        rank: of each product A B.
+        rank: rank of each product A B.
         alpha: the product is multiplied by alpha / rank.
-        dtype: of A and B.
-        inputs_first: whether a matrix's inputs come before its outputs, as in flax and in x @ W, or after them, as in
-            equinox and torch. The factor on their side is uniform in +-1/sqrt(inputs), as the authors' code has it, and
-            the other one is zero.
-        matrix_axes: how many axes a matrix has on either side, (1, 2) for flax's [inputs, heads, size of a head]. The
-            axes before them are a stack.
+        dtype: dtype of A and B.
+        inputs_first: whether a matrix has its inputs before its outputs, as in flax and in x @ W, or after them, as in
+            equinox and torch. The factor on the input side is uniform in +-1/sqrt(inputs), as in the authors' code;
+            the other factor is zero.
+        matrix_axes: number of axes on each side of a matrix: (1, 2) for flax's [inputs, heads, head size]. Any axes
+            before them form a stack.
 
     Returns:
-        {path: Adapter}, a pytree for optax. Dicts of several calls can be joined: `lora_init(...) | lora_init(...)`.
+        {path: Adapter}, a pytree for optax. The dicts of several calls can be merged:
+        `lora_init(...) | lora_init(...)`.
 
     Raises:
-        ValueError: the regex matches no matrix, or one of fewer axes; rank or one of `matrix_axes` is less than 1.
+        ValueError: the regex matches no matrix, or one with too few axes; rank or one of `matrix_axes` is less than 1.
     """
     if min(rank, *matrix_axes) < 1:
         raise ValueError(f"rank = {rank}, matrix_axes = {matrix_axes}: expected at least 1 of each")
@@ -127,7 +128,7 @@ def lora_init(
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a matrix's axes: of its stack, and on either side."""
+    """Axis sizes of a matrix: those of its stack, and those of its first and last side."""
 
     stack: tuple[int, ...]
     first: tuple[int, ...]
@@ -141,7 +142,7 @@ def _first_factors(
     dtype: Any,
     inputs_first: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """A and B, of which the one on the side of the inputs is random, and the other one zero."""
+    """Return the initial A and B: the factor on the input side is random, the other one zero."""
     bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
     a_shape = (*sizes.stack, *sizes.first, rank)
     b_shape = (*sizes.stack, rank, *sizes.last)
@@ -152,23 +153,23 @@ def _first_factors(
 
 
 def lora_merge(params: Any, adapters: Adapters) -> Any:
-    """The parameters with W + scale * A B in the place of each W that has an adapter.
+    """Return the parameters with W + scale * A B for each W that has an adapter.
 
-    This is computed in float32, or in float64 where W is, and cast to W's dtype: 2 rank n m operations for a matrix
-    [n, m], and a second array of its size, two while it is made. A QuantizedMatrix with an adapter
-    becomes an array of the dtype that it had; one without an adapter stays.
+    The sum is computed in float32 (float64 if W is float64) and cast to W's dtype. It takes 2 rank n m operations for
+    a matrix [n, m] and allocates a second array of its size, two while it is computed. A QuantizedMatrix with an
+    adapter becomes an array of its original dtype; one without an adapter stays quantized.
 
     Raises:
-        ValueError: an adapter's path is that of no matrix, or its factors do not have the matrix's shape.
+        ValueError: an adapter's path names no matrix, or its factors do not fit the matrix's shape.
     """
     return _with_products(params, adapters, 1.0)
 
 
 def lora_unmerge(params: Any, adapters: Adapters) -> Any:
-    """The inverse of `lora_merge`, up to rounding: W - scale * A B. What was in NF4 stays an array.
+    """Undo `lora_merge`, up to rounding: W - scale * A B. A matrix that was in NF4 stays a plain array.
 
     Raises:
-        ValueError: as `lora_merge` does.
+        ValueError: see `lora_merge`.
     """
     return _with_products(params, adapters, -1.0)
 
@@ -188,7 +189,7 @@ def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
 
 
 def check_adapters(params: Any, adapters: Adapters) -> None:
-    """Raises ValueError: an adapter's path is that of no matrix, or its factors do not have the matrix's shape."""
+    """Raise ValueError if an adapter's path names no matrix, or its factors do not fit the matrix's shape."""
     matrices = named_matrices(params)
     for path, adapter in adapters.items():
         if path not in matrices:
@@ -205,7 +206,7 @@ def check_adapters(params: Any, adapters: Adapters) -> None:
 
 
 def _fits(adapter: Adapter, shape: tuple[int, ...]) -> bool:
-    """Whether the product of the factors has the shape of a matrix."""
+    """Return whether the product of the factors has the shape of the matrix."""
     num_stack = adapter.num_stack_axes(len(shape))
     if not 0 <= num_stack < adapter.b.ndim:
         return False

@@ -1,7 +1,7 @@
-"""Checkpoints of any pytree, in one call each: what a run's checkpoints are, for programs of your own.
+"""Save or restore any pytree in one call, in the checkpoint format of Plimsoll runs, from programs of your own.
 
-The directory is that of `framework.checkpoint`: a folder for each step, which appears when it is complete, a checksum
-for each leaf, arrays that any mesh can read (docs/checkpoints.md).
+The directory layout is that of `framework.checkpoint`: one folder per step, which appears only when it is complete; a
+checksum for each leaf; arrays that can be restored on any mesh (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from framework.functions.stored_leaves import (
 from framework.layout import flatten
 from framework.processes import distributed
 
-# The entry of a manifest's `extra` with the notes of leaves that are not simply arrays.
+# Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
 _NOTES = "$leaves"
-# A leaf of a checkpoint that has no other: one without arrays cannot be stored.
+# Stored as the only leaf of a tree without array data: a checkpoint without arrays cannot be stored.
 _PLACEHOLDER = "$none"
-# No checkpoint is removed unless the caller says how many to keep.
+# Checkpoints are removed only if the caller passes `keep`.
 _KEEP_ALL = 1 << 30
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Arrays:
-    """Arrays by path. A dict would do, but of a dict the `Checkpointer` takes the names of groups to have a meaning."""
+    """Arrays by path. This is not a dict because `Checkpointer` gives a meaning to the group names of a dict."""
 
     def __init__(self, arrays: dict[str, Any]):
         self.arrays = arrays
@@ -70,28 +70,29 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a tree under a number, and returns when it is complete on the disk. Every process of a job calls it.
+    """Save a tree as a step and return once it is complete on disk. Every process of a job must call it.
 
-    A process that is killed meanwhile leaves the earlier steps as they were; the next save removes what it left.
+    If a process is killed during the save, earlier steps stay intact, and the next save removes the leftover files.
 
-    Complexity, of B bytes in a process's shards: each is read once for its checksum, and written once. On a CPU a copy
-    of B is held until they are written; of a device's arrays the host holds what is on its way to the disk.
+    Complexity, for B bytes in a process's shards: each byte is read once for its checksum and written once. On CPU, a
+    copy of the B bytes is held until they are written. On an accelerator, host memory holds only the arrays that are
+    being written to disk.
 
     Args:
-        directory: local, made if it is not there; or of an object store (gs://, s3://).
-        step: at least 0.
-        tree: any pytree: of jax.Arrays of any sharding and memory kind, typed keys, numpy arrays and scalars, Python's
-            bool, int, float and str. Functions among its leaves are not stored: `restore` takes those of its `like`.
-            What is no global jax.Array is to be the same in all processes.
-        extra: JSON of yours, such as {"epoch": 3}.
-        keep: of the steps up to this one, only the newest so many stay. None: all stay.
-        overwrite: whether a step that is there may be replaced.
+        directory: a local directory, created if missing, or one in an object store (gs://, s3://).
+        step: step number, at least 0.
+        tree: any pytree of jax.Arrays (any sharding and memory kind), typed keys, numpy arrays and scalars, and
+            Python's bool, int, float and str. Functions among its leaves are not stored: `restore` takes them from
+            its `like`. Everything except global jax.Arrays must be the same in all processes.
+        extra: your own JSON data, such as {"epoch": 3}.
+        keep: number of newest steps to keep, among those up to this one. None: keep all.
+        overwrite: whether an existing step may be replaced.
 
     Raises:
-        FileExistsError: the step is there, and `overwrite` is false.
-        TypeError: a leaf is of another kind, or `extra` is not JSON; nothing was written.
-        ValueError: two leaves have the same path, `extra` is not JSON (NaN), or step or keep are too small.
-        CheckpointSaveError: the disk is full or cannot be written to; the earlier steps are as they were.
+        FileExistsError: the step exists and `overwrite` is false.
+        TypeError: a leaf has an unsupported type, or `extra` is not JSON. Nothing was written.
+        ValueError: two leaves have the same path, `extra` is not JSON (NaN), or step or keep is too small.
+        CheckpointSaveError: the disk is full or not writable. Earlier steps stay intact.
     """
     leaves = _leaves(tree)
     stored = stored_leaves(leaves, _on_devices)
@@ -115,30 +116,31 @@ def restore(
     like: Any,
     step: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Restores a tree that `save` or a `Checkpointer` has saved, on any mesh. Every process of a job calls it.
+    """Restore a tree that `save` or a `Checkpointer` saved, on any mesh. Every process of a job must call it.
 
-    Complexity: each process reads the bytes of its own shards, at most 256 MiB of them at a time, or two of the largest
-    leaf, and then computes their checksums.
+    Complexity: each process reads the bytes of its own shards, at most 256 MiB at a time, or two of the largest leaf,
+    and then computes their checksums.
 
     Args:
-        directory: as `save` had it.
-        like: a tree with the same paths, shapes and dtypes, and with shardings and memory kinds to restore into: of
-            arrays, or of jax.ShapeDtypeStructs. Without a sharding, on the first device (on all, of several processes).
-        step: None for the newest that is complete.
+        directory: the directory that was passed to `save`.
+        like: a tree of arrays or jax.ShapeDtypeStructs with the same paths, shapes and dtypes, and with the shardings
+            and memory kinds to restore into. A leaf without a sharding goes to the first device, or is replicated on
+            all devices if there are several processes.
+        step: step to restore; None for the newest complete one.
 
     Returns:
-        (tree, extra). The tree has the structure of `like`, and its kinds of leaves.
+        (tree, extra). The tree has the structure of `like` and its leaf types.
 
     Raises:
-        CheckpointMissingError (a FileNotFoundError): there is no complete checkpoint, or not of that step.
-        CheckpointMismatchError (a ValueError): the leaves differ from those of `like`; names them, and those that have
-            the nearest names. No array was read.
-        CheckpointCorruptError (a ValueError): bytes are not what was saved; names the leaves, and the earlier steps.
-            No other step is taken.
-        TypeError, ValueError: a leaf of `like` is of a kind that is not stored, or its sharding has no devices.
+        CheckpointMissingError (a FileNotFoundError): there is no complete checkpoint, or none of that step.
+        CheckpointMismatchError (a ValueError): the leaves differ from those of `like`. The message lists them and the
+            leaves with the closest names. No array was read.
+        CheckpointCorruptError (a ValueError): the data is not what was saved. The message lists the leaves and the
+            earlier steps. No other step is restored instead.
+        TypeError, ValueError: a leaf of `like` has a type that cannot be stored, or its sharding has no devices.
     """
     reader = Checkpointer(directory=directory, read_only=True)
-    # All processes restore what the primary sees.
+    # All processes restore the step that process 0 finds.
     steps_there = distributed.from_primary(reader.steps())
     if step is None:
         step = _newest(reader, steps_there)
@@ -161,7 +163,7 @@ def restore(
 
 
 def _whole_manifest(reader: Checkpointer, step: int, place: str) -> Manifest:
-    """The manifest of a step. Raises CheckpointMismatchError: some of its leaves are stored elsewhere."""
+    """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
     manifest = reader.manifest(step)
     if manifest.frozen is not None:
         reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
@@ -170,16 +172,16 @@ def _whole_manifest(reader: Checkpointer, step: int, place: str) -> Manifest:
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps in a directory that are complete, ascending; none if there is no such directory. No array is read."""
+    """Return the complete steps in a directory, ascending; empty if it does not exist. No array is read."""
     return Checkpointer(directory=directory, read_only=True).steps()
 
 
 def _newest(reader: Checkpointer, steps_there: list[int]) -> int:
-    """The newest complete step. Raises CheckpointMissingError: there is none; says what looks like one."""
+    """Return the newest complete step. Raise CheckpointMissingError, listing incomplete steps, if there is none."""
     if steps_there:
         return steps_there[-1]
     problems = reader.problems()
-    # A kill in the moment in which one checkpoint takes another's place leaves the old one under another name.
+    # If a process is killed while one checkpoint replaces another, the old one is left under another name.
     steps_aside = put_aside(reader.directory)
     if steps_aside:
         problems.append(f"steps {steps_aside} were being replaced; the next save, or pl.Checkpointer, puts them back")
@@ -187,7 +189,7 @@ def _newest(reader: Checkpointer, steps_there: list[int]) -> int:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path. Raises ValueError: two have the same, such as {"a": {"b": x}, "a/b": y}."""
+    """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
     leaves = flatten(tree)
     if len(leaves) != len(jax.tree.leaves(tree)):
         raise ValueError("two leaves of the tree have the same path: a name in it holds a '/'")
@@ -195,7 +197,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _on_devices(array: np.ndarray) -> jax.Array:
-    """A numpy array as a jax.Array that can be saved."""
+    """Return a numpy array as a jax.Array that can be saved."""
     return jax.make_array_from_callback(array.shape, sharding_of(None), lambda index: array[index])
 
 
@@ -204,13 +206,14 @@ def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
 
 
 def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The specs of the arrays into which leaves are restored, with shardings: of keys, of their data.
+    """Return the specs, with shardings, of the arrays to restore; for typed keys, the specs of their key data.
 
-    Raises ValueError: a sharding names no devices.
+    Raises:
+        ValueError: a sharding has no devices.
     """
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in stored_leaves(leaves, _spec).arrays.items():
-        # jax.eval_shape of arrays on a mesh with explicit axes gives such shardings.
+        # jax.eval_shape of arrays on a mesh with explicit axes returns such shardings.
         if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
             raise ValueError(
                 f"{shown(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which "
@@ -228,7 +231,7 @@ def _refuse_other_leaves(
     leaves: Mapping[str, Any],
     specs: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
-    """Raises CheckpointMismatchError: names, shapes, dtypes or kinds of leaves differ from the checkpoint's."""
+    """Raise CheckpointMismatchError if leaf names, shapes, dtypes or types differ from those in the checkpoint."""
     wanted = {name: LeafRecord(tuple(spec.shape), str(spec.dtype)) for name, spec in specs.items()}
     expected = records(wanted, stored_leaves(leaves, _spec).notes)
     stored = records(manifest.leaves, notes)

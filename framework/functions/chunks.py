@@ -1,4 +1,4 @@
-"""Chunks of an optimizer's update: one parameter, or a slice of its first axis, with the state that belongs to it."""
+"""Chunks of an optimizer update: one parameter, or a slice of its first axis, with the state that belongs to it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from framework.layout import TensorSpec, flatten
 from framework.optimizers.offload import tagged
 from framework.optimizers.reach import Reach, probe
 
-# Leaves of a state, or their specs, by path.
+# Leaves of an optimizer state, or their specs, by path.
 Leaves = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One parameter, and how its update is cut.
+    """One parameter, and how its update is split into slices.
 
     Attributes:
-      number: of the parameter, in the order of the leaves.
-      slices: how many slices are updated one after the other.
-      slice_shape: of the parameter.
-      state_structure: the treedef of the state of an optimizer that has this parameter alone.
-      state_paths: where the leaves of that state are in the whole one.
-      state_slice_shapes: by path, for those of them that are cut along with the parameter; counters are not.
+        number: index of the parameter in the order of the leaves.
+        slices: number of slices, updated one after another.
+        slice_shape: shape of one slice of the parameter.
+        state_structure: treedef of the optimizer state if this were the only parameter.
+        state_paths: paths of the leaves of that state within the full state.
+        state_slice_shapes: slice shapes by path, for the state leaves that are sliced along with the parameter.
+            Counters are not.
     """
 
     number: int
@@ -42,11 +43,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """How an update goes.
+    """Layout and order of an update.
 
     Attributes:
-      specs: TensorSpecs of the state by path, with the memory kind of each.
-      chunks: in the order of the parameters.
+        specs: TensorSpecs of the state by path, each with its memory kind.
+        chunks: the chunks, in the order of the parameters.
     """
 
     specs: Leaves
@@ -57,20 +58,20 @@ class Planner:
     """Plans the updates of one optimizer.
 
     Attributes:
-      optimizer: the transformation.
-      pattern: a regex on the paths of the state, for what is in host memory.
-      chunk_bytes: a parameter with more is cut, where it may be.
+        optimizer: the optax transformation.
+        pattern: a regex on state paths that selects the leaves to keep in host memory.
+        chunk_bytes: a parameter with more bytes is sliced if the optimizer allows it.
     """
 
     def __init__(self, optimizer: optax.GradientTransformationExtraArgs, pattern: str, chunk_bytes: int):
         self.optimizer = optimizer
         self.pattern = pattern
         self.chunk_bytes = chunk_bytes
-        # The results of trials, by the shape of the parameter: a trial compiles.
+        # Results of the trials by parameter shape, cached because each trial compiles a program.
         self._reaches: dict[tuple[int, ...], Reach] = {}
 
     def plan(self, params: Tree) -> Plan:
-        """The plan for parameters of these shapes.
+        """Return the plan for parameters of these shapes.
 
         Raises:
             ValueError: the pattern matches nothing, or the optimizer looks at several tensors together.
@@ -78,7 +79,7 @@ class Planner:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         state = jax.eval_shape(self.optimizer.init, shapes)
         specs = {}
-        # An optimizer without state has nothing to keep, and moves nothing.
+        # An optimizer without state offloads nothing.
         if jax.tree.leaves(state):
             specs = flatten(tagged(jax.tree.map(_spec, state), self.pattern, "pinned_host"))
         chunks = [self._chunk(shapes, number) for number in range(len(jax.tree.leaves(shapes)))]
@@ -105,7 +106,7 @@ class Planner:
         return replace(whole, slices=slices, slice_shape=slice_shape, state_slice_shapes=cut_shapes)
 
     def _state_of(self, shapes: Tree, number: int, param: Any) -> Tree:
-        """The state where all parameters but one are left out."""
+        """Return the optimizer state for one parameter only; the others are None."""
         return jax.eval_shape(self.optimizer.init, alone(shapes, number, param))
 
     def _reach(self, param: Any) -> Reach:
@@ -114,7 +115,7 @@ class Planner:
         return self._reaches[param.shape]
 
     def _check(self, shapes: Tree, state: Tree, chunks: list[Chunk]) -> None:
-        """Raises ValueError when chunks cannot be updated one after the other."""
+        """Raise ValueError if the chunks cannot be updated one after another."""
 
         def update(params: Tree, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
             return self.optimizer.update(gradients, state, params)
@@ -134,7 +135,7 @@ class Planner:
 
 
 def alone(tree: Tree, number: int, leaf: Any) -> Tree:
-    """The tree with one leaf, and None in the place of all others."""
+    """Return the tree with one leaf and None for all others."""
     structure = jax.tree.structure(tree)
     leaves = [leaf if index == number else None for index in range(structure.num_leaves)]
     return jax.tree.unflatten(structure, leaves)
@@ -149,9 +150,10 @@ def _num_bytes(param: Any) -> int:
 
 
 def _slice_shape(param: Any, max_bytes: int, *, by_element: bool) -> tuple[int, ...]:
-    """The shape of the largest slices that have no more bytes, or of the smallest there are.
+    """Return the shape of the largest slices of at most `max_bytes`, or of the smallest possible ones.
 
-    They are of the first axis; where the optimizer works by element, a large index of it is cut along the second.
+    The first axis is sliced. If the optimizer works by element and one row is still too large, the second axis is
+    sliced as well.
     """
     first, second = param.shape[:2]
     row_bytes = _num_bytes(param) // first
@@ -163,5 +165,5 @@ def _slice_shape(param: Any, max_bytes: int, *, by_element: bool) -> tuple[int, 
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a number that is no larger than a limit; one if there is none."""
+    """Return the largest divisor of a number up to a limit, at least 1."""
     return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(limit, 1))

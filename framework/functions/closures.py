@@ -1,7 +1,7 @@
-"""Functions as JAX's own rules of differentiation need them: everything that they use is an argument.
+"""Closure conversion for JAX's custom differentiation rules, which need every value as an argument.
 
-`jax.custom_vjp` cannot differentiate what a function closes over. So a function is traced once, and the traced values
-that it closes over become its first argument.
+`jax.custom_vjp` cannot differentiate with respect to values that a function closes over. So the function is traced
+once, and the traced values that it closes over become its first argument.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from framework.layout import filled, floats
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A traced function, whose closed-over values are its first argument.
+    """A traced function with its closed-over values as the first argument.
 
     Attributes:
         call: (values, *arguments) -> result.
-        values: the traced values that the original function closes over.
-        result: the result's shapes and dtypes, a tree of jax.ShapeDtypeStruct.
+        values: traced values that the original function closes over.
+        result: shapes and dtypes of the result, a tree of jax.ShapeDtypeStruct.
     """
 
     call: Callable[..., Any]
@@ -33,10 +33,10 @@ class Hoisted:
 
 
 def hoisted(function: Callable[..., Any], *examples: Any) -> Hoisted:
-    """Traces `function` for arguments of the shapes and dtypes of `examples`, trees of jax.ShapeDtypeStruct."""
+    """Trace `function` for arguments with the shapes and dtypes of `examples`, trees of jax.ShapeDtypeStruct."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*examples)
     structure = jax.tree.structure(result)
-    # What is no tracer depends on nothing that is differentiated or mapped, so it stays where it is.
+    # A value that is not a tracer depends on nothing that is differentiated or mapped, so it stays a constant.
     is_traced = [isinstance(value, core.Tracer) for value in closed.consts]
 
     def call(values: list[Any], *arguments: Any) -> Any:
@@ -50,11 +50,11 @@ def hoisted(function: Callable[..., Any], *examples: Any) -> Hoisted:
 
 
 def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """`jax.vjp` where arguments and result are any trees of arrays: of integers, booleans and keys too.
+    """Apply `jax.vjp` to trees of any arrays, including integers, booleans and keys.
 
     Returns:
-        (the floats of the result, a function from their cotangents to those of the arguments). All of them are trees
-        with None in place of what has no gradient, see `framework.layout.floats`.
+        (the float part of the result, a function from its cotangents to those of the arguments). All of them are trees
+        with None for leaves that have no gradient, see `framework.layout.floats`.
     """
 
     def function_of_floats(*float_arguments: Any) -> Any:
@@ -65,7 +65,7 @@ def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, C
 
 
 def arrays_of(tree: Any) -> Any:
-    """The tree with None in place of what is no array, such as an activation function in an equinox module."""
+    """Return the tree with None for leaves that are not arrays, such as an activation function in an equinox module."""
 
     def array_or_none(leaf: Any) -> Any:
         return leaf if is_array(leaf) else None
@@ -74,7 +74,7 @@ def arrays_of(tree: Any) -> Any:
 
 
 def constants_of(tree: Any) -> Any:
-    """The tree with None in place of its arrays."""
+    """Return the tree with None for its arrays."""
 
     def constant_or_none(leaf: Any) -> Any:
         return None if is_array(leaf) else leaf

@@ -1,4 +1,4 @@
-"""Loops, branches and calls in which there are matrices with adapters. Imports jax."""
+"""Loops, branches and calls whose operands include matrices with adapters. Imports jax."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from framework.functions.factored import Factored
 from framework.plan.jaxprs import scan_counts
 
-# Arrays, and matrices in factors.
+# Arrays, and matrices in factored form.
 Values = list[Any]
 
 
 class Runner(Protocol):
-    """What runs the functions inside: `interpreter.Interpreter`."""
+    """Interpreter of the inner functions; implemented by `interpreter.Interpreter`."""
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
-        """The results of a traced function, arrays or matrices in factors."""
+        """Return the results of a traced function: arrays, or matrices in factored form."""
         ...
 
     def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
-        """All values as arrays. Raises an error where that cannot be."""
+        """Return all values as arrays. Raise AdapterError for a matrix that may not become an array."""
         ...
 
 
 def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """A function that is called: what is in it is run in the place of the call."""
-    # The functions of a custom derivative know nothing of factors, so the derivative is that of what is computed.
+    """Interpret the body of a called function inline."""
+    # Custom derivative functions know nothing of factors, so the function body itself is differentiated instead.
     closed = equation.params["call_jaxpr"] if "call_jaxpr" in equation.params else equation.params["jaxpr"]
     return runner.run(closed.jaxpr, closed.consts, operands)
 
 
 def _jit(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """`jax.jit`, with the shardings that its results were given."""
+    """Interpret a `jax.jit` call, and apply the shardings of its results."""
     results = _call(runner, equation, operands)
     placed = []
     for result, sharding in zip(results, equation.params["out_shardings"], strict=True):
@@ -46,7 +46,7 @@ def _jit(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 
 
 def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """`jax.checkpoint`, with the same policy."""
+    """Interpret the body of a `jax.checkpoint` under the same policy."""
 
     def recomputed(*values: Any) -> Values:
         return runner.arrays(runner.run(equation.params["jaxpr"], (), values), equation)
@@ -56,7 +56,7 @@ def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 
 
 def _cond(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """`lax.cond` and `lax.switch`."""
+    """Rebuild `lax.cond` or `lax.switch` with interpreted branches."""
     index, *values = operands
 
     def branch(closed: Any) -> Callable[..., Values]:
@@ -66,7 +66,7 @@ def _cond(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 
 
 def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """`lax.while_loop`."""
+    """Rebuild `lax.while_loop` with an interpreted condition and body."""
     params = equation.params
     num_condition = params["cond_nconsts"]
     num_constants = num_condition + params["body_nconsts"]
@@ -89,7 +89,7 @@ def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 
 
 def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
-    """`lax.scan`. Of a stack of matrices each turn has one; a matrix in the carry has to stay the same."""
+    """Rebuild `lax.scan`. Each iteration gets one matrix of a stack; a matrix in the carry must stay the same."""
     params = equation.params
     num_constants, num_carry = scan_counts(params)
     num_before_stacks = num_constants + num_carry
@@ -117,7 +117,7 @@ def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 
 
 class _Carry:
-    """What a loop carries: arrays, and matrices in factors that every turn hands on as they are."""
+    """Carry of a loop: arrays, and factored matrices that every iteration passes on unchanged."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Carry:
     ):
         self.runner = runner
         self.equation = equation
-        # {position in the carry: the matrix}
+        # {position in the carry: matrix}
         self.matrices: dict[int, Factored] = {}
         for position, value in enumerate(initial):
             incoming: Var = body.invars[num_constants + position]
@@ -137,22 +137,22 @@ class _Carry:
                 self.matrices[position] = value
 
     def arrays(self, values: Sequence[Any]) -> Values:
-        """What is carried, without those matrices. Raises AdapterError: of another matrix that is in the carry."""
+        """Return the carry without the unchanged matrices. Raise AdapterError if it has any other matrix."""
         changing = [value for position, value in enumerate(values) if position not in self.matrices]
         return self.runner.arrays(changing, self.equation)
 
     def whole(self, arrays: Sequence[Any]) -> Values:
-        """What is carried, with those matrices."""
+        """Return the full carry, with the unchanged matrices."""
         remaining = iter(arrays)
         count = len(arrays) + len(self.matrices)
         return [self.matrices[position] if position in self.matrices else next(remaining) for position in range(count)]
 
 
 class _Stack:
-    """What a scan goes through, along the first axis.
+    """A value that a scan slices along its first axis.
 
     Attributes:
-        sliced: the arrays that it slices: those that have as many elements along that axis as there are turns.
+        sliced: the leaves to slice: those whose first axis is as long as the scan.
     """
 
     def __init__(self, value: Any):
@@ -162,17 +162,17 @@ class _Stack:
         self.sliced = [leaf for leaf, is_sliced in zip(self._leaves, self._is_sliced, strict=True) if is_sliced]
 
     def layer(self, slices: Sequence[Any]) -> Any:
-        """The value of one turn, from the slices of the arrays."""
+        """Return the value for one iteration, given the slices of the arrays."""
         remaining = iter(slices)
         leaves = []
         for leaf, is_sliced in zip(self._leaves, self._is_sliced, strict=True):
-            # A factor that has one element along that axis is the same for all turns.
+            # A factor of size 1 along that axis is the same in all iterations.
             leaves.append(next(remaining) if is_sliced else leaf[0])
         return self._structure.unflatten(leaves)
 
 
 _Rule = Callable[[Runner, JaxprEqn, Values], Values]
-# {primitive: how it is made again}
+# {primitive: function that interprets it}
 RULES: dict[str, _Rule] = {
     "closed_call": _call,
     "cond": _cond,

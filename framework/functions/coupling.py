@@ -1,4 +1,4 @@
-"""Additive couplings: two streams, to which two functions are added in turn, so that any functions can be undone.
+"""Additive couplings: two streams, each updated in turn by a function of the other, are invertible for any functions.
 
 Gomez et al. 2017, The Reversible Residual Network, arXiv:1707.04585; Kitaev et al. 2020, Reformer, arXiv:2001.04451.
 """
@@ -12,28 +12,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# (weights, stream) -> what is added to the other stream; with per-layer inputs they are a third argument.
+# (weights, stream) -> the update of the other stream; per-layer inputs, if any, are a third argument.
 Branch = Callable[..., Any]
-# (weights, (first stream, second stream)) -> both streams; likewise.
+# (first stream, second stream), as taken and returned by each direction of a coupling.
 Streams = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
 class AdditiveCoupling:
-    """Both directions of an additive coupling, see `additive_coupling`."""
+    """Both directions of an additive coupling; see `additive_coupling`."""
 
     f: Branch
     g: Branch
 
     def forward(self, weights: Any, x: Streams, *layer_xs: Any) -> Streams:
-        """(x1, x2) -> (y1, y2)."""
+        """Map (x1, x2) to (y1, y2)."""
         x1, x2 = _two_streams(x)
         y1 = added(x1, self.f(weights, x2, *layer_xs))
         y2 = added(x2, self.g(weights, y1, *layer_xs))
         return y1, y2
 
     def inverse(self, weights: Any, y: Streams, *layer_xs: Any) -> Streams:
-        """(y1, y2) -> (x1, x2)."""
+        """Map (y1, y2) to (x1, x2)."""
         y1, y2 = _two_streams(y)
         x2 = subtracted(y2, self.g(weights, y1, *layer_xs))
         x1 = subtracted(y1, self.f(weights, x2, *layer_xs))
@@ -41,33 +41,33 @@ class AdditiveCoupling:
 
 
 def additive_coupling(f: Branch, g: Branch) -> tuple[Callable[..., Streams], Callable[..., Streams]]:
-    """Makes a layer that can be undone of two functions that need not be.
+    """Make an invertible layer out of two functions that need not be invertible.
 
         y1 = x1 + f(weights, x2)        x2 = y2 - g(weights, y1)
         y2 = x2 + g(weights, y1)        x1 = y1 - f(weights, x2)
 
     Args:
-        f: (weights, x2) -> an array, or a tree of arrays, of the shapes of x1. Its result is cast to the dtype of x1,
-            so streams in float32 may have branches in bfloat16.
-        g: (weights, y1) -> the same, of the shapes of x2.
-            Where a scan has per-layer inputs, both are given a third argument, the layer's.
+        f: (weights, x2) -> an array, or a tree of arrays, with the shapes of x1. The result is cast to the dtype of
+            x1, so float32 streams can have bfloat16 branches.
+        g: (weights, y1) -> an array, or a tree of arrays, with the shapes of x2.
+            If a scan has per-layer inputs, f and g both take the layer's inputs as a third argument.
 
     Returns:
-        (forward, inverse), each (weights, (x1, x2)) -> a pair, for `reversible_scan`. That one evaluates f and g of
-        such a pair only once on the way back. The inverse gives x to the rounding of the streams' dtype, see
+        (forward, inverse), each (weights, (x1, x2)) -> a pair, for `reversible_scan`, which evaluates f and g of such
+        a pair only once in its backward pass. The inverse recovers x up to the rounding of the streams' dtype, see
         `reconstruction_error`.
 
-    Complexity: f and g once, in either direction, and one addition for each element of the streams.
+    Complexity: f and g once in either direction, and one addition for each element of the streams.
 
     Raises:
-        TypeError: by forward and inverse, where the streams are not two, or are not of floats.
+        TypeError: from forward and inverse, if there are not exactly two streams, or they are not floats.
     """
     coupling = AdditiveCoupling(f, g)
     return coupling.forward, coupling.inverse
 
 
 def coupling_of(forward: Callable[..., Any], inverse: Callable[..., Any]) -> AdditiveCoupling | None:
-    """The coupling whose two directions these are; None if they are anything else."""
+    """Return the coupling that `forward` and `inverse` belong to; None if they are any other functions."""
     coupling = getattr(inverse, "__self__", None)
     if not isinstance(coupling, AdditiveCoupling):
         return None
@@ -76,17 +76,17 @@ def coupling_of(forward: Callable[..., Any], inverse: Callable[..., Any]) -> Add
 
 
 def added(stream: Any, branch: Any) -> Any:
-    """The stream plus the branch, in the dtype of the stream."""
+    """Return the stream plus the branch, in the stream's dtype."""
     return jax.tree.map(lambda x, h: x + h.astype(x.dtype), stream, branch)
 
 
 def subtracted(stream: Any, branch: Any) -> Any:
-    """The stream minus the branch, in the dtype of the stream."""
+    """Return the stream minus the branch, in the stream's dtype."""
     return jax.tree.map(lambda y, h: y - h.astype(y.dtype), stream, branch)
 
 
 def _two_streams(x: Streams) -> Streams:
-    """The two streams of x. Raises TypeError: there are not two, or they hold other numbers than floats."""
+    """Return the two streams of x. Raise TypeError if there are not two, or if they are not floats."""
     if not isinstance(x, tuple | list) or len(x) != 2:
         raise TypeError(f"additive_coupling: expected two streams, (x1, x2), got {jax.tree.structure(x)}")
     for leaf in jax.tree.leaves(x):

@@ -1,8 +1,8 @@
-"""Updates inside the backward pass, for a function of one's own: `eager` of a piece, `eager_weights` of shared weights.
+"""Updates inside the backward pass of any function: `eager` for a piece of it, `eager_weights` for shared weights.
 
-A piece is a `jax.custom_vjp` whose backward pass takes the gradient of the weights, updates them, and returns the new
-weights and state where JAX expects cotangents. The gradient is then gone: LOMO (Lv et al. 2023, arXiv 2306.09782) as
-one line around a part of a forward pass. Nothing is said of checkpointing: `jax.checkpoint` goes inside or outside.
+A piece is a `jax.custom_vjp` whose backward pass computes the gradient of the weights, updates them, and returns the
+new weights and state where JAX expects cotangents. The gradient is then freed: LOMO (Lv et al. 2023, arXiv 2306.09782)
+in one line around a part of a forward pass. Checkpointing is independent: `jax.checkpoint` can go inside or outside.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from framework.functions.update_options import UpdateOptions, updater_of
 from framework.functions.updater import Updater
 from framework.functions.uses import USES
 
-# The floats of a `Trained`, and inputs -> outputs: what is differentiated.
+# (a `Trained`, its floats, inputs) -> outputs. Only the floats and inputs are differentiated.
 Forward = Callable[[Trained, Tree, Tree], Tree]
 
 
 class _Eager:
-    """What a piece and shared weights have in common: the beginning of training, and the backward pass."""
+    """Common part of pieces and shared weights: initialization and the backward pass."""
 
     def __init__(self, forward: Forward, updater: Updater):
         self.name = updater.name
@@ -33,15 +33,15 @@ class _Eager:
         self._apply = _updating(forward, updater)
 
     def init(self, weights: Tree, state: Tree | None = None) -> Trained:
-        """The weights with the first state of their optimizer.
+        """Return the weights with the initial state of their optimizer.
 
         Args:
-            weights: any pytree: arrays of floats are trained, other leaves are left as they are.
-            state: of the optimizer, where it is not the first; a rule that is a function has none of its own, `()`.
+            weights: any pytree. Float arrays are trained; other leaves stay as they are.
+            state: optimizer state to start from; None for the initial one, which is `()` for a rule that is a function.
 
         Raises:
-            ValueError: there are no floats to train, a part is trained already, or the rule looks at several tensors
-                together (see `mixes` of `eager`).
+            ValueError: there are no floats to train, part of the weights is trained already, or the rule looks at
+                several tensors together (see `mixes` of `eager`).
         """
         encoded_weights, floats = self._updater.checked_floats(weights)
         state = self._updater.state_of(floats, state)
@@ -55,7 +55,7 @@ class _Eager:
 
 
 class EagerPiece(_Eager):
-    """A piece that is updated in the backward pass; made by `eager`."""
+    """A piece of a forward pass that is updated in the backward pass; made by `eager`."""
 
     def __init__(self, piece: Callable[..., Tree], updater: Updater):
         def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
@@ -64,12 +64,12 @@ class EagerPiece(_Eager):
         super().__init__(forward, updater)
 
     def __call__(self, trained: Trained, *inputs: Tree) -> Tree:
-        """The piece's outputs for its inputs.
+        """Return the piece's outputs for its inputs.
 
         Args:
-            trained: of `init`, or of the update before.
-            inputs: pytrees of arrays of any dtype, PRNG keys, or what has a hash and is no array; a `Trained` of
-                another piece as well, which is used inside this one.
+            trained: result of `init` or of the previous update.
+            inputs: pytrees of arrays of any dtype, PRNG keys, and hashable values that are not arrays. They may
+                include the `Trained` of another piece that is used inside this one.
 
         Raises:
             ValueError: the same weights are used twice in a function that is being differentiated.
@@ -78,7 +78,7 @@ class EagerPiece(_Eager):
 
 
 class EagerWeights(_Eager):
-    """Weights that are updated once all their uses have been gone through backward; made by `eager_weights`."""
+    """Weights that are updated after the backward pass has covered all their uses; made by `eager_weights`."""
 
     def __init__(self, updater: Updater):
         def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
@@ -87,13 +87,13 @@ class EagerWeights(_Eager):
         super().__init__(forward, updater)
 
     def __call__(self, trained: Trained) -> Tree:
-        """The weights, to be used as often as one likes.
+        """Return the weights, to be used any number of times.
 
         Args:
-            trained: of `init`, or of the update before.
+            trained: result of `init` or of the previous update.
 
         Raises:
-            ValueError: this is called twice in a function that is being differentiated.
+            ValueError: called twice in a function that is being differentiated.
         """
         return trained.weights_with(self._apply(self._used(trained), ()))
 
@@ -103,27 +103,27 @@ def eager(
     optimizer_or_rule: Any | BareRule,
     **options: Unpack[UpdateOptions],
 ) -> EagerPiece:
-    """Makes a piece of a forward pass whose weights are updated inside the backward pass.
+    """Make a piece of a forward pass whose weights are updated inside the backward pass.
 
         layer = pl.eager(piece, optax.adamw(1e-3), name="layer")
         trained = layer.init(weights)
         y = layer(trained, x)                    # piece(weights, x)
         trained = jax.grad(loss)(trained, ...)   # new weights and state; no gradient is left
 
-    `jax.grad` sees nothing of a piece that the loss does not depend on: its result is then zeros, not the old weights.
-    Nor does it see two uses of the same weights in a loop, under `jax.jit` or `jax.checkpoint`; those that it is called
-    on directly are refused. `value_and_update` finds all of this before anything runs. What is done to a gradient after
-    `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map) comes too late: do it in the
-    loss or in the rule.
+    `jax.grad` cannot detect some errors. If the loss does not depend on a piece, it returns zeros, not the old weights.
+    It does not notice two uses of the same weights in a loop or under `jax.jit` or `jax.checkpoint`; two direct uses
+    raise an error. `value_and_update` finds all of these before anything runs. It is too late to change a gradient
+    after `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map): do that in the loss or in
+    the rule.
 
-    Complexity: the arithmetic of `jax.grad` and of the optimizer. Of pieces with P bytes of weights and S of state,
-    used one after the other and donated, a step holds P + S, the gradient of the largest piece, and what the forward
-    pass keeps; `jax.grad` followed by optax holds the gradients of all, 2 P + S.
+    Complexity: the arithmetic of `jax.grad` and of the optimizer. For pieces with P bytes of weights and S bytes of
+    state in total, used one after another and donated, a step holds P + S, the gradient of the largest piece, and the
+    residuals of the forward pass. `jax.grad` followed by optax holds all gradients: 2 P + S.
 
     Args:
-        piece: `piece(weights, *inputs) -> outputs`, pytrees. Of its weights, arrays of floats are trained.
-        optimizer_or_rule: an optax transformation, a `stream`, whose state stays on the host, or a function
-            `(weights, gradient, state) -> (weights, state)`. Weights that are no floats are None in all three.
+        piece: `piece(weights, *inputs) -> outputs`, all pytrees. The float arrays among its weights are trained.
+        optimizer_or_rule: an optax transformation, a `stream` (its state stays in host memory), or a function
+            `(weights, gradient, state) -> (weights, state)`. Weights that are not floats are None in all three trees.
         options: `name`, `skip_nonfinite`, `max_update_rms` and `mixes`, see `UpdateOptions`.
 
     Raises:
@@ -134,19 +134,19 @@ def eager(
 
 
 def eager_weights(optimizer_or_rule: Any | BareRule, **options: Unpack[UpdateOptions]) -> EagerWeights:
-    """Makes weights that several parts of a forward pass share, and that are updated once, by the sum of the gradients.
+    """Make weights that several parts of a forward pass share, updated once by the sum of their gradients.
 
         shared = pl.eager_weights(optax.adamw(1e-3), name="embedding")
         weights = shared(shared.init(weights))   # use it as often as you like
 
-    Their gradient is held from their last use in the forward pass to the first one. The arguments, the complexity, and
-    what is raised, are those of `eager`.
+    The backward pass holds their gradient from their last use in the forward pass to the first one. Arguments,
+    complexity and errors are those of `eager`.
     """
     return EagerWeights(updater_of(optimizer_or_rule, **options))
 
 
 def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], Tree]:
-    """The function whose backward pass updates."""
+    """Return the function whose backward pass updates the weights."""
 
     @jax.custom_vjp
     def apply(trained: Trained, inputs: Tree) -> Tree:
@@ -162,7 +162,7 @@ def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], T
     def apply_backward(residuals: Any, cotangents: Tree) -> tuple[Trained, Tree]:
         trained, pull_back = residuals
         gradient, input_cotangents = pull_back(cotangents)
-        # What is before the piece waits for the update, so that gradients do not pile up.
+        # The backward pass of everything before the piece waits for the update, so that gradients do not pile up.
         new, input_cotangents = updater.updated(trained, gradient, input_cotangents)
         return marked(new, updater.name), input_cotangents
 

@@ -1,8 +1,8 @@
 """Updates inside the backward pass of a loop over stacked layers, with no second copy of the stack.
 
-An `eager` piece inside `jax.lax.scan` is right, but the transposed loop reads one stack and writes another. One
-`jax.custom_vjp` is put around the whole loop instead, whose backward loop carries weights and state, and writes each
-layer's new ones into the place of the old.
+An `eager` piece inside `jax.lax.scan` is correct, but the transposed loop reads one stack and writes another. Here one
+`jax.custom_vjp` wraps the whole loop instead. Its backward loop carries weights and state and overwrites each layer's
+old values with the new ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Layer = Callable[..., tuple[Tree, Tree]]
 
 
 class _ForwardResults(NamedTuple):
-    """What the forward loop leaves to the backward one.
+    """Residuals that the forward loop saves for the backward loop.
 
     Attributes:
-      trained: the stack.
-      xs: what each layer was given.
-      shared: what all layers were given.
-      residuals: of each layer's pull-back, stacked.
+        trained: the stack.
+        xs: per-layer inputs.
+        shared: inputs that all layers share.
+        residuals: residuals of each layer's pull-back, stacked.
     """
 
     trained: Trained
@@ -45,7 +45,7 @@ class _ForwardResults(NamedTuple):
 
 
 class _BackwardCarry(NamedTuple):
-    """What the backward loop carries: the stack, and the cotangents of the layer's input and of the shared inputs."""
+    """Carry of the backward loop: the stack, and the cotangents of the layer's input and of the shared inputs."""
 
     trained: Trained
     cotangent: Cotangents
@@ -64,14 +64,14 @@ class EagerStack:
         self._apply = apply
 
     def init(self, stacked_weights: Tree, state: Tree | None = None) -> Trained:
-        """The stack with the first state of its optimizer, which each layer has for itself.
+        """Return the stack with the initial state of its optimizer, a separate state for each layer.
 
         Args:
-            stacked_weights: any pytree whose arrays are [L, ...], of L layers.
-            state: stacked likewise, where it is not the first.
+            stacked_weights: any pytree whose arrays are [L, ...], for L layers.
+            state: stacked optimizer state to start from, arrays [L, ...]; None for the initial one.
 
         Raises:
-            ValueError: see `EagerPiece.init`; or the arrays are not of the same number of layers.
+            ValueError: see `EagerPiece.init`; or the arrays do not have the same number of layers.
         """
         encoded_weights, floats = self._updater.checked_floats(stacked_weights)
         num_layers(self.name, encoded_weights)
@@ -79,20 +79,20 @@ class EagerStack:
         return Trained(encoded_weights, encoded(state), self.name)
 
     def __call__(self, trained: Trained, carry: Tree, xs: Tree = None, *shared: Tree) -> tuple[Tree, Tree]:
-        """Runs the layers, one after the other, as `jax.lax.scan` does.
+        """Run the layers one after another, as `jax.lax.scan` does.
 
         Args:
-            trained: of `init`, or of the update before.
+            trained: result of `init` or of the previous update.
             carry: the first layer's input.
-            xs: arrays [L, ...], of which each layer gets its own, such as PRNG keys; None for nothing.
-            shared: what all layers get, such as a mask.
+            xs: per-layer inputs such as PRNG keys, arrays [L, ...]; None if there are none.
+            shared: inputs that all layers get, such as a mask.
 
         Returns:
             (the last layer's carry, each layer's `y`, stacked).
 
         Raises:
-            TypeError: `trained` is not of `init`.
-            ValueError: the same weights are used twice in a function that is being differentiated, or `xs` are of
+            TypeError: `trained` does not come from `init`.
+            ValueError: the same weights are used twice in a function that is being differentiated, or `xs` has
                 another number of layers.
         """
         if not isinstance(trained, Trained):
@@ -138,7 +138,7 @@ class EagerStack:
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
                 (carry.cotangent.restored(), y_cotangents.of_turn())
             )
-            # The layer before waits for the update, so that only one layer's gradients are there.
+            # The layer before waits for the update, so that only one layer's gradients exist at a time.
             later = (cotangent, x_cotangents)
             stack, later = self._updater.updated_layer(carry.trained, index, layer, gradient, later)
             cotangent, x_cotangents = later
@@ -168,23 +168,24 @@ def eager_scan(
     optimizer_or_rule: Any | BareRule,
     **options: Unpack[UpdateOptions],
 ) -> EagerStack:
-    """Makes a loop over stacked layers, each of which is updated inside the backward pass.
+    """Make a loop over stacked layers that updates each layer inside the backward pass.
 
         stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")
         trained = stack.init(stacked_weights)
         y, ys = stack(trained, x, keys)
 
-    The forward pass keeps of each layer what `jax.vjp` of it keeps, except for weights and `xs`, which are at hand. A
-    layer in `jax.checkpoint` keeps its input alone.
+    The forward pass saves the residuals of each layer's `jax.vjp`, except for weights and `xs`, which the backward pass
+    reads from the stack. A layer in `jax.checkpoint` saves only its input.
 
-    Complexity, of L layers with P bytes of weights, S of state and X of input each: the arithmetic of `jax.grad` of a
-    `jax.lax.scan`, and of the optimizer. Donated, and with the layer in `jax.checkpoint`, a step holds L (P + S + X),
-    one layer's gradient P, and what one layer keeps. With a `stream` L S is on the host, and a chunk on the device.
+    Complexity, for L layers with P bytes of weights, S bytes of state and X bytes of input each: the arithmetic of
+    `jax.grad` of a `jax.lax.scan`, and of the optimizer. If the arguments are donated and the layer is in
+    `jax.checkpoint`, a step holds L (P + S + X), one layer's gradient P, and the residuals of one layer. With a
+    `stream`, L S is in host memory, and one chunk of it on the device.
 
     Args:
         layer: `layer(weights, carry, x, *shared) -> (carry, y)`, as for `jax.lax.scan`.
-        optimizer_or_rule: each layer has a state of its own, as if it were alone; see `eager`.
-        options: of each layer; see `eager`, which also says what is raised.
+        optimizer_or_rule: the optimizer, with a separate state for each layer, as if it were the only one; see `eager`.
+        options: options for each layer; see `eager`, also for the errors raised.
     """
     return EagerStack(layer, updater_of(optimizer_or_rule, **options))
 
@@ -194,7 +195,7 @@ def _indices(trained: Trained) -> jax.Array:
 
 
 def _zeros(tree: Tree) -> Cotangents:
-    """Cotangents that are zero."""
+    """Return cotangents that are all zero."""
 
     def zero(leaf: Any) -> Any:
         has_cotangent = jnp.issubdtype(leaf.dtype, jnp.inexact)

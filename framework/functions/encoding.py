@@ -1,7 +1,7 @@
-"""Trees whose arrays are all floats, so that a new value may stand in the place of a cotangent.
+"""Trees whose arrays are all floats, so that a new value can be returned as a cotangent.
 
-JAX demands that the cotangent of a float array has its shape and dtype, and that of any other array is `float0`, which
-holds nothing. An optimizer's state has counters and keys too: they are held as floats of the same value.
+JAX requires that the cotangent of a float array has its shape and dtype. The cotangent of any other array is `float0`,
+which holds nothing. An optimizer state also has counters and keys, so these are stored as floats of the same value.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import jax.numpy as jnp
 
 from framework.functions.leaves import is_array, is_key, is_real_float
 
-# A pytree of anything.
+# Any pytree.
 Tree = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Encoded:
-    """An array of bools, integers or PRNG keys, held as floats.
+    """An array of bools, integers or PRNG keys, stored as floats.
 
     Attributes:
-      floats: 32 and 64 bits are cut into pieces of 16 along a last axis, in float32; 16 bits are float32, fewer are
-        bfloat16, whose integers are exact up to 256.
-      dtype: of the array; of a key, that of its words.
-      key_impl: the implementation of a key; None for other arrays.
+        floats: the values. 32- and 64-bit numbers are split into 16-bit words along a new last axis, in float32. 16-bit
+            numbers are in float32. Smaller ones are in bfloat16, which holds integers up to 256 exactly.
+        dtype: dtype of the array; for keys, that of their words.
+        key_impl: implementation of the keys; None for other arrays.
     """
 
     floats: jax.Array
@@ -35,7 +35,7 @@ class Encoded:
     key_impl: Any = field(metadata={"static": True})
 
     def decoded(self) -> jax.Array:
-        """The array."""
+        """Return the original array."""
         dtype = jnp.dtype(self.dtype)
         if _is_cut(dtype):
             pieces = self.floats.astype(jnp.uint16)
@@ -50,18 +50,18 @@ class Encoded:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """A leaf that is no array, such as the activation function in an equinox module; it must have a hash."""
+    """A leaf that is not an array, such as the activation function in an equinox module; it must be hashable."""
 
     value: Any
 
 
 def is_held(node: Any) -> bool:
-    """Whether a node stands for one leaf of the tree that was encoded."""
+    """Return whether a node represents one leaf of the tree that was encoded."""
     return isinstance(node, (Encoded, Static))
 
 
 def encoded(tree: Tree) -> Tree:
-    """The tree with an `Encoded` for each array that is not of floats, and a `Static` for what is no array.
+    """Wrap each non-float array of the tree in an `Encoded`, and each leaf that is not an array in a `Static`.
 
     Raises:
         ValueError: an array is complex.
@@ -70,7 +70,7 @@ def encoded(tree: Tree) -> Tree:
 
 
 def decoded(tree: Tree) -> Tree:
-    """The inverse of `encoded`."""
+    """Invert `encoded`."""
 
     def leaf(node: Any) -> Any:
         if isinstance(node, Encoded):
@@ -81,17 +81,17 @@ def decoded(tree: Tree) -> Tree:
 
 
 def with_static(tree: Tree) -> Tree:
-    """The tree with a `Static` for what is no array; arrays of any dtype stay. `decoded` is the inverse."""
+    """Wrap each leaf that is not an array in a `Static`; arrays of any dtype stay. `decoded` is the inverse."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), tree)
 
 
 def float_part(encoded_tree: Tree) -> Tree:
-    """The floats of an encoded tree, with None, a node without leaves, in the place of all else."""
+    """Return the floats of an encoded tree, with None, a node without leaves, for everything else."""
     return jax.tree.map(lambda node: None if is_held(node) else node, encoded_tree, is_leaf=is_held)
 
 
 def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
-    """The encoded tree with other floats: those of a tree as `float_part` makes it."""
+    """Return the encoded tree with its floats replaced by those of a tree like the result of `float_part`."""
     new_floats = iter(jax.tree.leaves(floats))
     return jax.tree.map(lambda node: node if is_held(node) else next(new_floats), encoded_tree, is_leaf=is_held)
 
@@ -118,5 +118,5 @@ def _as_floats(array: jax.Array) -> jax.Array:
 
 
 def _is_cut(dtype: Any) -> bool:
-    """Whether arrays of a dtype are cut into pieces of 16 bits."""
+    """Return whether arrays of a dtype are split into 16-bit words."""
     return dtype.itemsize > 2

@@ -1,8 +1,8 @@
-"""A matrix with an adapter on its way through a program.
+"""Factored form of a matrix with an adapter, as a program transforms it.
 
-W + scale * A B is kept as three arrays. The two factors are held so that they broadcast against W, with one more axis,
-the rank, at their end: of W [*stack, in, out] they are [*stack, in, 1, rank] and [*stack, 1, out, rank]. So whatever
-moves the axes of W moves theirs, whichever side of the matrix they are of (`views.py`). Imports jax.
+W + scale * A B is stored as three arrays. The two factors broadcast against W and have one more axis, the rank, at the
+end: for W [*stack, in, out] they are [*stack, in, 1, rank] and [*stack, 1, out, rank]. So an operation that moves the
+axes of W moves theirs in the same way, on either side of the matrix (`views.py`). Imports jax.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn
 from framework.functions.adapters import Adapter
 from framework.functions.nf4 import QuantizedMatrix
 
-# Compiled programs name the user's line, not one of this file.
+# Keeps this file out of source locations, so that compiled programs name the user's line.
 source_info_util.register_exclusion(__file__)
-# Of the axes of operands in an einsum.
+# Letters for the axes of the operands of an einsum.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
 _RANK = "Z"
 
@@ -32,12 +32,12 @@ _RANK = "Z"
 )
 @dataclass(frozen=True)
 class Factored:
-    """W + scale * (the sum over the last axis of left * right); without factors W alone, if it is stored in 4 bits.
+    """W + scale * (sum of left * right over the last axis). Without factors it is only W, stored in 4 bits.
 
     Attributes:
-        path: of W in the tree of parameters, for messages.
+        path: path of W in the parameter tree, for messages.
         weight: W, of any shape.
-        left, right: W's axes, some of them of size 1, and the rank. Both are None, or neither is.
+        left, right: factors with W's axes, some of size 1, and the rank axis. Both are None, or neither is.
         scale: alpha / rank.
     """
 
@@ -49,11 +49,11 @@ class Factored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of W."""
+        """Shape of W."""
         return self.weight.shape
 
     def dense(self) -> jax.Array:
-        """W + scale * A B, an array of W's shape and dtype."""
+        """Return W + scale * A B, an array of W's shape and dtype."""
         weight = dense_weight(self.weight)
         if self.left is None or self.right is None:
             return weight
@@ -76,30 +76,30 @@ class Factored:
         weight: jax.Array | QuantizedMatrix,
         move: Callable[[jax.Array], jax.Array],
     ) -> Factored:
-        """Another W, and `move` of both factors."""
+        """Return a factored matrix with another W and with `move` applied to both factors."""
         left = None if self.left is None else move(self.left)
         right = None if self.right is None else move(self.right)
         return Factored(self.path, weight, left, right, self.scale)
 
 
 def long_axes(factor: jax.Array, letters: str) -> str:
-    """For an einsum, the letters of those of W's axes along which a factor is longer than 1, and that of the rank."""
+    """Return the einsum letters of those of W's axes along which a factor is longer than 1, plus that of the rank."""
     axes = zip(letters, factor.shape, strict=False)
     return "".join(letter for letter, size in axes if size > 1) + _RANK
 
 
 def without_short_axes(factor: jax.Array) -> jax.Array:
-    """The factor with the axes alone that `long_axes` names."""
+    """Return the factor with only the axes that `long_axes` lists."""
     return factor.reshape(*(size for size in factor.shape[:-1] if size > 1), factor.shape[-1])
 
 
 def dense_weight(weight: jax.Array | QuantizedMatrix) -> jax.Array:
-    """The frozen matrix as an array."""
+    """Return the frozen matrix as an array."""
     return weight.dense() if isinstance(weight, QuantizedMatrix) else weight
 
 
 def factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | None) -> Factored:
-    """The matrix [*stack, in, out] at a path, with its adapter if it has one."""
+    """Return the factored form of the matrix [*stack, in, out] at a path, with its adapter if it has one."""
     if adapter is None:
         return Factored(path, weight, None, None, 1.0)
     left, right = adapter.factors(len(weight.shape))
@@ -107,5 +107,5 @@ def factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | 
 
 
 def result_type(equation: JaxprEqn) -> Any:
-    """The shape and dtype of an operation's only result."""
+    """Return the shape and dtype of an operation's only result."""
     return equation.outvars[0].aval

@@ -1,7 +1,7 @@
-"""A check, for anyone's tests, that frozen weights cost a step no memory beside their own.
+"""A check, usable in any test, that frozen weights cost a step no memory in addition to their own.
 
-It reads the compiler's final program, on whatever device that is for. Imports jax, `framework.layout` and the reader of
-programs, `framework.plan.hlo`.
+It reads the compiler's final program, for whichever device it was compiled. Imports jax, `framework.layout` and the
+program reader `framework.plan.hlo`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from framework.plan.hlo.arrays import VMEM, Array, placed
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module
 
-# Operations that return what is in memory already, or what a computation inside of them has made.
+# Operations that return memory that exists already, or that an inner computation allocated.
 _VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
 _VIEWS |= {"after-all", "add-dependency"}
-# What a TPU has read ahead in slices is made one array so.
+# Joins the slices that a TPU has prefetched into one array.
 _JOINED = 'custom_call_target="ConcatBitcast"'
-# Into the fast memory of a TPU's chip these bring what a product is about to read.
+# Operations that bring the operand of an upcoming product into the on-chip memory of a TPU.
 _PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
 _SHOWN_BUFFERS = 8
-# Farther away than this, the name of an operation says little about a buffer.
+# An operation farther away than this does not help to identify a buffer.
 _NAME_DISTANCE = 8
 
 
@@ -40,9 +40,9 @@ class FrozenBuffer(NamedTuple):
 
     Attributes:
         leaves: paths of the frozen leaves of this size.
-        array: its dtype and dimensions on one device.
-        operation: what makes it, as JAX names it: `jit(step)/transpose(jvp())/dot_general`.
-        source: the line of Python that says so, "train.py:17"; "" where the program does not tell.
+        array: dtype and dimensions on one device.
+        operation: operation that allocates it, as named by JAX: `jit(step)/transpose(jvp())/dot_general`.
+        source: line of Python code behind the operation, "train.py:17"; "" if unknown.
     """
 
     leaves: tuple[str, ...]
@@ -59,7 +59,7 @@ class FrozenBuffer(NamedTuple):
 
 
 class FrozenBufferError(AssertionError):
-    """A step allocates buffers as large as frozen leaves; `buffers` has them."""
+    """Raised if a step allocates buffers as large as frozen leaves; `buffers` lists them."""
 
     def __init__(self, buffers: list[FrozenBuffer]):
         lines = "\n".join(f"  {buffer}" for buffer in buffers[:_SHOWN_BUFFERS])
@@ -71,28 +71,28 @@ class FrozenBufferError(AssertionError):
 
 
 def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target: str | None = None) -> None:
-    """Compiles a step, and raises an error if it allocates a buffer of the size of a frozen leaf beside the leaf.
+    """Compile a step, and raise an error if it allocates another buffer of the size of a frozen leaf.
 
-    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are numbers of elements,
-    whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer than 1 are
-    looked at. Of a stack [layers, in, out], one layer at a time may be copied, or dequantized if it is a
-    `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU reads ahead into the fast memory on
-    its chip is no buffer.
+    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are compared by number of
+    elements, for any dtype. Many other arrays have the size of a vector, so only leaves with at least two axes longer
+    than 1 are checked. One layer at a time of a stack [layers, in, out] may be copied, or dequantized if the stack is a
+    `QuantizedMatrix`; only stacked QuantizedMatrix leaves are checked. A frozen leaf that a TPU prefetches into its
+    on-chip memory does not count as a buffer.
 
-    Complexity: the time that the target's compiler takes, and a walk through its program's text.
+    Complexity: the compile time for the target, and one pass over the text of the compiled program.
 
     Args:
-        step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
+        step: a jitted function (also from `equinox.filter_jit`), or any function, which is then jitted.
         arguments: its positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
-        frozen: a regex, searched in the paths of the arguments' leaves, which begin with the name of the parameter,
+        frozen: a regex, searched in the paths of the arguments' leaves, which begin with the parameter name,
             "params/layers/query"; or the frozen leaves themselves, a tree of arrays.
-        target: None compiles for the devices of this process, or for those that the arguments' shardings name. Else the
-            name of a machine, which need not be there, "v5e-1"; each of its devices then has all arguments whole.
+        target: None compiles for the devices of this process, or for those in the arguments' shardings. Otherwise the
+            name of a machine such as "v5e-1", which need not be present; arguments are replicated on its devices.
 
     Raises:
-        FrozenBufferError: an AssertionError with the buffers, the leaves and the operations.
-        ValueError: the regex matches no leaf; no frozen leaf has two axes; an argument that is not frozen has as many
-            elements as one that is, so that its size tells nothing.
+        FrozenBufferError: an AssertionError that lists the buffers, the leaves and the operations.
+        ValueError: the regex matches no leaf; no frozen leaf has two axes; or an argument that is not frozen has as
+            many elements as a frozen one, so that the size of a buffer is ambiguous.
     """
     named_arguments = _named_arguments(step, arguments)
     frozen_leaves = _frozen_leaves(named_arguments, frozen)
@@ -101,7 +101,7 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     placed_arguments = arguments if target is None else _on_target(arguments, target)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     compiled = jitted.lower(*placed_arguments).compile()
-    # Equinox has a class of its own around what jax has compiled.
+    # Equinox wraps jax's compiled object in its own class.
     executable = getattr(compiled, "compiled", compiled)
     buffers = list(_buffers(Module(executable.as_text()), paths_by_elements))
     if buffers:
@@ -109,7 +109,7 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
 
 
 def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """{path: array} of all arguments; a path begins with the name of the parameter, or with its number."""
+    """Return {path: array} of all arguments; a path begins with the parameter's name, or its number if unknown."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> di
 
 
 def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, Any]:
-    """{path: frozen leaf}, of those whose size tells something."""
+    """Return {path: frozen leaf} for the leaves that can be identified by their size."""
     if isinstance(frozen, str):
         paths = matching_paths(frozen, named_arguments, "frozen")
         leaves = {path: named_arguments[path] for path in paths}
@@ -142,9 +142,9 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
 
 
 def _tells(leaf: Any) -> bool:
-    """Whether a buffer of a leaf's size can only be of it: not of a vector."""
+    """Return whether a buffer of the leaf's size can be attributed to the leaf. A vector's cannot."""
     if is_quantized(leaf):
-        # One matrix is dequantized as a whole.
+        # Without a stack, the whole matrix is dequantized, which is allowed.
         return leaf.num_stack_axes > 0
     return sum(size > 1 for size in leaf.shape) >= 2
 
@@ -154,7 +154,7 @@ def _check_others(
     frozen_leaves: dict[str, Any],
     paths_by_elements: dict[int, list[str]],
 ) -> None:
-    """Raises ValueError if an argument that is not frozen cannot be told from a frozen one by its size."""
+    """Raise ValueError if an argument that is not frozen has the size of a frozen one."""
     frozen_ids = {id(array) for leaf in frozen_leaves.values() for array in jax.tree.leaves(leaf)}
     for path, leaf in named_arguments.items():
         for array in jax.tree.leaves(leaf):
@@ -167,15 +167,15 @@ def _check_others(
 
 
 def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
-    """{number of elements: paths of the frozen leaves that have as many, whole or on one device}."""
+    """Return {number of elements: paths of the frozen leaves that have as many, whole or on one device}."""
     paths: dict[int, list[str]] = {}
     for path, leaf in frozen_leaves.items():
-        # The scales of a quantized matrix have the size of many other things.
+        # The scales of a quantized matrix are left out: many other arrays have their size.
         array = leaf.codes if is_quantized(leaf) else leaf
-        # A set: an array that is not sharded is its own shard.
+        # A set, because an unsharded array is its own shard.
         counts = {math.prod(array.shape), math.prod(_shard_shape(array))}
         if is_quantized(leaf):
-            # One matrix at a time is dequantized, not the stack.
+            # One matrix at a time may be dequantized, not the stack.
             counts.add(math.prod(leaf.shape))
         for count in counts:
             paths.setdefault(count, []).append(path)
@@ -188,8 +188,8 @@ def _shard_shape(array: Any) -> tuple[int, ...]:
 
 
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
-    """The arguments as shapes, whole on each device of a machine."""
-    # Only who names a target needs the tables of machines.
+    """Return the arguments as shapes, replicated on each device of a machine."""
+    # Imported here because only a call with a target needs the machine tables.
     from framework.plan.targets import environment, resolve
 
     environment(target)
@@ -208,10 +208,10 @@ def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
 
 
 def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterator[FrozenBuffer]:
-    """The buffers as large as a frozen leaf, in the order of the program's text."""
+    """Yield the buffers as large as a frozen leaf, in the order of the program's text."""
     inner_computations = set(_without_buffers(module))
     for instruction in module.instructions.values():
-        # What begins a transfer returns its operand, too; its end returns the result alone.
+        # The start of an asynchronous transfer returns its operand as well; its end returns only the result.
         is_part = instruction.opcode.endswith(("-start", "-update"))
         is_view = instruction.opcode in _VIEWS or _JOINED in instruction.attributes
         if is_part or is_view or instruction.computation in inner_computations:
@@ -225,7 +225,7 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
 
 
 def _without_buffers(module: Module) -> Iterator[str]:
-    """The computations whose values are no buffers: those of fusions, and what a reduction does with two elements."""
+    """Yield the computations whose values are no buffers: fusions, and the scalar functions of reductions."""
     for instruction in module.instructions.values():
         if instruction.opcode == "fusion":
             yield instruction.called("calls")
@@ -234,7 +234,7 @@ def _without_buffers(module: Module) -> Iterator[str]:
 
 
 def _operation(module: Module, instruction: Instruction) -> str:
-    """JAX's name of an operation; of one that the compiler has added, what it does with the nearest that has a name."""
+    """Return JAX's name of an operation. One that the compiler added is named after its nearest named operand."""
     operand: Instruction | None = instruction
     for _ in range(_NAME_DISTANCE):
         if operand is None or operand.op_name:
@@ -248,7 +248,7 @@ def _operation(module: Module, instruction: Instruction) -> str:
 
 def _source(module: Module, instruction: Instruction) -> str:
     line = module.source(instruction)
-    # This file has compiled the step, and computes nothing.
+    # This file compiles the step but computes nothing in it.
     if line is None or line.file == __file__:
         return ""
     return f"{Path(line.file).name}:{line.line}"

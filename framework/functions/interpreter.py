@@ -1,8 +1,8 @@
-"""Runs a traced function again, operation by operation, with matrices that have adapters in the place of arrays.
+"""Re-runs a traced function operation by operation, with factored matrices for the arrays that have adapters.
 
-An operation without such a matrix is what it was. One that moves the matrix is done to W and to both factors
-(`views.py`), a product is x W + scale * (x A) B (`products.py`), and loops, branches and calls are made again around
-what is in them (`control_flow.py`). Imports jax.
+An operation without such a matrix stays as it is. An operation that moves the matrix is applied to W and to both
+factors (`views.py`), a product becomes x W + scale * (x A) B (`products.py`), and loops, branches and calls are rebuilt
+around their interpreted bodies (`control_flow.py`). Imports jax.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from framework.functions.factored import Factored
 from framework.functions.products import lookup, product
 from framework.functions.views import split, viewed
 
-# Tracebacks of compiled programs lead to the user's line, not to these.
+# Keeps this file out of tracebacks of compiled programs, so that they show the user's line.
 source_info_util.register_exclusion(__file__)
 
 
 class AdapterError(ValueError):
-    """A matrix with an adapter, or in 4 bits, reaches an operation that has no form with factors."""
+    """Raised if a matrix with an adapter, or in 4 bits, reaches an operation that has no factored form."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """How a function is run with matrices in factors.
+    """Interpreter of traced functions with factored matrices.
 
     Attributes:
-        materialize: a regex, searched in paths; the matrices that may become arrays of their own size where an
-            operation needs that. None: no matrix may.
+        materialize: a regex, searched in paths, that selects the matrices that may become full arrays if an operation
+            needs it. None: no matrix may.
     """
 
     materialize: re.Pattern[str] | None
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
-        """The results of a traced function, arrays or matrices in factors."""
+        """Return the results of a traced function: arrays, or matrices in factored form."""
         values: dict[Var, Any] = {}
         values.update(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -80,10 +80,10 @@ class Interpreter:
         return _unchanged(equation, [self.array(operand, equation) for operand in operands])
 
     def array(self, value: Any, equation: JaxprEqn | None) -> Any:
-        """A value as an array.
+        """Return a value as an array.
 
         Raises:
-            AdapterError: it is a matrix in factors that may not become an array.
+            AdapterError: the value is a factored matrix that may not become an array.
         """
         if not isinstance(value, Factored):
             return value
@@ -98,12 +98,12 @@ class Interpreter:
         )
 
     def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
-        """All values as arrays. Raises AdapterError."""
+        """Return all values as arrays. Raise AdapterError as `array` does."""
         return [self.array(value, equation) for value in values]
 
 
 def _unchanged(equation: JaxprEqn, operands: Values) -> Values:
-    """The operation itself, of arrays."""
+    """Apply the operation itself to arrays."""
     params: Any = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]

@@ -1,4 +1,4 @@
-"""What a leaf of any pytree is: an array, an array of floats, or something else, such as an activation function."""
+"""Predicates for the leaves of any pytree: arrays, float arrays, or other leaves such as activation functions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or the shape of one; Python's own numbers are neither."""
+    """Return whether a leaf is an array or the shape of one; Python's own numbers are neither."""
     return isinstance(leaf, _ARRAY_TYPES)
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf is an array that has a gradient: of real or complex floating-point numbers."""
+    """Return whether a leaf is an array of real or complex floats, which has a gradient."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_real_float(leaf: Any) -> bool:
-    """Whether a leaf is an array of real floating-point numbers."""
+    """Return whether a leaf is an array of real floats."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
+    """Return whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,7 +1,7 @@
-"""The primitive through which new weights and state leave a backward pass: an identity that is seen in a program.
+"""Primitive that marks new weights and state in the program of a backward pass; an identity.
 
-`origins` finds it in the traced backward pass. It has no derivative and no batched form, so that second derivatives and
-`jax.vmap` over the backward pass raise an error that names the piece, where they would silently be wrong.
+`origins` finds it in the traced backward pass. It has no derivative and no batching rule. So second derivatives, and
+`jax.vmap` over the backward pass, raise an error that names the piece instead of being silently wrong.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ update_p.multiple_results = True
 
 
 def marked(new: Tree, name: str) -> Tree:
-    """The new weights and state of a piece, as they are.
+    """Return the new weights and state of a piece unchanged, marked in the traced program.
 
     Raises:
-        ValueError: later, when what this is a part of is differentiated or batched.
+        ValueError: later, if the surrounding function is differentiated or batched.
     """
     leaves, structure = jax.tree.flatten(new)
     return jax.tree.unflatten(structure, update_p.bind(*leaves, piece=name))
 
 
 def tied(tree: Tree) -> Tree:
-    """The tree through a barrier: whatever needs one of its arrays waits for all of them."""
+    """Pass the tree through a barrier, so that a consumer of any of its arrays waits for all of them."""
     leaves, structure = jax.tree.flatten(tree)
-    # Cotangents of integers hold nothing, and are no arrays of a program.
+    # Cotangents of integers (float0) hold no data and are not arrays of the program.
     arrays = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
     waiting = iter(jax.lax.optimization_barrier(arrays))
     tied_leaves = [leaf if leaf.dtype == jax.dtypes.float0 else next(waiting) for leaf in leaves]

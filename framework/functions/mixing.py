@@ -1,4 +1,4 @@
-"""Whether a rule of update looks at several tensors together, read off its traced program."""
+"""Checks on the traced program of an update rule whether it looks at several tensors together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 @dataclass(frozen=True)
 class Influence:
-    """Which tensors' gradients reach the results of an update, however many steps it takes: a bit for each tensor.
+    """Tensors whose gradients can influence the results of an update, over any number of steps: one bit per tensor.
 
     Attributes:
-      weights: of each tensor, in the order of the leaves.
-      state: of each leaf of the state.
+        weights: bit sets for the tensors, in the order of the leaves.
+        state: bit sets for the leaves of the state.
     """
 
     weights: list[Inputs]
@@ -30,18 +30,18 @@ class Influence:
 
     @property
     def mixes(self) -> bool:
-        """Whether the update of a tensor may depend on the gradient of another one."""
+        """Return whether the update of a tensor may depend on the gradient of another one."""
         return any(reaching & ~(1 << number) for number, reaching in enumerate(self.weights))
 
 
 def influence(update: Update, weights: Tree, state: Tree) -> Influence:
-    """Follows gradients through an update and, by way of the state, through those after it.
+    """Trace the influence of gradients through an update and, through the state, through later updates.
 
-    A path of the program counts as an influence even where it carries nothing (`x * 0`).
+    Every path in the program counts as an influence, even one that carries nothing (`x * 0`).
 
     Args:
-        update: a function of arrays.
-        weights, state: arrays or their shapes.
+        update: the update rule, a function of arrays.
+        weights, state: arguments of the rule: arrays or their shapes.
     """
     shapes = jax.tree.map(_shape, (weights, weights, state))
     traced = jax.make_jaxpr(update)(*shapes)
@@ -51,7 +51,7 @@ def influence(update: Update, weights: Tree, state: Tree) -> Influence:
     num_state = len(inputs_of_results) - num_weights
     reaching_state = [0] * num_state
     while True:
-        # Weights carry what their own gradients did to them in the steps before.
+        # Weights carry the influence of their own gradients from earlier steps.
         reaching_inputs = [*own_bits, *own_bits, *reaching_state]
         reaching_results = [_union(inputs, reaching_inputs) for inputs in inputs_of_results]
         new_reaching_state = reaching_results[num_weights:]
@@ -61,10 +61,10 @@ def influence(update: Update, weights: Tree, state: Tree) -> Influence:
 
 
 def refuse_mixing(rule: Rule, weights: Tree, state: Tree, name: str) -> None:
-    """Checks that a rule updates each tensor of a piece by that tensor's gradient.
+    """Check that a rule updates each tensor of a piece from that tensor's gradient only.
 
-    A tensor that is alone in its piece is given company of its own shape, under an optax transformation; in a function
-    of the caller's what is alone cannot be told from what looks at all tensors.
+    If a piece has a single tensor, an optax transformation is checked on two tensors of its shape. A user's function
+    cannot be checked in this case: with one tensor, global and per-tensor rules look the same.
 
     Raises:
         ValueError: the rule looks at several tensors together.
@@ -87,7 +87,7 @@ def _mixes_in_company(rule: OptaxRule, weights: Tree) -> bool:
         state = jax.eval_shape(rule.initial_state, company)
         return influence(rule.update, company, state).mixes
     except (TypeError, ValueError):
-        # A transformation that is made for one structure (a tree of labels) takes no other.
+        # A transformation that is made for one tree structure (a tree of labels) takes no other.
         return False
 
 
@@ -96,7 +96,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _union(inputs: Inputs, reaching_inputs: list[Inputs]) -> Inputs:
-    """All tensors that reach any of a set of inputs."""
+    """Return all tensors that influence any of a set of inputs."""
     union = 0
     for number, reaching in enumerate(reaching_inputs):
         if inputs >> number & 1:

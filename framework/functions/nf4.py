@@ -1,6 +1,6 @@
 """Frozen matrices in 4 bits, as QLoRA stores them (Dettmers et al. 2023, arXiv 2305.14314).
 
-Imports jax, `framework.layout` and the storage itself, `framework.layers.quantize`.
+Imports jax, `framework.layout` and the quantizer, `framework.layers.quantize`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ View = Callable[[jax.Array], jax.Array]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("dtype", "views"))
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix [*stack, inputs, outputs] that is stored in NF4, in the place of an array of a tree.
+    """A matrix [*stack, inputs, outputs] that is stored in NF4 and replaces an array of a tree.
 
     Attributes:
-        codes: uint32 [*stack, inputs / 8, outputs], eight values in a word.
+        codes: uint32 [*stack, inputs / 8, outputs], eight values per word.
         scales: float32 [*stack, inputs / 64, outputs].
-        dtype: of the matrix when it is dequantized.
-        views: what has been done with the matrix since (a transposition, say), in order; done when it is dequantized.
+        dtype: dtype of the dequantized matrix.
+        views: operations (such as a transposition) applied to the matrix, in order, each time it is dequantized.
     """
 
     codes: jax.Array
@@ -40,53 +40,53 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, after its views."""
+        """Shape of the matrix, after its views."""
         return jax.eval_shape(QuantizedMatrix.dense, self).shape
 
     @property
     def num_stack_axes(self) -> int:
-        """The leading axes along which codes and scales can be sliced as the matrix is; 0 where there are views."""
+        """Number of leading axes along which codes and scales can be sliced like the matrix; 0 if there are views."""
         return 0 if self.views else self.codes.ndim - 2
 
     def dense(self) -> jax.Array:
-        """The matrix itself: an array as large as the one that was quantized."""
+        """Return the dequantized matrix: an array as large as the one that was quantized."""
         matrix = dequantize({"codes": self.codes, "scales": self.scales}, "nf4", self.dtype)
         for view in self.views:
             matrix = view(matrix)
         return matrix
 
     def viewed(self, view: View) -> QuantizedMatrix:
-        """The same matrix, of which `view` is taken when it is dequantized."""
+        """Return the same matrix with `view` applied after dequantization."""
         return replace(self, views=(*self.views, view))
 
     def sliced(self, view: View) -> QuantizedMatrix:
-        """The same matrix, with `view` taken of codes and scales: what changes leading axes of the stack alone."""
+        """Return the same matrix with `view` applied to codes and scales; only for views of leading stack axes."""
         return replace(self, codes=view(self.codes), scales=view(self.scales))
 
 
 def is_quantized(node: Any) -> bool:
-    """Whether a node of a tree is a QuantizedMatrix."""
+    """Return whether a node of a tree is a QuantizedMatrix."""
     return isinstance(node, QuantizedMatrix)
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """Returns {path: array, or its shape, or a QuantizedMatrix} of any pytree, in its own order."""
+    """Return {path: array, or its shape, or a QuantizedMatrix} for any pytree, in its own order."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {path_name(keypath): node for keypath, node in nodes if is_array(node) or is_quantized(node)}
 
 
 def lora_quantize(params: Any, target: str) -> Any:
-    """Stores the matrices whose path matches in NF4, for `with_lora`; all other leaves come back as they are.
+    """Quantize the matrices whose path matches to NF4, for `with_lora`; all other leaves stay as they are.
 
-    Complexity: 4.5 bits for each weight, half a byte and a float32 for 64 of them. It is compared with 15 numbers, in
-    float32: outside of `jax.jit` there are several arrays of a matrix's size while it is stored.
+    Complexity: 4.5 bits per weight: half a byte, and a float32 scale for every 64 weights. Each weight is compared with
+    15 numbers in float32, so outside of `jax.jit` several arrays of a matrix's size exist during quantization.
 
     Args:
         params: any pytree. A leaf of two axes or more is a matrix, or a stack of them, [*stack, inputs, outputs].
         target: a regex, searched in paths such as "layers/attention/query".
 
     Raises:
-        ValueError: the regex matches no matrix, or one whose `inputs` (the last axis but one) 64 does not divide.
+        ValueError: the regex matches no matrix, or one whose `inputs` (the last axis but one) is not divisible by 64.
     """
     leaves = named_arrays(params)
     matrices = [path for path, leaf in leaves.items() if is_float(leaf) and leaf.ndim >= 2]

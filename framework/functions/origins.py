@@ -1,4 +1,4 @@
-"""Where the cotangents that a traced backward pass returns come from: from the update of a piece, or from elsewhere."""
+"""Origins of the cotangents that a traced backward pass returns: the update of a piece, or something else."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jax.extend.core import Jaxpr, Literal
 from framework.functions.marker import update_p
 from framework.plan.jaxprs import scan_counts
 
-# Equations that hand their operands on as they are, the n-th operand as the n-th result.
+# Equations that pass their operands on unchanged, the n-th operand as the n-th result.
 _IDENTITIES = {"optimization_barrier", "copy", "copy_p", "sharding_constraint"}
-# Equations that call one program with their operands.
+# Equations that call a single program with their operands.
 _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "core_call", "custom_lin", "shard_map"}
 _ZEROS = {"broadcast_in_dim", "zeros_like", "full"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a cotangent comes from.
+    """Origin of a cotangent.
 
     Attributes:
-      pieces: those whose updates made it; one that occurs twice was updated twice.
-      others: the names of the operations that made a part of it otherwise.
-      is_zero: whether nothing made it.
-      is_in_some_branches: whether a condition decides which pieces make it.
+        pieces: names of the pieces whose updates produce it; a piece that occurs twice was updated twice.
+        others: names of the other operations that contribute to it.
+        is_zero: whether nothing contributes to it.
+        is_in_some_branches: whether a condition decides which pieces produce it.
     """
 
     pieces: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Origin:
     is_in_some_branches: bool = False
 
     def plus(self, other: Origin) -> Origin:
-        """That of a sum."""
+        """Return the origin of the sum of two cotangents."""
         return Origin(
             self.pieces + other.pieces,
             self.others + other.others,
@@ -48,13 +48,13 @@ _ZERO = Origin(is_zero=True)
 
 @dataclass(frozen=True)
 class _Operand:
-    """An origin that is an operand of the program, by number: its caller knows more."""
+    """Placeholder for a value that is an operand of the program, by number; its caller knows the origin."""
 
     number: int
 
 
 def origins_of(jaxpr: Jaxpr) -> list[Origin]:
-    """The origin of each result of a program."""
+    """Return the origin of each result of a program."""
     return [_as_origin(source) for source in _results_of(jaxpr)]
 
 
@@ -63,13 +63,13 @@ def _as_origin(source: Origin | _Operand) -> Origin:
 
 
 def _results_of(jaxpr: Jaxpr) -> list[Origin | _Operand]:
-    """For each result its origin, or the operand that it is."""
+    """Return the origin of each result, or the operand that it equals."""
     search = _Search(jaxpr)
     return [search.origin(var) for var in jaxpr.outvars]
 
 
 class _Search:
-    """The search for origins in one program."""
+    """Search for origins in one program."""
 
     def __init__(self, jaxpr: Jaxpr):
         self._numbers = {var: number for number, var in enumerate(jaxpr.invars)}
@@ -80,7 +80,7 @@ class _Search:
                 self._equations[var] = (equation, position)
 
     def origin(self, var: Any) -> Origin | _Operand:
-        """The origin of a variable."""
+        """Return the origin of a variable."""
         if isinstance(var, Literal) or var in self._constants:
             return _ZERO
         if var in self._numbers:
@@ -105,13 +105,13 @@ class _Search:
         return Origin(others=(name,))
 
     def _of_operand(self, source: Origin | _Operand, operands: Any) -> Origin | _Operand:
-        """What a called program says of a result, in terms of its caller."""
+        """Resolve a result of a called program: an operand becomes the caller's variable."""
         return self.origin(operands[source.number]) if isinstance(source, _Operand) else source
 
     def _of_loop(self, equation: Any, position: int) -> Origin:
-        """The origin of a loop's result."""
+        """Return the origin of a loop's result."""
         origin = _as_origin(_results_of(_program(equation.params["jaxpr"]))[position])
-        # What is stacked has one turn's in each place; what is carried is a sum over all turns.
+        # A stacked result holds one iteration's value at each index; a carried result is a sum over all iterations.
         _, num_carry = scan_counts(equation.params)
         is_stacked = position >= num_carry
         if is_stacked or not origin.pieces:
@@ -119,11 +119,11 @@ class _Search:
         return Origin(pieces=origin.pieces * 2)
 
     def _of_branches(self, equation: Any, position: int) -> Origin:
-        """The origin that all branches have, or what one of them has."""
+        """Return the origin that all branches share, or a combined origin if they differ."""
         origins = []
         for branch in equation.params["branches"]:
             source = _results_of(_program(branch))[position]
-            # The first operand is the number of the branch.
+            # The first operand is the index of the branch.
             origins.append(_as_origin(self._of_operand(source, equation.invars[1:])))
         if len(set(origins)) == 1:
             return origins[0]
@@ -132,5 +132,5 @@ class _Search:
 
 
 def _program(jaxpr: Any) -> Jaxpr:
-    """The program of a closed jaxpr, or one that is not closed."""
+    """Return the program of a closed jaxpr, or the jaxpr itself if it is not closed."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,7 +1,7 @@
-"""The value and the gradient of a function, with respect to the parameters that are trained and to no others.
+"""Value and gradient of a function with respect to the trainable parameters only.
 
-A frozen parameter is no argument of the function that is differentiated. So nothing of its gradient is ever computed,
-and no compiler has to find out that it is not needed. Imports jax and `framework.layout`.
+A frozen parameter is not an argument of the differentiated function. So no part of its gradient is ever computed, and
+no compiler has to find out that it is not needed. Imports jax and `framework.layout`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from framework.functions.paths import matching_paths, named_leaves
 
 
 class Partition(NamedTuple):
-    """A tree in two, both of its structure, with None in the place of each leaf that is in the other.
+    """A tree split in two, both of the same structure, each with None for the leaves of the other.
 
-    `jax.tree.map`, optax and `jax.jit` see no leaf in a None. No array is copied.
+    `jax.tree.map`, optax and `jax.jit` treat None as having no leaves. No array is copied.
     """
 
     trained: Any
@@ -27,10 +27,10 @@ class Partition(NamedTuple):
 
 
 def partition(params: Any, trainable: str) -> Partition:
-    """Parts a tree into the float leaves whose path matches a regex, and all others.
+    """Split a tree into the float leaves whose path matches a regex, and all other leaves.
 
     Args:
-        params: any pytree: nested dicts, an equinox module, the variables of flax.
+        params: any pytree, such as nested dicts, an equinox module or flax variables.
         trainable: a regex, searched in paths such as "layers/attention/query".
 
     Raises:
@@ -59,11 +59,11 @@ def _kind(leaf: Any) -> str:
 
 
 def combine(first: Any, second: Any) -> Any:
-    """Puts the two parts of a `Partition` together again.
+    """Merge the two parts of a `Partition`.
 
     Args:
-        first: a tree with None in some places.
-        second: a tree of the same structure; it gives the leaves in those places.
+        first: a tree with None for some leaves.
+        second: a tree of the same structure that has those leaves.
 
     Raises:
         ValueError: the structures differ.
@@ -81,7 +81,7 @@ def differentiate(
     trainable: str,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The value of a function and its gradient with respect to the trained parameters alone.
+    """Make a function that returns the value and the gradient with respect to the trainable parameters only.
 
         loss_and_gradient = pl.differentiate(loss, trainable="lora|norm")
         trained, frozen = pl.partition(params, "lora|norm")
@@ -89,22 +89,22 @@ def differentiate(
         updates, moments = optimizer.update(gradient, moments, trained)
         trained = optax.apply_updates(trained, updates)
 
-    Complexity: that of `jax.value_and_grad` of the trained leaves. Nothing is computed or held of the frozen leaves'
-    gradients, and of the activations what the trained leaves' gradients need.
+    Complexity: that of `jax.value_and_grad` for the trainable leaves. Gradients of frozen leaves are neither computed
+    nor stored, and only the activations that the trainable leaves' gradients need are saved.
 
     Args:
-        function: `function(params, *arguments)` returns a scalar of a float dtype, or (scalar, auxiliary results).
-            `params` is any pytree; its leaves need not all be arrays.
-        trainable: a regex, searched in paths of leaves such as "layers/attention/query"; of what it matches, the
-            leaves of a floating-point dtype are trained.
-        has_aux: whether the function returns auxiliary results, too.
+        function: `function(params, *arguments)` returns a float scalar, or (scalar, auxiliary results). `params` is any
+            pytree; its leaves need not all be arrays.
+        trainable: a regex, searched in leaf paths such as "layers/attention/query". The matching leaves of a
+            floating-point dtype are trained.
+        has_aux: whether the function returns auxiliary results too.
 
     Returns:
         A function of the same arguments that returns (value, gradient), or ((value, auxiliary), gradient). The gradient
-        has the structure of `params`, with None for each frozen leaf; a trained leaf's has its shape and dtype.
+        has the structure of `params`, with None for frozen leaves, and the shapes and dtypes of the trained leaves.
 
     Raises:
-        ValueError: when it is called: the regex matches no leaf, or none of a floating-point dtype.
+        ValueError: when called: the regex matches no leaf, or none of a floating-point dtype.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Leaves of any pytree by their paths, such as "layers/attention/query", chosen by a regex as `learner.rules` does.
+"""Leaves of any pytree by path, such as "layers/attention/query", selected by a regex as in `learner.rules`.
 
 Imports jax and `framework.layout`.
 """
@@ -16,20 +16,20 @@ from framework.layout import path_name
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns {path: leaf} of any pytree, in the tree's own order; None has no leaf."""
+    """Return {path: leaf} for any pytree, in the tree's own order; None has no leaf."""
     return {path_name(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[str]:
-    """The paths in which a regex is found (`re.search`).
+    """Return the paths in which a regex is found (`re.search`).
 
     Args:
         pattern: the regex.
-        paths: of all leaves that it may match.
-        argument: what the pattern was given as, for the message of an error.
+        paths: paths of all leaves that it may match.
+        argument: name of the argument that holds the pattern, for error messages.
 
     Raises:
-        ValueError: the pattern is no regex, or is found in no path; the message has the nearest paths.
+        ValueError: the pattern is not a valid regex, or matches no path; the message lists the closest paths.
     """
     try:
         regex = re.compile(pattern)
@@ -44,8 +44,8 @@ def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[st
 
 
 def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
-    """The paths that look most like a pattern, the likest first."""
-    # A pattern is often one part of a path, which is far from the whole path in length.
+    """Return the paths that are most similar to a pattern, best match first."""
+    # Parts are compared, because a pattern is often one part of a path and much shorter than the whole path.
     words = re.findall(r"\w+", pattern.lower())
 
     def likeness(path: str) -> float:

@@ -1,6 +1,6 @@
-"""Where a matrix with an adapter is multiplied, or its rows are looked up: x W + scale * (x A) B.
+"""Products with, and row lookups in, a matrix that has an adapter: x W + scale * (x A) B.
 
-No array of the size of W arises beside W, neither here nor in what JAX makes of this for the backward pass: the
+No second array of W's size is allocated, neither here nor in what JAX derives from this for the backward pass: the
 gradients of both factors are products with x A and with the cotangent times B. Imports jax.
 """
 
@@ -23,11 +23,11 @@ source_info_util.register_exclusion(__file__)
 
 
 def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
-    """A `dot_general` with a matrix as its left or its right operand; None where both are matrices with factors.
+    """Compute a `dot_general` with a factored matrix as its left or right operand; None if both operands are factored.
 
     Returns:
-        An array of the operation's own shape and dtype. What is added to x W is multiplied in x's dtype, with sums in
-        float32 at least.
+        An array with the shape and dtype of the operation's result. The low-rank term is multiplied in x's dtype, with
+        sums in float32 or wider.
     """
     side = 0 if isinstance(operands[0], Factored) else 1
     matrix: Factored = operands[side]
@@ -41,7 +41,7 @@ def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
         return equation.primitive.bind(*pair, **equation.params)
 
     if isinstance(matrix.weight, QuantizedMatrix):
-        # The backward pass dequantizes again, rather than keeping the array of the forward pass.
+        # The backward pass dequantizes again instead of saving the array from the forward pass.
         with_weight = jax.checkpoint(with_weight)
     result = with_weight(other, matrix.weight)
     if matrix.left is None or matrix.right is None:
@@ -57,14 +57,14 @@ def _low_rank_product(
     equation: JaxprEqn,
     letters: _Letters,
 ) -> jax.Array:
-    """scale * (x A) B, which broadcasts against the operation's result."""
-    # The factor that x is summed over with goes first: the rank is then in the place of what is summed over.
+    """Return scale * (x A) B, in a shape that broadcasts against the operation's result."""
+    # The factor that is contracted with x comes first, so that the rank replaces the contracted axes.
     first, second = sorted(factors, key=lambda factor: -_contracted_elements(factor, letters))
     first_letters = long_axes(first, letters.matrix)
     second_letters = long_axes(second, letters.matrix)
     inner_letters = ""
     for letter in dict.fromkeys(letters.other + first_letters):
-        # All others are summed over already.
+        # All other axes are already summed over.
         if letter in letters.result + second_letters:
             inner_letters += letter
     precision = equation.params["precision"]
@@ -75,7 +75,7 @@ def _low_rank_product(
         precision=precision,
         preferred_element_type=jnp.promote_types(other.dtype, jnp.float32),
     )
-    # Scaled before it is rounded: the scale itself would be rounded to the dtype of x.
+    # Scaled before rounding, because the scale itself would be rounded to the dtype of x.
     inner = (matrix.scale * inner).astype(other.dtype)
     outcome = result_type(equation)
     outer_letters = "".join(letter for letter in letters.result if letter in inner_letters + second_letters)
@@ -91,7 +91,7 @@ def _low_rank_product(
 
 
 class _Letters(NamedTuple):
-    """A letter for each axis of a `dot_general`'s matrix, of its other operand and of its result."""
+    """Einsum letters for the axes of a `dot_general`'s matrix, of its other operand and of its result."""
 
     matrix: str
     other: str
@@ -115,7 +115,7 @@ def _dot_letters(equation: JaxprEqn, matrix_shape: Sequence[int], other_ndim: in
 
 
 def _contracted_elements(factor: jax.Array, letters: _Letters) -> int:
-    """How many elements of x one element of (x times this factor) sums over."""
+    """Return how many elements of x are summed into one element of (x times this factor)."""
     axes = zip(letters.matrix, factor.shape, strict=False)
     return math.prod(size for letter, size in axes if letter not in letters.result)
 
@@ -124,11 +124,11 @@ def _contracted_elements(factor: jax.Array, letters: _Letters) -> int:
 
 
 def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored | None:
-    """A `gather`: rows of W plus rows of A times B; of a stack of matrices, the matrices at some indices.
+    """Compute a `gather`: rows of W plus rows of A times B, or, for a stack of matrices, the matrices at some indices.
 
     Returns:
-        Rows as an array; matrices of a stack as a matrix. None where what is looked up is no whole row, or where the
-        indices are along both axes of a matrix, or where W is stored in 4 bits: its rows are packed by blocks.
+        Rows as an array, matrices of a stack as a factored matrix. None if slices are not whole rows, if the indices
+        address both axes of a matrix, or if W is stored in 4 bits, where rows are packed in blocks.
     """
     matrix, indices = operands
     if not isinstance(matrix, Factored) or isinstance(indices, Factored):
@@ -154,12 +154,12 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
     weight = equation.primitive.bind(matrix.weight, indices, **equation.params)
     left_rows, right_rows = row_factors
     rows = Factored(matrix.path, weight, left_rows, right_rows, matrix.scale)
-    # Where both factors are indexed it is along the stack, and each row is a matrix. Else rows are activations.
+    # If both factors are indexed, the index is along the stack and each row is a matrix. Otherwise it is activations.
     return rows if num_indexed == 2 else rows.dense()
 
 
 def _is_of_rows(equation: JaxprEqn, shape: Sequence[int]) -> bool:
-    """Whether each index selects all that there is along the other axes."""
+    """Return whether each index selects the full extent of all other axes."""
     dimensions = equation.params["dimension_numbers"]
     indexed_axes = dimensions.start_index_map
     if indexed_axes != dimensions.collapsed_slice_dims or dimensions.operand_batching_dims:
@@ -169,7 +169,7 @@ def _is_of_rows(equation: JaxprEqn, shape: Sequence[int]) -> bool:
 
 
 def _rows(factor: jax.Array, indices: jax.Array, equation: JaxprEqn) -> jax.Array:
-    """The rows of a factor, as the operation finds those of W; the rank stays the last axis."""
+    """Gather the rows of a factor as the operation gathers those of W; the rank stays the last axis."""
     params = equation.params
     dimensions = params["dimension_numbers"]
     rank_axis = len(result_type(equation).shape)
@@ -182,13 +182,13 @@ def _rows(factor: jax.Array, indices: jax.Array, equation: JaxprEqn) -> jax.Arra
         indices_are_sorted=params["indices_are_sorted"],
         unique_indices=params["unique_indices"],
         mode=params["mode"],
-        # Rows that there are not get nothing added to what the operation fills them with.
+        # Out-of-range rows keep the value that the operation fills in, so the factor adds zero to them.
         fill_value=0,
     )
 
 
 def _row_of_all(factor: jax.Array, equation: JaxprEqn) -> jax.Array:
-    """A factor that all rows have in common, with an axis of size 1 for each axis of the indices."""
+    """Return a factor that all rows share, with an axis of size 1 for each axis of the indices."""
     dimensions = equation.params["dimension_numbers"]
     row_sizes = [size for axis, size in enumerate(factor.shape[:-1]) if axis not in dimensions.start_index_map]
     shape = [1] * len(result_type(equation).shape)

@@ -1,4 +1,4 @@
-"""What a loop hands from a forward pass to its backward pass: the residuals of pull-backs, and cotangents."""
+"""Values that a loop passes from its forward to its backward pass: residuals of pull-backs, and cotangents."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from framework.layers.pull_back import PullBack
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residuals:
-    """A pytree of what a pull-back holds besides the arguments; it may be stacked by a loop and sliced again."""
+    """The arrays that a pull-back holds in addition to its arguments; a pytree that a loop can stack and slice."""
 
     arrays: list[Any]
     frame: PullBack = field(metadata={"static": True})
 
     @staticmethod
     def of(pull_back: Callable[[Tree], Tree], arguments: Tree) -> Residuals:
-        """Takes a pull-back of `jax.vjp` apart; see `PullBack.split`."""
+        """Split a pull-back of `jax.vjp` into arrays and a static frame; see `PullBack.split`."""
         frame, arrays = PullBack.split(pull_back, arguments)
         return Residuals(arrays, frame)
 
     def pull_back(self, arguments: Tree) -> Callable[[Tree], Tree]:
-        """The pull-back, from the arguments as they were."""
+        """Rebuild the pull-back from the original arguments."""
         return self.frame.joined(arguments, self.arrays)
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _NoCotangent:
-    """Stands for the cotangent of an array that is not of floats, which a loop cannot carry."""
+    """Placeholder for the cotangent of a non-float array, which a loop cannot carry."""
 
     shape: tuple[int, ...]
 
 
 class Cotangents(NamedTuple):
-    """Cotangents that a loop can carry."""
+    """Cotangents in a form that a loop can carry."""
 
     tree: Tree
 
     @staticmethod
     def of(cotangents: Tree) -> Cotangents:
-        """Those of `jax.vjp`, or of what it is given."""
+        """Convert cotangents that `jax.vjp` returns or takes."""
 
         def carried(leaf: Any) -> Any:
             return _NoCotangent(leaf.shape) if leaf.dtype == jax.dtypes.float0 else leaf
@@ -55,7 +55,7 @@ class Cotangents(NamedTuple):
         return Cotangents(jax.tree.map(carried, cotangents))
 
     def restored(self) -> Tree:
-        """The inverse of `of`."""
+        """Return the original cotangents, the inverse of `of`."""
         return self._map(lambda shape: shape)
 
     def _map(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Tree:
@@ -67,9 +67,9 @@ class Cotangents(NamedTuple):
         return jax.tree.map(leaf, self.tree, is_leaf=lambda node: isinstance(node, _NoCotangent))
 
     def of_turn(self) -> Tree:
-        """Where a loop has sliced the floats along their first axis: the cotangents of one turn."""
+        """Return the cotangents of one iteration, for floats that a loop has sliced along their first axis."""
         return self._map(lambda shape: shape[1:])
 
     def of_all_turns(self, length: int) -> Tree:
-        """Where a loop has stacked the floats: the cotangents of all turns."""
+        """Return the cotangents of all iterations, for floats that a loop has stacked."""
         return self._map(lambda shape: (length, *shape))

@@ -1,4 +1,4 @@
-"""How well an inverse undoes its layers: what rounding loses on the way there and back."""
+"""Rounding error of an inverse: how closely running layers forward and back reproduces the input."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def reconstruction_error(
     x: Any,
     xs: Any = None,
 ) -> dict[str, jax.Array]:
-    """Runs all layers forward and back again, and compares what comes back with x.
+    """Run all layers forward and back again, and compare the result with x.
 
-    Layers in bfloat16 drift: what additive couplings subtract was rounded away when it was added. The usual remedy is
-    streams in float32 with branches in bfloat16.
+    Layers in bfloat16 drift, because additive couplings subtract values whose low bits were rounded away in the
+    addition. The usual remedy is streams in float32 with branches in bfloat16.
 
-    Complexity: each layer once forward and once back; memory for x, y and one layer, whatever the number of layers.
+    Complexity: each layer once forward and once back. Memory holds x, y and one layer, for any number of layers.
 
     Args:
-        forward, inverse, weights, x, xs: as `reversible_scan` has them.
+        forward, inverse, weights, x, xs: see `reversible_scan`.
 
     Returns:
-        {path of a float array in x: max |x' - x| / max |x|}, float32 scalars; the numerator alone where x is all zeros.
-        May be jitted. x itself has the path "".
+        {path of a float array in x: max |x' - x| / max |x|}, float32 scalars; only the numerator if x is all zeros. May
+        be jitted. x itself has the path "".
 
     Raises:
-        ValueError: as `reversible_scan`.
+        ValueError: see `reversible_scan`.
     """
     x = jax.tree.map(jnp.asarray, x)
     stacks = (weights,) if xs is None else (weights, xs)
@@ -51,7 +51,7 @@ def reconstruction_error(
         return body
 
     y, _ = lax.scan(step(forward), x, arrays_of(stacks))
-    # Without the barrier a compiler might see that a sum is taken back, and leave both out.
+    # Without the barrier a compiler might see that a sum is subtracted again, and drop both operations.
     y = lax.optimization_barrier(y)
     back, _ = lax.scan(step(inverse), y, arrays_of(stacks), reverse=True)
     errors = jax.tree.map(_relative_error, floats(back), floats(x))
@@ -59,7 +59,7 @@ def reconstruction_error(
 
 
 def _relative_error(back: jax.Array, x: jax.Array) -> jax.Array:
-    # Subtracted in a wider dtype, as the difference would be rounded as well.
+    # Subtracted in a wider dtype, because the difference would be rounded as well.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     difference = jnp.max(jnp.abs(back.astype(wide) - x.astype(wide)))
     scale = jnp.max(jnp.abs(x.astype(wide)))

@@ -1,8 +1,8 @@
-"""A scan over layers that run backwards: memory for its gradient does not grow with their number.
+"""Scan over invertible layers: the memory for its gradient does not grow with their number.
 
-The gradient of `jax.lax.scan` keeps what every layer computes until the backward pass comes to it. Where a layer can be
-undone, nothing needs to be kept: the backward pass begins with the last layer's output, and finds each layer's input
-just before it differentiates the layer (Gomez et al. 2017, arXiv:1707.04585).
+The gradient of `jax.lax.scan` saves the activations of every layer until the backward pass reaches it. With invertible
+layers nothing needs to be saved: the backward pass starts from the last layer's output and recomputes each layer's
+input just before it differentiates the layer (Gomez et al. 2017, arXiv:1707.04585).
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ def reversible_scan(
     x: Any,
     xs: Any = None,
 ) -> Any:
-    """Applies L layers in turn, like `jax.lax.scan`, with a gradient that keeps no layer's activations.
+    """Apply L layers in sequence, like `jax.lax.scan`, with a gradient that saves no layer's activations.
 
         for layer in range(L):
             x = forward(weights[layer], x, xs[layer])
 
     Args:
-        forward: (weights of a layer, x) -> y; with `xs` it is given the layer's part of them as a third argument. y has
-            the structure, shapes and dtypes of x. Arrays that it closes over have gradients, too.
-        inverse: with the same arguments, (weights of a layer, y) -> x. Not differentiated. How well it must undo
-            `forward` is seen in the gradients; `reconstruction_error` measures it.
-        weights: any tree whose arrays are [L, ...], of any dtypes. Leaves that are no arrays, such as an activation
-            function in an equinox module, are given to every layer as they are.
+        forward: (weights of a layer, x) -> y. With `xs`, it takes the layer's slice of them as a third argument. y has
+            the structure, shapes and dtypes of x. Arrays that it closes over get gradients too.
+        inverse: (weights of a layer, y) -> x, with the same arguments. It is not differentiated. Its accuracy affects
+            the gradients; `reconstruction_error` measures it.
+        weights: any tree whose arrays are [L, ...], of any dtype. Leaves that are not arrays, such as an activation
+            function in an equinox module, are passed to every layer unchanged.
         x: any tree of arrays: the first layer's input.
-        xs: other per-layer inputs, a tree of arrays [L, ...]: keys, flags, conditioning. None: there are none.
+        xs: other per-layer inputs, a tree of arrays [L, ...]: keys, flags, conditioning. None if there are none.
 
     Returns:
         The last layer's output, like x. Integers, booleans and keys among weights, x and xs have no gradient.
 
-    Complexity, of L layers whose forward function takes time T and whose pull-back keeps K bytes: the gradient holds K
-    and x beside the arguments, their gradients and the output, whatever L is; `jax.lax.scan` holds L K, and L x where
-    each layer is in `jax.checkpoint`. It takes L times 4 T with the pair of `additive_coupling`, as with
-    `jax.checkpoint`: each branch is evaluated forward, and once more on the way back, where it is differentiated (2 T).
-    With any other pair the time of L inverses comes on top.
+    Complexity, for L layers whose forward function takes time T and whose pull-back saves K bytes: the gradient holds K
+    and x in addition to the arguments, their gradients and the output, for any L. `jax.lax.scan` holds L K, or L x if
+    each layer is in `jax.checkpoint`. With the pair of `additive_coupling` it takes L times 4 T, as with
+    `jax.checkpoint`: each branch is evaluated once forward, and once more in the backward pass, where it is
+    differentiated (2 T). Any other pair adds the time of L inverses.
 
     Raises:
         ValueError: the arrays of weights and xs do not have the same L, or there are none; `forward` or `inverse`
             returns another structure, shape or dtype than x has.
-        TypeError: forward-mode or second derivatives; of what was traced before (`jax.jvp(jax.jit(...))`) by JAX.
+        TypeError: forward-mode or second derivatives. If the function was traced before (`jax.jvp(jax.jit(...))`), JAX
+            raises the error itself.
     """
     x = jax.tree.map(jnp.asarray, x)
     stacks = (weights,) if xs is None else (weights, xs)
@@ -81,11 +82,11 @@ def reversible_scan(
 
 
 def num_layers(stacks: tuple[Any, ...]) -> int:
-    """The length L of the first axis of all arrays. Raises ValueError: they differ, or there are no arrays."""
+    """Return the length L of the first axis of all arrays. Raise ValueError if they differ or there are no arrays."""
     first_name = ""
     length = None
     for keys, leaf in jax.tree_util.tree_leaves_with_path(arrays_of(stacks)):
-        # The first key is the place in `stacks`.
+        # The first key is the index in `stacks`.
         name = ("weights", "xs")[keys[0].idx] + jax.tree_util.keystr(keys[1:])
         if not leaf.shape:
             raise ValueError(f"reversible_scan: {name}: expected an array [L, ...], got a scalar")
@@ -103,7 +104,7 @@ def num_layers(stacks: tuple[Any, ...]) -> int:
 
 
 def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
-    """(stacked arrays of all layers, what the layers share, x) -> y, with a gradient that runs the layers backwards."""
+    """Return (stacked arrays, shared values, x) -> y, with a gradient that runs the layers backward."""
 
     def run(stacks: Any, shared: Any, x: Any) -> Any:
         def body(x: Any, layer_arrays: Any) -> tuple[Any, None]:
@@ -114,7 +115,7 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
 
     def run_forward(stacks: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         y = run(stacks, shared, x)
-        # The output is kept in place of all inputs.
+        # Only the output is saved, not the inputs of all layers.
         return y, (stacks, shared, y)
 
     def run_backward(residuals: Any, y_ct: Any) -> tuple[Any, Any, Any]:
@@ -139,7 +140,7 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
 
 @jax.custom_jvp
 def _differentiated_once(tree: Any) -> Any:
-    """The tree as it is; an error where it is differentiated."""
+    """Return the tree unchanged; raise an error if it is differentiated."""
     return tree
 
 

@@ -1,4 +1,4 @@
-"""One layer of a reversible scan: its forward function, and its way back, which gives input and gradients at once."""
+"""One layer of a reversible scan: its forward function, and a reverse pass that returns input and gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from framework.functions.coupling import added, coupling_of, subtracted
 from framework.functions.leaves import is_float
 from framework.layout import filled
 
-# (what the layers share, arrays of a layer, x) -> a tree of arrays.
+# (values that the layers share, arrays of a layer, x) -> a tree of arrays.
 LayerFunction = Callable[[Any, Any, Any], Any]
 
 
 class Undone(NamedTuple):
-    """What a layer's way back finds. Cotangents have None in place of integers, booleans and keys.
+    """Result of a layer's reverse pass. Cotangents have None for integers, booleans and keys.
 
     Attributes:
         x: the layer's input.
-        x_ct: its cotangent.
-        layer_ct: the cotangent of the layer's own arrays.
-        shared_ct: the cotangent of what the layers share.
+        x_ct: cotangent of the input.
+        layer_ct: cotangent of the layer's own arrays.
+        shared_ct: cotangent of the values that the layers share.
     """
 
     x: Any
@@ -36,25 +36,25 @@ class Undone(NamedTuple):
 
 
 class ReversibleLayer(Protocol):
-    """A layer that runs both ways."""
+    """A layer that runs forward and in reverse."""
 
     @property
     def shared(self) -> Any:
-        """The traced values that its functions close over, which all layers share."""
+        """Traced values that its functions close over, shared by all layers."""
         ...
 
     def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
-        """The layer's output."""
+        """Return the layer's output."""
         ...
 
     def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> Undone:
-        """The layer's input and the gradients, of its output and the output's cotangent."""
+        """Return the layer's input and the gradients, given its output and the output's cotangent."""
         ...
 
 
 @dataclass(frozen=True)
 class _AnyLayer:
-    """A layer of two functions, of which nothing is known but that one undoes the other."""
+    """A layer made of any two functions that are inverse to each other."""
 
     shared: tuple[Any, Any]
     forward_function: LayerFunction
@@ -69,14 +69,14 @@ class _AnyLayer:
         x = self.inverse_function(inverse_shared, layer_arrays, y)
         _, pull = vjp_of_floats(self.forward_function, forward_shared, layer_arrays, x)
         forward_ct, layer_ct, x_ct = pull(y_ct)
-        # The gradient is that of `forward`: its inverse does not depend on anything of its own.
+        # The gradient is that of `forward`, so the closed-over values of the inverse get zero cotangents.
         inverse_ct = [jnp.zeros_like(value) if is_float(value) else None for value in inverse_shared]
         return Undone(x, x_ct, layer_ct, (forward_ct, inverse_ct))
 
 
 @dataclass(frozen=True)
 class _CoupledLayer:
-    """An additive coupling. Each branch's output serves the inverse and the gradient."""
+    """An additive coupling. Each branch's output is used for both the inverse and the gradient."""
 
     shared: tuple[Any, Any]
     f: LayerFunction
@@ -97,7 +97,7 @@ class _CoupledLayer:
         x2 = subtracted(y2, h2)
         g_ct, g_layer_ct, g_input_ct = pull(_cast(y2_ct, h2))
         y1_ct = jax.tree.map(jnp.add, y1_ct, g_input_ct)
-        # The gradients of g are done before the activations of f exist: a compiler might keep both.
+        # The barrier finishes the gradients of g before the activations of f exist: a compiler might keep both alive.
         barrier_inputs = (y1, x2, y1_ct, g_ct, g_layer_ct)
         y1, x2, y1_ct, g_ct, g_layer_ct = lax.optimization_barrier(barrier_inputs)
         h1, pull = vjp_of_floats(self.f, f_shared, layer_arrays, x2)
@@ -114,10 +114,10 @@ def layer_of(
     stacks: tuple[Any, ...],
     x: Any,
 ) -> ReversibleLayer:
-    """The layer that a user's two functions make.
+    """Make the layer for a user's forward and inverse functions.
 
     Args:
-        forward, inverse, x: as `reversible_scan` has them.
+        forward, inverse, x: see `reversible_scan`.
         stacks: (weights,) or (weights, xs).
 
     Raises:
@@ -128,7 +128,7 @@ def layer_of(
     x_shapes = jax.eval_shape(lambda x: x, x)
 
     def of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        """The function of (arrays of a layer, x)."""
+        """Return the function of (arrays of a layer, x)."""
 
         def function_of_arrays(layer_arrays: Any, x: Any) -> Any:
             layer_weights, *layer_xs = filled(layer_arrays, constants)
@@ -155,12 +155,12 @@ def _first_layer(stacks: Any) -> Any:
 
 
 def _cast(ct: Any, branch: Any) -> Any:
-    """A stream's cotangent in the dtype of the branch that was added to it."""
+    """Cast a stream's cotangent to the dtype of the branch that was added to the stream."""
     return jax.tree.map(lambda ct, h: ct.astype(h.dtype), ct, branch)
 
 
 def _refuse_change(name: str, result: Any, x: Any) -> None:
-    """Raises ValueError: the result of the function `name` is not like x, both trees of ShapeDtypeStructs."""
+    """Raise ValueError if the result of function `name` is not like x; both are trees of ShapeDtypeStructs."""
     expected_structure = jax.tree.structure(x)
     structure = jax.tree.structure(result)
     if structure != expected_structure:

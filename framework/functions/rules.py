@@ -1,4 +1,4 @@
-"""Rules of update: an optax transformation, or a function `(weights, gradient, state) -> (weights, state)`."""
+"""Update rules: an optax transformation, or a function `(weights, gradient, state) -> (weights, state)`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import optax
 from framework.functions.encoding import Tree
 from framework.optimizers.clipping import limit_update_rms
 
-# A rule that is a plain function.
+# An update rule that is a plain function.
 BareRule = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 class Rule(Protocol):
-    """How the weights of a piece are updated. Weights that are no floats are None in all trees."""
+    """Update rule for the weights of a piece. Weights that are not floats are None in all trees."""
 
     def initial_state(self, weights: Tree) -> Tree:
-        """The state before the first update."""
+        """Return the state before the first update."""
         ...
 
     def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """(new weights, new state)."""
+        """Return (new weights, new state)."""
         ...
 
 
 @dataclass(frozen=True)
 class OptaxRule:
-    """The rule of an optax transformation.
+    """Update rule of an optax transformation.
 
     Attributes:
-      optimizer: the transformation.
-      max_update_rms: each tensor's update is scaled down to this root mean square; None for no limit.
+        optimizer: the transformation.
+        max_update_rms: each tensor's update is scaled down to this root mean square; None for no limit.
     """
 
     optimizer: optax.GradientTransformation
@@ -51,16 +51,16 @@ class OptaxRule:
         return self.applied(weights, updates), new_state
 
     def applied(self, weights: Tree, updates: Tree) -> Tree:
-        """The weights after the optimizer's updates."""
+        """Return the weights after applying the optimizer's updates."""
         if self.max_update_rms is not None:
-            # The limit is one of the updates as they are, so the learning rate that it is relative to is one.
+            # The limit applies to the updates as they are, so it is relative to a learning rate of 1.
             updates = limit_update_rms(updates, self.max_update_rms, 1.0)
         return optax.apply_updates(weights, updates)
 
 
 @dataclass(frozen=True)
 class FunctionRule:
-    """The rule of a plain function, which begins with no state, `()`, where it is given none."""
+    """Update rule of a plain function. Its initial state is empty, `()`, unless the caller passes one."""
 
     function: BareRule
 
@@ -74,14 +74,15 @@ class FunctionRule:
 
 
 def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> Rule:
-    """The rule of an optax transformation or of a function.
+    """Return the rule of an optax transformation or of a function.
 
     Raises:
         TypeError: it is neither.
-        ValueError: it draws noise by a seed that only a whole run has, or a function's updates are to be limited.
+        ValueError: the optimizer draws noise from a seed that only a full training run has, or `max_update_rms` is
+            given with a function.
     """
     if hasattr(optimizer_or_rule, "init") and hasattr(optimizer_or_rule, "update"):
-        # framework.optimizers.partition: the update takes a seed of its own for each layer.
+        # framework.optimizers.partition: such an update takes a separate seed for each layer.
         if getattr(optimizer_or_rule, "draws", False):
             raise ValueError(
                 f"{name}: this optimizer draws noise by a seed that plimsoll's learner gives it; expected one without"
@@ -101,6 +102,6 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
 
 
 def all_finite(gradient: Tree) -> jax.Array:
-    """Whether a gradient has neither infinities nor NaN, bool scalar."""
+    """Return whether a gradient has neither infinities nor NaN, a bool scalar."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]
     return jnp.stack(finite).all()

@@ -10,10 +10,10 @@ from framework.functions.trained import Trained
 
 
 def num_layers(name: str, stack: Any) -> int:
-    """How many layers a stack has.
+    """Return the number of layers of a stack.
 
     Raises:
-        ValueError: its arrays do not agree, or one has no axis of layers; begins with `name`.
+        ValueError: its arrays do not agree, or one has no layer axis; the message begins with `name`.
     """
     leaves = jax.tree.leaves(stack)
     lengths = {leaf.shape[:1] for leaf in leaves}
@@ -26,17 +26,17 @@ def num_layers(name: str, stack: Any) -> int:
 
 
 def layer_at(stack: Any, index: Any) -> Any:
-    """One layer of a stack, [...] for each array."""
+    """Return one layer of a stack, [...] for each array."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
 
 
 def weights_at(stack: Trained, index: Any) -> Trained:
-    """One layer of a stack without its state."""
+    """Return the weights of one layer of a stack, without its state."""
     return Trained(layer_at(stack.encoded_weights, index), (), stack.name)
 
 
 def with_layer(stack: Any, layer: Any, index: Any) -> Any:
-    """The stack with another layer in the place of one."""
+    """Return the stack with one layer replaced."""
 
     def written(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)

@@ -1,6 +1,6 @@
-"""Leaves as a checkpoint stores them: of any pytree, as arrays of numbers and a note in JSON where that is not all.
+"""Converts leaves of any pytree to the form that a checkpoint stores: numeric arrays, plus a JSON note if needed.
 
-A checkpoint holds jax.Arrays of numbers. Here typed keys become their data, numpy's 64-bit numbers become pairs of
+A checkpoint holds jax.Arrays of numbers. Typed keys become their key data, numpy's 64-bit numbers become pairs of
 32-bit words (JAX would round them), and Python's own scalars go into the note.
 """
 
@@ -23,12 +23,13 @@ Kind = Literal["key", "words", "scalar", "function"]
 
 
 class Note(TypedDict):
-    """What JSON says of a leaf that is not simply an array.
+    """JSON note on a leaf that is not a plain array.
 
-    kind: "key", a typed key; "words", a numpy array of 64-bit numbers; "scalar", of Python; "function", which the
-        tree that is restored into has to bring along.
-    type: the key's implementation, the dtype, the scalar's class; "" for a function.
-    value: the scalar as a text; "" for other kinds.
+    Attributes:
+        kind: "key", a typed key; "words", a numpy array of 64-bit numbers; "scalar", a Python scalar; "function", a
+            function, which the tree to restore into has to supply.
+        type: the key's implementation, the dtype, or the scalar's class; "" for a function.
+        value: the scalar as text; "" for other kinds.
     """
 
     kind: Kind
@@ -38,13 +39,13 @@ class Note(TypedDict):
 
 @dataclass
 class StoredLeaves:
-    """A tree's leaves by path: arrays of numbers (or their specs), and the notes."""
+    """A tree's leaves by path: numeric arrays (or their specs), and the notes."""
 
     arrays: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Note] = field(default_factory=dict)
 
 
-# The text of each kind of scalar, and what makes the scalar of it again, to the bit.
+# Text form of each scalar type, and its exact inverse.
 _WRITERS: dict[type, Callable[[Any], str]] = {bool: str, int: str, float: float.hex, str: str}
 _READERS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True",
@@ -56,14 +57,14 @@ _WORD_BYTES = 4
 
 
 def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
-    """The leaves of a tree as they are stored.
+    """Convert the leaves of a tree to their stored form.
 
     Args:
         leaves: jax.Arrays or jax.ShapeDtypeStructs, typed keys, numpy arrays and scalars, Python scalars, functions.
-        to_array: makes what stands for a numpy array: a jax.Array to save, or a spec to restore into.
+        to_array: converts a numpy array to a jax.Array to save, or to a spec to restore into.
 
     Raises:
-        TypeError: a leaf is something else; names it.
+        TypeError: a leaf has another type; the message names the leaf.
     """
     stored = StoredLeaves()
     for name, leaf in leaves.items():
@@ -91,7 +92,7 @@ def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
 
 
 def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
-    """The leaf of which the checkpoint holds `array` and `note`, of the type that `leaf`, of the target tree, has."""
+    """Rebuild a leaf from the checkpoint's `array` and `note`, with the type of `leaf` in the target tree."""
     kind = None if note is None else note["kind"]
     if kind == "function":
         return leaf
@@ -110,7 +111,7 @@ def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
 
 
 def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict[str, LeafRecord]:
-    """What the leaves are to a reader: keys, numpy's wide numbers and Python's scalars by their own names."""
+    """Return user-facing records of the leaves: keys, wide numpy numbers and Python scalars by their own type names."""
     named: dict[str, LeafRecord] = {}
     for name in sorted({*stored, *notes}):
         note = notes.get(name)
@@ -126,12 +127,12 @@ def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict
 
 
 def shown(name: str) -> str:
-    """A leaf's path as a message has it: that of a tree that is one leaf is empty."""
+    """Return a leaf's path for messages. The path is empty if the tree is a single leaf."""
     return name or "the tree itself"
 
 
 def key_implementation(leaf: Any) -> str:
-    """The name of the algorithm of typed keys, such as "threefry2x32"."""
+    """Return the name of the algorithm of typed keys, such as "threefry2x32"."""
     if isinstance(leaf, jax.Array):
         return str(jax.random.key_impl(leaf))
     # A spec has only a dtype, from which zeros can be made.
@@ -139,7 +140,7 @@ def key_implementation(leaf: Any) -> str:
 
 
 def sharding_of(leaf: Any) -> Sharding:
-    """Where a leaf lives; where nothing says so, on the first device, or, of several processes, on all of them."""
+    """Return a leaf's sharding; by default the first device, or replicated on all if there are several processes."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is not None:
         return sharding
@@ -150,12 +151,12 @@ def sharding_of(leaf: Any) -> Sharding:
 
 
 def _is_wide(dtype: np.dtype) -> bool:
-    """Whether JAX would round numbers of this dtype unless it was told to keep 64 bits."""
+    """Return whether JAX would round numbers of this dtype unless 64-bit mode is enabled."""
     return dtype.kind in "iufc" and dtype.itemsize > (2 * _WORD_BYTES if dtype.kind == "c" else _WORD_BYTES)
 
 
 def _words(leaf: np.ndarray | np.generic) -> np.ndarray:
-    """A numpy array in numbers of at most 32 bits: wide ones as words, along a last axis of their own."""
+    """Return a numpy array as numbers of at most 32 bits; wider ones become words along a new last axis."""
     array = np.asarray(leaf)
     if not _is_wide(array.dtype):
         return array

@@ -1,4 +1,4 @@
-"""One update of parameters whose optimizer's state is in host memory: a chunk of it is on the device at a time."""
+"""One update of parameters whose optimizer state is in host memory: one chunk of it is on the device at a time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from framework.functions.chunks import Chunk, Leaves, Plan, alone
 from framework.functions.encoding import Tree
 from framework.layout import fetch_leaf, flatten, store_leaf
 
-# (parameter, update) -> an array of their shape.
+# (parameter, update) -> an array of the same shape.
 Result = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def the_update(param: jax.Array, update: jax.Array) -> jax.Array:
-    """A `Result`: the update itself."""
+    """Return the update itself; a `Result`."""
     return update
 
 
 class _ChunkCarry(NamedTuple):
-    """What the loop over the slices of a parameter carries.
+    """Carry of the loop over the slices of a parameter.
 
     Attributes:
-      gradient: [slices, *slice]; of the slices that were updated, the result, where the dtypes agree.
-      update: likewise, where they do not agree; else None.
-      state: the leaves that are the chunk's, by path; [slices, *slice], or [1, ...] of one that is not cut. Of stacked
-        layers, [layers * slices, *slice] or [layers, ...].
+        gradient: [slices, *slice]. Slices that were updated hold the result instead, if the dtypes agree.
+        update: the results [slices, *slice] if the dtypes do not agree; else None.
+        state: the chunk's state leaves by path: [slices, *slice], or [1, ...] for a leaf that is not sliced. For
+            stacked layers, [layers * slices, *slice] or [layers, ...].
     """
 
     gradient: jax.Array
@@ -41,16 +41,16 @@ class _ChunkCarry(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedUpdate:
-    """One update of all parameters, or of those of one layer, whose state is a layer of a stack.
+    """One update of all parameters, or of those of one layer whose state is part of a stack.
 
     Attributes:
-      optimizer, plan: what is computed, and in which chunks.
-      params: the parameters.
-      gradient_factor: what gradients are multiplied by; None for one.
-      extra_args: of the optimizer's update.
-      layer: an integer, which layer of the state it is; 0 where the state is no stack.
-      is_applied: a bool scalar, whether the state becomes the new one; None: it does.
-      result: (parameter, update) -> what `run` returns of them, slice by slice.
+        optimizer, plan: the optimizer, and the chunks of its update.
+        params: the parameters.
+        gradient_factor: factor that multiplies all gradients; None for 1.
+        extra_args: extra arguments of the optimizer's update.
+        layer: index of the layer in the stacked state, an integer; 0 if the state is not a stack.
+        is_applied: a bool scalar, whether to store the new state; None: always.
+        result: (parameter, update) -> the value that `run` returns for them, slice by slice.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -63,13 +63,13 @@ class StreamedUpdate:
     result: Result = the_update
 
     def run(self, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """(updates, or what `result` makes of them; new state)."""
+        """Return (updates, or the values that `result` computes from them; new state)."""
         gradient_leaves, structure = jax.tree.flatten(gradients)
         old_leaves = flatten(state)
         new_leaves = dict(old_leaves)
         updates = []
         for chunk in self.plan.chunks:
-            # Each chunk reads the old counters, whatever the chunks before made of them.
+            # Each chunk reads the old counters, even if earlier chunks have updated them.
             chunk_leaves = {path: old_leaves[path] for path in chunk.state_paths}
             update, new_chunk_leaves = self._updated(chunk, gradient_leaves[chunk.number], chunk_leaves)
             updates.append(update)
@@ -78,7 +78,7 @@ class StreamedUpdate:
         return jax.tree.unflatten(structure, updates), new_state
 
     def _updated(self, chunk: Chunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
-        """A parameter's update and its new state."""
+        """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
         stacks = {path: _cut(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
         if chunk.slices == 1 and not any(self._is_hosted(path) for path in state):
@@ -102,8 +102,8 @@ class StreamedUpdate:
         def turn(index: jax.Array, carry: _ChunkCarry) -> _ChunkCarry:
             return self._turn(chunk, param_slices, stacks, index, carry)
 
-        # A loop keeps the compiler from fetching the state of all chunks before the first is updated. It would take a
-        # loop of one turn apart, so it is not to know that there is one.
+        # A loop keeps the compiler from fetching the state of all chunks before the first is updated. The compiler
+        # would unroll a loop of one iteration, so the barrier hides the trip count.
         turns = chunk.slices if chunk.slices > 1 else jax.lax.optimization_barrier(jnp.int32(1))
         carry = jax.lax.fori_loop(0, turns, turn, _ChunkCarry(gradient_slices, update, stacks))
         result = carry.gradient if carry.update is None else carry.update
@@ -117,12 +117,12 @@ class StreamedUpdate:
         index: jax.Array,
         carry: _ChunkCarry,
     ) -> _ChunkCarry:
-        """Updates one slice: fetches its state, and writes it back."""
+        """Update one slice: fetch its state, and write it back."""
 
         def place(path: str) -> Any:
             return self.layer * chunk.slices + index if path in chunk.state_slice_shapes else self.layer
 
-        # What is not sliced is read as it was before the first slice.
+        # State leaves that are not sliced are read as they were before the first slice.
         state = {}
         for path, leaf in carry.state.items():
             stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_stacks[path]
@@ -140,7 +140,7 @@ class StreamedUpdate:
     def _update_of(
         self, chunk: Chunk, gradient: jax.Array, state: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
-        """The result for one parameter or slice, which the optimizer sees alone; the state is on the device."""
+        """Return the result for one parameter or slice, as the only one that the optimizer sees; state is on device."""
         if self.gradient_factor is not None:
             gradient = gradient * jnp.asarray(self.gradient_factor, gradient.dtype)
         chunk_state = jax.tree.unflatten(chunk.state_structure, [state[path] for path in chunk.state_paths])
@@ -160,7 +160,7 @@ class StreamedUpdate:
         return self.result(param, update), new_leaves
 
     def _update_dtype(self, chunk: Chunk, gradient: jax.Array, param: jax.Array) -> Any:
-        # Shapes, unlike the arrays, are in no memory.
+        # Shapes only: unlike arrays, they have no memory space.
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
@@ -169,7 +169,7 @@ class StreamedUpdate:
         return update.dtype
 
     def _slice_shape(self, chunk: Chunk, path: str) -> tuple[int, ...]:
-        """The shape of the part of a leaf of the state that goes with one slice; of one that is not cut, of all."""
+        """Return the shape of the part of a state leaf that goes with one slice; the full shape if it is not sliced."""
         is_cut = path in chunk.state_slice_shapes
         return chunk.state_slice_shapes[path] if is_cut else self.plan.specs[path].shape
 
@@ -178,7 +178,7 @@ class StreamedUpdate:
 
 
 def _cut(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:
-    """An array as [slices, *slice_shape], which moves nothing."""
+    """Reshape an array to [slices, *slice_shape] without moving data."""
     # TPU slices host memory in one dimension only: a slice is an index of the first axis.
     return leaf.reshape(-1, *slice_shape)
 

@@ -1,4 +1,4 @@
-"""The update of a piece whose optimizer is a `stream`: the state of the piece, or of all layers, stays on the host."""
+"""Update of a piece whose optimizer is a `stream`: the state of the piece, or of all layers, stays in host memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from framework.functions.updater import Updater
 
 @dataclass(frozen=True)
 class StreamedUpdater(Updater):
-    """An `Updater` that fetches a chunk of the state after the other, and writes it back.
+    """An `Updater` that fetches one chunk of the state after another, and writes it back.
 
     Attributes:
-      rule: that of the optimizer inside of the stream, which says what is computed.
-      stream: where its state lives.
+        rule: update rule of the optimizer inside the stream.
+        stream: the streamed optimizer, which stores the state.
     """
 
     rule: OptaxRule
@@ -37,7 +37,7 @@ class StreamedUpdater(Updater):
 
     def _first_state_of_stack(self, floats: Tree) -> Tree:
         self._check_dtypes(jax.eval_shape(lambda stack: layer_at(stack, 0), floats))
-        # A layer at a time is made on the device.
+        # The device creates the state of one layer at a time.
         return jax.lax.map(self.stream.init, floats)
 
     def _placed(self, floats: Tree, state: Tree) -> Tree:
@@ -45,7 +45,7 @@ class StreamedUpdater(Updater):
         return self.stream.placed(floats, state)
 
     def _check_dtypes(self, floats: Tree) -> None:
-        """Raises ValueError: what would be on the host is no array of floats."""
+        """Raise ValueError if a state leaf for host memory is not an array of floats."""
         for path, spec in self.stream.planner.plan(floats).specs.items():
             is_held = not is_real_float(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
             if spec.memory_kind != "device" and is_held:
@@ -57,12 +57,12 @@ class StreamedUpdater(Updater):
     def updated(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
         """See `Updater.updated`."""
         new_floats, new_state = self._new_parts(trained.floats, gradient, trained.state, 0)
-        # What is on the host goes through no barrier.
+        # State in host memory does not go through the barrier.
         new_floats, later = tied((new_floats, later))
         return Trained(with_floats(trained.encoded_weights, new_floats), encoded(new_state), trained.name), later
 
     def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
-        """See `Updater.layer_of`: the weights alone."""
+        """Return the weights only; see `Updater.layer_of`."""
         return weights_at(stack, index)
 
     def updated_layer(
@@ -75,14 +75,14 @@ class StreamedUpdater(Updater):
         return Trained(new_weights, encoded(new_state), stack.name), later
 
     def _new_parts(self, floats: Tree, gradient: Tree, state: Tree, index: Any) -> tuple[Tree, Tree]:
-        """(new floats of one layer, the state of all layers with that layer's new one)."""
+        """Return (new floats of one layer, the state of all layers with that layer's state updated)."""
         is_applied = all_finite(gradient) if self.skip_nonfinite else None
 
         def new_float(param: jax.Array, update: jax.Array) -> jax.Array:
             new_param = self.rule.applied(param, update)
             return new_param if is_applied is None else jnp.where(is_applied, new_param, param)
 
-        # What is limited by the size of a whole tensor's update cannot be applied to a slice of it.
+        # The RMS limit needs a whole tensor's update, so it cannot be applied slice by slice.
         is_sliced = self.rule.max_update_rms is None
         with jax.named_scope(f"update_{self.name}"):
             result = new_float if is_sliced else the_update

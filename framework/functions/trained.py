@@ -1,4 +1,4 @@
-"""`Trained`: weights with the state of their optimizer."""
+"""`Trained`: weights together with the state of their optimizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from framework.functions.encoding import Tree, decoded, float_part, with_floats
 class Trained:
     """The weights of a piece and the state of their optimizer: a pytree whose leaves are all floats.
 
-    So it is an argument of `jax.grad`, whose result for it is the `Trained` after the update. It can be jitted,
-    donated, sharded and saved as any pytree; what it holds is told by `weights` and `state`.
+    So it can be an argument of `jax.grad`, whose result for it is the `Trained` after the update. It can be jitted,
+    donated, sharded and saved like any pytree. Read its contents through `weights` and `state`.
 
     Attributes:
-      encoded_weights: see `encoding.encoded`.
-      encoded_state: likewise.
-      name: of the piece.
+        encoded_weights: the weights as floats, see `encoding.encoded`.
+        encoded_state: the optimizer state as floats, see `encoding.encoded`.
+        name: name of the piece.
     """
 
     encoded_weights: Tree
@@ -29,19 +29,19 @@ class Trained:
 
     @property
     def weights(self) -> Tree:
-        """The weights, in the structure and dtypes that they were given in."""
+        """The weights, in their original structure and dtypes."""
         return decoded(self.encoded_weights)
 
     @property
     def state(self) -> Tree:
-        """The state of the optimizer, in its own structure and dtypes."""
+        """The optimizer state, in its original structure and dtypes."""
         return decoded(self.encoded_state)
 
     @property
     def floats(self) -> Tree:
-        """The weights that are floats, with None in the place of all else: what gradients are taken of."""
+        """The float weights, which gradients are taken of; None for all other leaves."""
         return float_part(self.encoded_weights)
 
     def weights_with(self, floats: Tree) -> Tree:
-        """The weights, with those that are floats replaced."""
+        """Return the weights with the float leaves replaced."""
         return decoded(with_floats(self.encoded_weights, floats))

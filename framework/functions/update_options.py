@@ -1,4 +1,4 @@
-"""What `eager`, `eager_weights` and `eager_scan` are told of an update, and the updater that is made of it."""
+"""Options of `eager`, `eager_weights` and `eager_scan` for an update, and the updater that is made from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from framework.functions.updater import Updater
 
 
 class UpdateOptions(TypedDict, total=False):
-    """Keyword arguments.
+    """Keyword arguments of an update.
 
-    name: of the piece, in errors, profiles and plans.
-    skip_nonfinite: a gradient with infinities or NaN leaves weights and state as they are; True unless it is given.
-    max_update_rms: the largest root mean square of a tensor's update, as optax has it (Shazeer and Stern 2018,
-        arXiv 1804.04235, section 6); None, for no limit, unless it is given.
-    mixes: the rule may look at several tensors of the piece together, which is refused otherwise: it would be wrong for
-        a rule that should see all parameters of the model. False unless it is given.
+    Attributes:
+        name: name of the piece in errors, profiles and plans.
+        skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are; True by default.
+        max_update_rms: the largest root mean square of a tensor's update, as in optax (Shazeer and Stern 2018,
+            arXiv 1804.04235, section 6); by default None, for no limit.
+        mixes: whether the rule may look at several tensors of the piece together; False by default. Such a rule is
+            refused otherwise, because it would be wrong if it should see all parameters of the model.
     """
 
     name: Required[str]
@@ -35,7 +36,7 @@ def updater_of(
     max_update_rms: float | None = None,
     mixes: bool = False,
 ) -> Updater:
-    """The updater of an optax transformation, of a `stream` or of a function, with `UpdateOptions`.
+    """Make the updater for an optax transformation, a `stream` or a function, with `UpdateOptions`.
 
     Raises:
         TypeError: it is none of them.

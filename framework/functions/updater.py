@@ -1,4 +1,4 @@
-"""`Updater`: makes the first state of a piece's optimizer, and new weights and state from a gradient."""
+"""`Updater`: makes the initial state of a piece's optimizer, and new weights and state from a gradient."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from framework.functions.trained import Trained
 
 @dataclass(frozen=True)
 class Updater:
-    """The update of a piece by its gradient.
+    """Updates a piece by its gradient.
 
     Attributes:
-      name: of the piece.
-      rule: see `Rule`.
-      skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are.
-      mixes: whether the rule may look at several tensors of the piece together.
+        name: name of the piece.
+        rule: the update rule, see `Rule`.
+        skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are.
+        mixes: whether the rule may look at several tensors of the piece together.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Updater:
     skip_nonfinite: bool
     mixes: bool
 
-    # --- the beginning of training -----------------------------------------------------------------------------------
+    # --- initialization ----------------------------------------------------------------------------------------------
 
     def checked_floats(self, weights: Tree) -> tuple[Tree, Tree]:
-        """(the weights encoded, those that are floats).
+        """Return (the encoded weights, the float weights).
 
         Raises:
             ValueError: there are no floats, a weight is complex, or a part of the weights is trained already.
@@ -56,10 +56,10 @@ class Updater:
         return encoded_weights, floats
 
     def state_of(self, floats: Tree, state: Tree | None) -> Tree:
-        """The state before the first update: the given one, or the optimizer's first.
+        """Return the state before the first update: `state` if given, otherwise the rule's initial state.
 
         Raises:
-            ValueError: the rule looks at several tensors together, and was not allowed to.
+            ValueError: the rule looks at several tensors together, which `mixes` does not allow.
         """
         if state is None:
             self._check_rule(floats, jax.eval_shape(self.rule.initial_state, floats))
@@ -69,7 +69,7 @@ class Updater:
         return self._placed(floats, given_state)
 
     def state_of_stack(self, floats: Tree, state: Tree | None) -> Tree:
-        """The same of stacked layers, each of which has a state of its own: trees of arrays [L, ...]."""
+        """Return the state of stacked layers, a separate one for each layer: trees of arrays [L, ...]."""
         layer_floats = jax.eval_shape(lambda stack: layer_at(stack, 0), floats)
         if state is None:
             self._check_rule(layer_floats, jax.eval_shape(self.rule.initial_state, layer_floats))
@@ -86,7 +86,7 @@ class Updater:
         return jax.vmap(self.rule.initial_state)(floats)
 
     def _placed(self, floats: Tree, state: Tree) -> Tree:
-        """A state that was given, of a piece or of a stack with layers like `floats`, where it is to live."""
+        """Move a given state, of a piece or of a stack with layers like `floats`, to its memory kinds."""
         return state
 
     def _check_rule(self, floats: Tree, state: Tree) -> None:
@@ -96,12 +96,12 @@ class Updater:
     # --- the update --------------------------------------------------------------------------------------------------
 
     def updated(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
-        """The weights and the state after one update.
+        """Return the weights and the state after one update.
 
         Args:
-            trained: what is updated.
-            gradient: as `trained.floats`.
-            later: arrays; what needs them is to wait for the update.
+            trained: weights and state before the update.
+            gradient: gradient of `trained.floats`, with the same structure.
+            later: arrays whose consumers must wait for the update.
 
         Returns:
             (the new weights and state, `later`).
@@ -109,26 +109,26 @@ class Updater:
         return tied((self._new(trained, gradient), later))
 
     def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
-        """One layer of a stack, with that of its state which the update reads on the device."""
+        """Return one layer of a stack, with the part of its state that the update reads on the device."""
         return layer_at(stack, index)
 
     def updated_layer(
         self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
     ) -> tuple[Trained, Tree]:
-        """The stack with the new weights and state of one layer in the place of the old, and `later`.
+        """Return the stack with one layer's weights and state replaced by the new ones, and `later`.
 
         Args:
             stack: weights and state [L, ...] of all layers.
-            index: of the layer, an integer.
-            layer: of `layer_of`.
-            gradient: of the layer.
+            index: index of the layer, an integer.
+            layer: the layer as returned by `layer_of`.
+            gradient: gradient of the layer.
             later: see `updated`.
         """
         new_layer, later = self.updated(layer, gradient, later)
         return with_layer(stack, new_layer, index), later
 
     def _new(self, trained: Trained, gradient: Tree) -> Trained:
-        """The weights and the state after the update, or as they are."""
+        """Return the weights and state after the update, or unchanged if the update is skipped."""
         if not self.skip_nonfinite:
             return self._of_rule(trained, gradient)
         is_finite = all_finite(gradient)
@@ -140,8 +140,8 @@ class Updater:
         def branched(trained: Trained, gradient: Tree) -> Trained:
             return jax.lax.cond(is_finite, self._of_rule, lambda trained, _: trained, trained, gradient)
 
-        # XLA for CPU drops barriers, and would update the weights while it reads the state out of the stack that it is
-        # about to write: it would copy whole stacks for every layer. It fuses nothing with a branch.
+        # XLA for CPU drops barriers and would update the weights while it reads the state from the stack that it is
+        # about to write, so it would copy whole stacks for every layer. It does not fuse across a branch.
         return jax.lax.platform_dependent(trained, gradient, cpu=branched, default=selected)
 
     def _of_rule(self, trained: Trained, gradient: Tree) -> Trained:
@@ -159,7 +159,7 @@ class Updater:
             return new
 
     def _alike(self, new: Tree, old: Tree, what: str) -> Tree:
-        """The new tree in the dtypes of the old one.
+        """Return the new tree in the dtypes of the old one.
 
         Raises:
             ValueError: the rule changed the structure of the tree, or a shape.
@@ -185,7 +185,7 @@ class Updater:
 
 
 def _with_arrays(state: Tree) -> Tree:
-    """An optimizer's state with arrays in the place of Python's numbers, so that they are no constants."""
+    """Convert the Python numbers of an optimizer's state to arrays, so that they are not constants."""
 
     def as_array(leaf: Any) -> Any:
         return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf

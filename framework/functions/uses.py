@@ -1,4 +1,4 @@
-"""Which weights have been used in a function that is being differentiated, to refuse a second use."""
+"""Tracks which weights a function being differentiated has used, to refuse a second use."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import jax
 
 from framework.functions.trained import Trained
 
-# The classes of the arrays that a differentiated function sees. A jitted one sees others, in which a second use may
-# be right (an evaluation), so those are left alone.
+# Array classes that a differentiated function sees. A jitted function sees others, in which a second use may be
+# correct (an evaluation), so those are not checked.
 _DIFFERENTIATED = {"JVPTracer", "LinearizeTracer"}
 
 
 class Uses:
-    """The traced arrays that were used, each by the piece that did; they are forgotten with their trace."""
+    """The traced arrays that were used, each with the piece that used it; entries disappear with their trace."""
 
     def __init__(self) -> None:
-        # By identity: arrays of a trace have no hash.
+        # By identity, because traced arrays are not hashable.
         self._piece_of_array: dict[int, tuple[weakref.ref[Any], str]] = {}
 
     def note(self, trained: Trained, name: str) -> None:
-        """Notes a use.
+        """Record a use.
 
         Raises:
-            ValueError: the same weights were used before, in the same differentiated function.
+            ValueError: the same weights were used before in the same differentiated function.
         """
         for leaf in jax.tree.leaves(trained):
             if type(leaf).__name__ not in _DIFFERENTIATED:
@@ -37,7 +37,7 @@ class Uses:
 
     def _forget(self, key: int) -> Any:
         def forget(reference: Any) -> None:
-            # The number may be another array's by now.
+            # The id may have been reused for another array.
             if self._piece_of_array.get(key, (None, ""))[0] is reference:
                 del self._piece_of_array[key]
 
@@ -45,7 +45,7 @@ class Uses:
 
 
 def used_twice(name: str, pieces: set[str]) -> str:
-    """The message for weights that are used more than once."""
+    """Return the error message for weights that are used more than once."""
     by = "" if pieces == {name} else f", by {', '.join(sorted(pieces))}"
     return (
         f"the piece {name!r} is used twice{by}: each use would update the weights by its own part of the gradient, and "

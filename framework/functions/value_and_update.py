@@ -1,4 +1,4 @@
-"""`value_and_update`: `jax.value_and_grad` of trees with trained pieces, checked before anything runs."""
+"""`value_and_update`: `jax.value_and_grad` for trees with trained pieces, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from framework.functions.uses import used_twice
 
 
 def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
-    """Makes a function of the loss's arguments that returns its value and its first argument after the update.
+    """Make a function of the loss's arguments that returns the loss and its first argument after the update.
 
         value, params = pl.value_and_update(loss)(params, batch)
 
-    In the returned tree a `Trained` is the one after the update; any other leaf is the gradient, as from
-    `jax.value_and_grad`. The traced backward pass is read before it runs, so a piece that would be updated wrongly is
-    refused by its name: where its weights are used twice, are read beside its call, or do not reach the loss.
+    In the returned tree, each `Trained` is the one after the update; any other leaf is its gradient, as from
+    `jax.value_and_grad`. The traced backward pass is checked before it runs. An error names any piece that would be
+    updated wrongly: one whose weights are used twice, are read outside its call, or do not affect the loss.
 
-    Complexity: what is computed is that of `jax.value_and_grad`. Reading takes time in proportion to the number of the
-    program's operations, whenever it is traced; under `jax.jit` that is once.
+    Complexity: the computation is that of `jax.value_and_grad`. The check takes time proportional to the number of
+    operations each time the program is traced; under `jax.jit` that is once.
 
     Args:
         loss: `loss(params, *args, **kwargs) -> scalar`, or (scalar, auxiliary outputs) with `has_aux`.
-        has_aux: as of `jax.value_and_grad`.
+        has_aux: whether the loss returns auxiliary outputs, as in `jax.value_and_grad`.
 
     Raises:
-        ValueError: by the function that is returned, see above.
+        ValueError: from the returned function, see above.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
@@ -51,7 +51,7 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
 
 
 def _check(origins: Tree) -> None:
-    """Raises ValueError unless each `Trained` is the result of one update; the tree has origins for leaves."""
+    """Raise ValueError unless each `Trained` results from exactly one update; the tree's leaves are origins."""
     nodes = jax.tree.leaves(origins, is_leaf=lambda node: isinstance(node, Trained))
     for node in nodes:
         if isinstance(node, Trained):
@@ -62,7 +62,7 @@ def _check(origins: Tree) -> None:
 
 
 def _check_use(name: str, origins: list[Origin]) -> None:
-    """Raises ValueError where no leaf of a piece comes from an update."""
+    """Raise ValueError if no leaf of a piece comes from an update."""
     if all(origin.is_zero for origin in origins):
         raise ValueError(
             f"the piece {name!r} is not used: the loss does not depend on it, and zeros would be returned for its "
@@ -76,7 +76,7 @@ def _check_use(name: str, origins: list[Origin]) -> None:
 
 
 def _check_leaf(name: str, origin: Origin) -> None:
-    """Raises ValueError where a leaf is not what one update made."""
+    """Raise ValueError if a leaf is not the result of exactly one update."""
     if origin.is_in_some_branches:
         raise ValueError(
             f"the piece {name!r} is used in some branches of a condition: where another one is taken, zeros would be "
@@ -92,5 +92,5 @@ def _check_leaf(name: str, origin: Origin) -> None:
 
 
 def _listed(origins: list[Origin]) -> str:
-    """The operations that a gradient comes from."""
+    """Return the names of the operations that a gradient comes from."""
     return ", ".join(sorted({operation for origin in origins for operation in origin.others}))

@@ -1,6 +1,6 @@
-"""What may be done to a matrix that has an adapter before it is multiplied: casts, transpositions, reshapes, slices.
+"""Operations allowed on a matrix with an adapter before it is multiplied: casts, transpositions, reshapes, slices.
 
-Each is done to W and to both factors, which have W's axes (`factored.py`). Imports jax.
+Each is applied to W and to both factors, which have W's axes (`factored.py`). Imports jax.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ source_info_util.register_exclusion(__file__)
 
 
 def viewed(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
-    """The result of an operation on a matrix; None if the result cannot be kept in factors.
+    """Return the result of an operation on a matrix; None if the result has no factored form.
 
     Args:
         matrix: the operation's first operand.
         equation: the operation.
-        operands: its further operands, the starts of a slice for example.
+        operands: its other operands, such as the start indices of a slice.
     """
     rule = _RULES.get(equation.primitive.name)
     return rule(matrix, equation, operands) if rule is not None else None
 
 
 def _apply_to_weight(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Any:
-    """The operation on W itself; None if W is stored in 4 bits and the operation has operands that are computed."""
+    """Apply the operation to W itself; None if W is stored in 4 bits and the operation has computed operands."""
 
     def view(weight: jax.Array) -> jax.Array:
         return equation.primitive.bind(weight, *operands, **equation.params)
@@ -50,7 +50,7 @@ def _same_factors(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any])
 
 def _cast(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
     dtype = equation.params["new_dtype"]
-    # In fewer bits than these a product is no longer a sum of products: the function rounds on purpose.
+    # A cast to integers or to fewer than 16 bits rounds on purpose: the product is then no sum of products.
     if not jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype).itemsize < 2:
         return None
     # Factors keep their dtype until they are multiplied.
@@ -85,7 +85,7 @@ def _broadcast(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) ->
     num_axes = len(equation.params["shape"])
 
     def spread(factor: jax.Array) -> jax.Array:
-        # Along the new axes all matrices are the same, so the factors have one element there.
+        # All matrices along the new axes are the same, so the factors have size 1 there.
         shape = [1] * num_axes
         for axis, size in zip(axes, factor.shape, strict=False):
             shape[axis] = size
@@ -95,12 +95,12 @@ def _broadcast(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) ->
 
 
 def _slice(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
-    """A slice, of constant starts or of computed ones, which are the operands."""
+    """Slice a matrix at constant starts, or at computed ones, which are the operands."""
     shape = matrix.shape
     sizes = result_type(equation).shape
 
     def is_whole(array: jax.Array, axis: int) -> bool:
-        # Along this axis a factor has one element, and the codes of a quantized matrix have fewer than it has.
+        # Along this axis, a factor has size 1, or the codes of a quantized matrix are shorter than the matrix.
         return array.shape[axis] != shape[axis]
 
     def cut(array: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def _slice(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Fac
 
 
 def split(matrix: Factored, equation: JaxprEqn) -> list[Factored]:
-    """The parts of a matrix that `jnp.split` cuts: of one side, or of a stack."""
+    """Return the parts into which `jnp.split` cuts a matrix, along one of its sides or along a stack."""
     axis = equation.params["axis"]
     size = matrix.shape[axis]
 
@@ -145,7 +145,7 @@ def split(matrix: Factored, equation: JaxprEqn) -> list[Factored]:
 def _reshape(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
     groups = _merged_axes(matrix.shape, equation.params["new_sizes"])
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
-    # Axes of both sides in one would make a factor as large as the matrix.
+    # Merging axes of both sides into one would make a factor as large as the matrix.
     if not all(_is_whole_or_one(factor, matrix.shape, group) for factor in factors for group in groups):
         return None
 
@@ -160,14 +160,14 @@ def _reshape(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> F
 
 
 class _AxisGroup(NamedTuple):
-    """Neighbouring axes, and the sizes of those that a reshape makes of them."""
+    """Neighboring axes, and the sizes of the axes that a reshape turns them into."""
 
     old_axes: list[int]
     new_sizes: list[int]
 
 
 def _merged_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_AxisGroup]:
-    """The smallest groups of neighbouring axes that a reshape leaves in their order."""
+    """Return the smallest groups of neighboring axes that a reshape keeps in order."""
     groups = []
     old_axis = 0
     new_axis = 0
@@ -175,7 +175,7 @@ def _merged_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_Ax
         group = _AxisGroup([], [])
         old_size = 1
         new_size = 1
-        # The first axis of each, then one more of whichever is smaller, until both have as many elements.
+        # Takes the first axis of each, then one more of the smaller side until both have as many elements.
         while not (group.old_axes or group.new_sizes) or old_size != new_size:
             takes_old = old_axis < len(old_shape) and (old_size <= new_size or new_axis == len(new_shape))
             if takes_old:
@@ -191,13 +191,13 @@ def _merged_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_Ax
 
 
 def _is_whole_or_one(factor: jax.Array, shape: Sequence[int], group: _AxisGroup) -> bool:
-    """Whether a factor has all elements of a group of W's axes, or one for all of them."""
+    """Return whether a factor has either all elements of a group of W's axes, or a single one."""
     size = math.prod(factor.shape[axis] for axis in group.old_axes)
     return size in (1, math.prod(shape[axis] for axis in group.old_axes))
 
 
 def _scale(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
-    """W times or divided by one number."""
+    """Multiply or divide W by a single number."""
     (number,) = operands
     if jnp.ndim(number) or isinstance(matrix.weight, QuantizedMatrix):
         return None
@@ -209,7 +209,7 @@ def _scale(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Fac
 
 
 _Rule = Callable[[Factored, JaxprEqn, Sequence[Any]], Factored | None]
-# {primitive: what it makes of a matrix that is its first operand}
+# {primitive: function that applies it to a matrix that is its first operand}
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _cast,

@@ -1,4 +1,4 @@
-"""A function with adapters: LoRA around any function of a pytree, whatever library its model is of.
+"""`with_lora`: adds LoRA adapters to any function of a pytree, whatever library the model comes from.
 
 Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314). Imports jax.
 """
@@ -23,40 +23,43 @@ from framework.layout import path_name
 
 
 def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -> Callable[..., Any]:
-    """The function with W + scale * A B in the place of each matrix W that has an adapter.
+    """Return the function with W + scale * A B in place of each matrix W that has an adapter.
 
-    Where such a matrix is multiplied, x W + scale * (x A) B is computed, and where rows of it are looked up, these rows
-    plus rows of A times B. On its way there it may be cast, transposed, reshaped, sliced, broadcast and multiplied by a
-    number, in loops, branches and calls. So nothing of W's size arises, forward or backward. The result is that of
-    `function(lora_merge(params, adapters), ...)`, up to rounding.
+    Where such a matrix is multiplied, the function computes x W + scale * (x A) B. Where rows of it are looked up, it
+    adds rows of A times B. Before that, the matrix may be cast, transposed, reshaped, sliced, broadcast and multiplied
+    by a number, in loops, branches and calls. So no array of W's size is allocated, forward or backward. The result
+    equals `function(lora_merge(params, adapters), ...)` up to rounding.
 
         adapters = pl.lora_init(jax.random.key(0), params, "attention", rank=16)
         loss, gradient = jax.value_and_grad(pl.with_lora(loss), argnums=1)(params, adapters, batch)
 
-    A derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`) of a function that the matrix is given to is replaced
-    by the derivative of what that function computes.
+    If the matrix is passed to a function with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`), the function
+    body is differentiated instead.
 
-    Complexity, of a matrix [n, m] with rank r and T rows of x: r (n + m) T multiplications forward, and twice as many
-    backward, beside the function's own, of which the n m T for the gradient of W are left out; T r numbers are kept.
-    Tracing goes once more through the function's operations.
+    Complexity, for a matrix [n, m] with rank r and T rows of x: r (n + m) T multiplications forward and twice as many
+    backward, in addition to the function's own, but without the n m T for the gradient of W. T r numbers are saved for
+    the backward pass. Tracing processes the function's operations a second time.
 
     Args:
-        function: `function(params, *arguments)`, that JAX can trace, jitted or not. Leaves of the arguments that are no
-            arrays are given to it as they are.
-        materialize: a regex, searched in paths; a matrix that matches becomes an array of its own size wherever another
-            operation needs it (a norm of the weights, say). By default that is an error.
+        function: `function(params, *arguments)`, jitted or not, that JAX can trace. Leaves of the arguments that are
+            not arrays are passed unchanged.
+        materialize: a regex, searched in paths. A matching matrix becomes a full array wherever another operation, such
+            as a norm of the weights, needs it. By default that is an error.
 
     Returns:
-        A function of `(params, adapters, *arguments)`, to be transformed by `jax.jit`, `jax.grad`, `jax.vmap` and so
-        on. A matrix of `params` may be a `QuantizedMatrix`, with an adapter or without: it is dequantized where it is
+        A function of `(params, adapters, *arguments)` that works with `jax.jit`, `jax.grad`, `jax.vmap` and so on. A
+        matrix of `params` may be a `QuantizedMatrix`, with or without an adapter. It is dequantized where it is
         multiplied, one matrix of a stack at a time, and again in the backward pass.
 
     Raises:
-        AdapterError: when it is called: a matrix reaches an operation that cannot be computed from its factors.
-        ValueError: then, too: an adapter's path is that of no matrix, or its factors have other shapes; `materialize`
-            is no regex.
+        AdapterError: when called: a matrix reaches an operation that cannot be computed from its factors.
+        ValueError: when called: an adapter's path names no matrix, or its factors have other shapes.
+        ValueError: immediately: `materialize` is not a valid regex.
     """
-    interpreter = Interpreter(None if materialize is None else re.compile(materialize))
+    try:
+        interpreter = Interpreter(None if materialize is None else re.compile(materialize))
+    except re.error as error:
+        raise ValueError(f"materialize = {materialize!r} is no regular expression: {error}") from error
 
     @functools.wraps(function)
     def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
@@ -74,7 +77,7 @@ def _interpreted(
     adapters: Adapters,
     call: tuple[Any, tuple[Any, ...], dict[str, Any]],
 ) -> Any:
-    """What the function returns of a call, (params, arguments, named arguments), with the adapters."""
+    """Call the function with adapters and return its result; `call` is (params, arguments, named arguments)."""
     nodes, structure = jax.tree_util.tree_flatten_with_path(call, is_leaf=is_quantized)
     values = [node for _, node in nodes]
     traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
@@ -91,7 +94,7 @@ def _interpreted(
     operands = []
     for position in traced_positions:
         keypath, value = nodes[position]
-        # The first key tells the parameters from the arguments.
+        # The first key separates the parameters from the other arguments.
         is_parameter = keypath[0].idx == 0
         operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
     arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
@@ -99,7 +102,7 @@ def _interpreted(
 
 
 def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function with one more argument; None where it cannot be told."""
+    """Return the function's signature with an `adapters` argument in second place; None if it has no such form."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -108,13 +111,13 @@ def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | N
     if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None
     adapters = inspect.Parameter("adapters", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    # No argument without a default may follow one that has it.
+    # An argument without a default may not follow one that has it.
     required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
     return signature.replace(parameters=[*required, *parameters[1:]])
 
 
 def _shape(value: Any) -> Any:
-    """What the function is traced with: in the place of a matrix in 4 bits the shape of the one it stands for."""
+    """Return the tracing input for a value: for a matrix in 4 bits, the shape of the matrix that it stores."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_quantized(value) else value
 
 

@@ -1,1 +1,1 @@
-"""Optimizers: optax transformations that know where their state lives."""
+"""Optimizers: optax transformations that define the layout and memory kind of their state."""

@@ -28,19 +28,19 @@ from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradien
 
 
 class _Blocks(NamedTuple):
-    """A block for each index of some axes; or, with `heads`, for each of so many equal parts of one axis."""
+    """One block per index of some axes or, with `heads`, one block per equal part of a single axis."""
 
     axes: tuple[int, ...]
     heads: int | None = None
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array with one number per block, for a parameter of this shape."""
-        # All heads, but for the toys that optimizers are tried out on (see reach), which they need not divide.
-        # gcd(0, n) is n: without heads each index of an axis has a block.
+        """Return the shape of an array with one number per block, for a parameter of this shape."""
+        # One entry per head. The tiny arrays on which optimizers are probed (see reach) need not be divisible by the
+        # number of heads, hence gcd. gcd(0, n) is n: without heads, each index of an axis is a block.
         return tuple(math.gcd(self.heads or 0, shape[axis]) for axis in self.axes)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean of each block."""
+        """Return the mean of each block."""
         mean = jnp.mean(x, axis=self._averaged_axes(x.ndim))
         if self.heads is None:
             return mean
@@ -48,7 +48,7 @@ class _Blocks(NamedTuple):
         return jnp.mean(per_head, axis=1)
 
     def spread(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Each block's number for its elements, in a shape that broadcasts to `shape`."""
+        """Expand each block's number to its elements, in a shape that broadcasts to `shape`."""
         if self.heads is not None:
             x = jnp.repeat(x, shape[self.axes[0]] // x.size)
         return jnp.expand_dims(x, self._averaged_axes(len(shape)))
@@ -58,7 +58,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(spec: ParameterSpec) -> _Blocks:
-    """The blocks of a parameter, by the roles of its axes."""
+    """Return the blocks of a parameter, based on the roles of its axes."""
     roles = spec.roles
     if kind(spec) == "table":
         table_axes = tuple(axis for axis, role in enumerate(roles) if role in TABLE_ROLES)
@@ -66,9 +66,9 @@ def _blocks(spec: ParameterSpec) -> _Blocks:
     if spec.num_heads is not None:
         return _Blocks((roles.index("heads"),), spec.num_heads)
     if kind(spec) in ("matrix", "experts"):
-        # Weights are [in, out] here: without roles, an output neuron is a column.
+        # Weights are [in, out] here. Without roles, an output neuron is a column.
         output_axis = roles.index("out") if "out" in roles else len(roles) - 1
-        # Each expert has output neurons of its own.
+        # Each expert has its own output neurons.
         return _Blocks((*range(len(roles) - 2), output_axis))
     return _Blocks(())
 
@@ -82,8 +82,10 @@ def adam_mini(
     eps: FiniteNonNegative = 1e-8,
     weight_decay: FiniteNonNegative = 1e-4,
 ) -> PartitionedGradientTransformation:
-    """`optax.adamw` with half its state: the second moment of a block is a moving average of its mean square gradient.
-    Values that suit AdamW suit it. Without the roles of axes, the blocks of a matrix are its columns."""
+    """`optax.adamw` with half the state: one second moment per block, a moving average of its mean squared gradient.
+
+    Hyperparameters that suit AdamW suit it too. If the axes have no roles, the blocks of a matrix are its columns.
+    """
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
     return partitioned_chain([_scale_by_adam_mini(b1, b2, eps, {}), decay, rate])
@@ -95,7 +97,7 @@ def _scale_by_adam_mini(
     eps: float,
     blocks_by_path: dict[str, _Blocks],
 ) -> PartitionedGradientTransformation:
-    """Adam-mini's direction; where `blocks_by_path` lacks a path, the number of axes decides on the blocks."""
+    """Adam-mini's update direction; if `blocks_by_path` lacks a path, the number of axes determines the blocks."""
 
     def blocks_of(keypath: Any, ndim: int) -> _Blocks:
         default = _Blocks((1,) if ndim == 2 else ())
@@ -116,13 +118,13 @@ def _scale_by_adam_mini(
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         mean_squares = tree_map_with_path(lambda k, g: blocks_of(k, g.ndim).mean(jnp.square(g)), updates)
-        # Order 1: the squares are taken already, before the mean of each block.
+        # Order 1, because the squares are taken already, before the mean of each block.
         nu = optax.tree.update_moment(mean_squares, state.nu, b2, 1)
         means = optax.tree.bias_correction(mu, b1, count)
         squares = optax.tree.bias_correction(nu, b2, count)
 
         def scaled(keypath: Any, mean: jax.Array, square: jax.Array) -> jax.Array:
-            # The root is taken of one number per block, before it is spread over the elements.
+            # The root is taken of one number per block, before expanding it to the elements.
             denominator = jnp.sqrt(square) + eps
             return mean / blocks_of(keypath, mean.ndim).spread(denominator, mean.shape)
 
@@ -141,7 +143,7 @@ def _scale_by_adam_mini(
 
 
 def _zero_state(params: Any, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """The first state; `blocks_of` gives the blocks for a parameter's keypath and number of axes."""
+    """Return the initial state; `blocks_of` returns the blocks for a parameter's keypath and number of axes."""
 
     def zeros(keypath: Any, param: jax.Array) -> jax.Array:
         shape = blocks_of(keypath, param.ndim).shape(param.shape)
@@ -154,7 +156,7 @@ def _zero_state(params: Any, blocks_of: Callable[[Any, int], _Blocks]) -> optax.
 
 
 def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """The specs of the state; `blocks_of` gives the blocks for a parameter's keypath and number of axes."""
+    """Return the specs of the state; `blocks_of` returns the blocks for a parameter's keypath and number of axes."""
 
     def moment_spec(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
         mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
@@ -166,7 +168,7 @@ def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> opt
         )
 
     def mu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
-        # The first moment has the parameter's shape: each element is a block.
+        # The first moment has the parameter's shape, so each element is a block.
         axes = tuple(range(len(spec.shape)))
         return moment_spec(keypath, spec, _Blocks(axes))
 

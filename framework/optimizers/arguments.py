@@ -1,8 +1,9 @@
-"""Ranges of the arguments of optimizers and schedules, where their own signatures do not say.
+"""Valid ranges for the arguments of optimizers and schedules whose own signatures do not define them.
 
-optax's type hints let nearly anything pass: a decay of 1.5, a learning rate of NaN, `true` for a number. All of that
-trains, and to nothing. optax uses a name for one meaning in all its functions, with few exceptions, which show by their
-defaults. Components of Plimsoll say their ranges in their type hints; `learning_rate` is theirs too.
+optax's type hints accept nearly anything: a decay of 1.5, a learning rate of NaN, `true` for a number. Training runs
+with all of these, and learns nothing. optax gives an argument name the same meaning in all its functions, with few
+exceptions, which their defaults reveal. Components of Plimsoll define ranges in their type hints, except that
+`learning_rate` is checked here for them as well.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Range:
     """Numbers between two bounds.
 
     Args:
-        words: as an error says it.
-        low: the smallest number, itself in the range.
-        high: every number of the range is below it.
-        open_low: `low` itself is not in the range.
+        words: description of the range for error messages.
+        low: lower bound, included in the range.
+        high: upper bound, not included.
+        open_low: whether `low` itself is excluded.
     """
 
     words: str
@@ -38,7 +39,7 @@ class Range:
     open_low: bool = False
 
     def has(self, value: Any) -> bool:
-        """Whether a value, or each of a list, is a number in the range. NaN is in none."""
+        """Return whether a value, or each value of a list, is a number in the range. NaN is in no range."""
         if isinstance(value, list | tuple):
             return all(self.has(element) for element in value)
         # A bool is an int in Python.
@@ -54,8 +55,8 @@ _AT_LEAST_ZERO = Range("a finite number >= 0", 0.0, math.inf)
 _POSITIVE = Range("a finite number > 0", 0.0, math.inf, open_low=True)
 _NUMBER = Range("a finite number", -math.inf, math.inf, open_low=True)
 
-# The ranges of arguments of optax's functions, by name. An argument whose default is out of the range means something
-# else there (`b2` of sm3, where 1 sums squares up), and is any finite number.
+# Ranges of the arguments of optax's functions, by name. If an argument's default is out of the range, the name has a
+# different meaning there (`b2` of sm3, where 1 means a sum of squares), and any finite number is allowed.
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("b1", "b2", "b3", "beta", "beta3", "betas", "adam_b1", "adam_b2"), _DECAY),
     **dict.fromkeys(("decay", "rho", "momentum"), _DECAY),
@@ -70,11 +71,11 @@ RANGES: dict[str, Range] = {
 
 
 def check_arguments(config: Config, path: str) -> None:
-    """Checks the arguments of an optimizer, and of the components in it, against their ranges.
+    """Check the arguments of an optimizer, and of the components in it, against their ranges.
 
     Args:
-        config: the optimizer's.
-        path: where it stands, "learner.optimizer".
+        config: the optimizer's config.
+        path: the optimizer's dotted path in the whole config, "learner.optimizer".
 
     Raises:
         ConfigError: an argument is out of its range; the error has the argument's dotted path.
@@ -90,12 +91,13 @@ def check_arguments(config: Config, path: str) -> None:
 
 
 def _numbers(node: Config) -> Iterator[tuple[str, Any, Range]]:
-    """(name, value, range) of the arguments of one component that are numbers with a known range."""
+    """Yield (name, value, range) for the numeric arguments of one component that have a known range."""
     package = target_of(node).__module__.partition(".")[0]
     for name, value in node.items():
         if value is None or isinstance(value, Config | str | dict):
             continue
-        # A wrapper's arguments and a user's own names are theirs; the learner reports `learning_rate`, so that is ours.
+        # Arguments of wrappers and of a user's own optimizers are theirs to check. The exception is `learning_rate`,
+        # which the learner reports.
         if package != "optax" and name != "learning_rate":
             continue
         default = schema_of(node)[name].default

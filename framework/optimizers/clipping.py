@@ -1,4 +1,4 @@
-"""Clipping by tensor, for schedules that never have all gradients at once."""
+"""Per-tensor clipping, for schedules that never have all gradients at the same time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax.numpy as jnp
 
 
 def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | float) -> Any:
-    """Multiplies each tensor u by min(1, limit * learning_rate / RMS(u)).
+    """Multiply each tensor u by min(1, limit * learning_rate / RMS(u)).
 
-    This is Adafactor's update clipping (Shazeer and Stern 2018, arXiv 1804.04235, section 6) for any optimizer, whose
-    updates have the learning rate in them already.
+    This is Adafactor's update clipping (Shazeer and Stern 2018, arXiv 1804.04235, section 6) for any optimizer whose
+    updates already include the learning rate.
 
     Args:
         updates: tensors of any shapes.
         limit: the largest RMS of an update, relative to the learning rate.
-        learning_rate: of this step.
+        learning_rate: learning rate of this step.
     """
 
     def clipped(u: jax.Array) -> jax.Array:
         squares = jnp.square(u.astype(_wide(u)))
         rms = jnp.sqrt(jnp.mean(squares))
         bound = limit * learning_rate
-        # The inner `where` keeps x / 0 out of the branch that is not taken, which jax_debug_nans would report.
+        # The inner `where` avoids x / 0 in the branch that is not taken, which jax_debug_nans would report.
         factor = jnp.where(rms > bound, bound / jnp.where(rms > 0, rms, 1), 1)
         return u * factor.astype(u.dtype)
 
@@ -32,23 +32,24 @@ def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | floa
 
 
 def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
-    """Limits each tensor's norm to `growth` times its norm after the limiter in the step before.
+    """Limit each tensor's norm to `growth` times its limited norm from the previous step.
 
-    The limiter is that of Fira (Chen et al. 2024, arXiv 2410.01623, section 4.3); there and in APOLLO growth is 1.01.
+    The limiter is that of Fira (Chen et al. 2024, arXiv 2410.01623, section 4.3). Fira and APOLLO use growth 1.01.
 
     Args:
         grads: the gradients.
-        norms: f32 scalars in the same structure, the norms of the last step; 0 before the first, which is not limited.
-        growth: over 1.
+        norms: float32 scalars in the same structure, the norms of the last step; 0 before the first step, which is not
+            limited.
+        growth: the largest allowed ratio, greater than 1.
 
     Returns:
-        (gradients, their norms).
+        (limited gradients, their norms).
     """
 
     def factor(g: jax.Array, old_norm: jax.Array) -> jax.Array:
         norm = _norm(g)
         bound = growth * old_norm.astype(norm.dtype)
-        # Before the first step the old norm is zero, and limits nothing.
+        # Before the first step the old norm is zero, so nothing is limited.
         is_over = (old_norm > 0) & (norm > bound)
         return jnp.where(is_over, bound / jnp.where(norm > 0, norm, 1), 1)
 
@@ -56,7 +57,7 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
         return g * grad_factor.astype(g.dtype)
 
     def limited_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
-        # From the precise norm and factor: the limited gradient may be rounded to bfloat16.
+        # Computed from the precise norm and factor, because the limited gradient may be rounded to bfloat16.
         return (_norm(g) * grad_factor).astype(old_norm.dtype)
 
     factors = jax.tree.map(factor, grads, norms)
@@ -66,12 +67,12 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
 
 
 def _wide(x: jax.Array) -> Any:
-    """The dtype in which a tensor's norm is computed: its own, or float32 where that is wider."""
-    # Sums of squares in bfloat16, with its eight bits, may stop growing after a few hundred elements.
+    """Return the dtype in which a tensor's norm is computed: its own, or float32 if that is wider."""
+    # Sums of squares in bfloat16, which has eight bits, may stop growing after a few hundred elements.
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _norm(x: jax.Array) -> jax.Array:
-    """The norm of a tensor, f32 or wider."""
+    """Return the norm of a tensor in float32 or wider."""
     squares = jnp.square(x.astype(_wide(x)))
     return jnp.sqrt(jnp.sum(squares))

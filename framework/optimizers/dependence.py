@@ -1,9 +1,9 @@
 """Dependence of an optimizer's results on the inputs of its update, read off the traced program.
 
-`reach` finds out by trial how far a gradient spreads; its trials compile several small programs at each start of a run.
-Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, which takes no compiler:
-where no path leads from that gradient to that update, there is no dependence. The other way round it is no proof, as a
-path may carry nothing (`x * 0`), and then the trial decides.
+`reach` runs trials to find out how far a gradient spreads, which compiles several small programs at each start of a
+run. Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, without a compiler:
+if no path leads from that gradient to that update, there is no dependence. The converse does not hold, because a path
+may carry nothing (`x * 0`); in that case the trial decides.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.extend.core import Jaxpr, Literal
 from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
-# A set of inputs of a program, with a bit for each.
+# A set of program inputs, one bit for each.
 Inputs = int
-# Primitives that call a function, and the parameter that has its program.
+# Primitives that call a function, and the parameter that holds its program.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -29,16 +29,16 @@ _CALLS = {
 
 
 def keeps_apart(optimizer: Any, specs: Nested) -> bool:
-    """Whether, by the text of the update, nothing of a parameter ever depends on the gradient of another parameter.
+    """Return whether the traced update proves that no parameter depends on another parameter's gradient.
 
     Args:
         optimizer: `init` and `update`, as in optax.
-        specs: the parameters of one unit.
+        specs: parameters of one update unit.
     """
     params = {}
     for path, spec in flatten(specs).items():
         params[path] = jax.ShapeDtypeStruct(spec.shape, "float32")
-    # Each gets company of its own shape: what is alone in this unit is not in the next, under the same optimizer.
+    # Each parameter gets a copy of its shape, since a single one here may have others in a different update unit.
     params |= {f"beside/{path}": param for path, param in params.items()}
     param_tree = unflatten(params)
     state = jax.eval_shape(optimizer.init, param_tree)
@@ -53,18 +53,18 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
         return jax.tree.leaves(updates), jax.tree.leaves(new_state)
 
     traced = jax.make_jaxpr(update)(param_tree, state, param_tree)
-    # The parameter that each leaf belongs to, in the order of the leaves; a step counter belongs to none.
+    # The parameter that each leaf belongs to, in leaf order; a step counter belongs to none.
     param_owners: list[str | None] = [*flatten(param_tree)]
     state_owners = [owner_of_state(path) for path in flatten(state)]
     input_owners = [*param_owners, *state_owners, *param_owners]
     result_owners = [*param_owners, *state_owners]
     if len(traced.jaxpr.outvars) != len(result_owners):
-        # The state changes its structure: the results cannot be matched with their owners.
+        # The state changes its structure, so the results cannot be matched with their owners.
         return False
     for owner, inputs in zip(result_owners, dependence_of_results(traced.jaxpr), strict=True):
         for number, input_owner in enumerate(input_owners):
-            # Everything may read a shared counter. That none takes anything from a gradient is seen where the counter
-            # is a result, whose owner is None.
+            # Every result may read a shared counter. If a counter itself depended on a gradient, that would show where
+            # the counter is a result, whose owner is None.
             is_read = inputs >> number & 1
             if is_read and input_owner not in (owner, None):
                 return False
@@ -72,13 +72,13 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
 
 
 def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
-    """For each result, the inputs that a path leads from."""
+    """Return, for each result, the inputs that a path leads from."""
     inputs_of_var: dict[Any, Inputs] = {}
     for number, var in enumerate(jaxpr.invars):
         inputs_of_var[var] = 1 << number
 
     def inputs_of(var: Any) -> Inputs:
-        # Constants, written out or captured, depend on nothing.
+        # Constants, literal or captured, depend on nothing.
         if isinstance(var, Literal):
             return 0
         return inputs_of_var.get(var, 0)
@@ -87,11 +87,11 @@ def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
         operands = [inputs_of(var) for var in eqn.invars]
         name = eqn.primitive.name
         if name in _CALLS and _CALLS[name] in eqn.params:
-            # The results of a function that is called may each depend on some of the arguments only.
+            # Each result of a called function may depend on only some of its arguments.
             inner = eqn.params[_CALLS[name]]
             results = [_through(inputs, operands) for inputs in dependence_of_results(inner.jaxpr)]
         elif name == "cond":
-            # Any branch may be taken, and which one it is depends on the first operand.
+            # Any branch may be taken; the first operand decides which.
             results = [operands[0]] * len(eqn.outvars)
             for branch in eqn.params["branches"]:
                 for number, inputs in enumerate(dependence_of_results(branch.jaxpr)):
@@ -106,11 +106,11 @@ def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
 
 
 def _through(inputs: Inputs, operands: list[Inputs]) -> Inputs:
-    """The inputs of the outer program that some inputs of an inner one are computed from.
+    """Return the inputs of the outer program from which some inputs of an inner program are computed.
 
     Args:
         inputs: a set of inputs of the inner program.
-        operands: for each input of the inner program, inputs of the outer one.
+        operands: for each input of the inner program, the outer inputs that it depends on.
     """
     outer_inputs = 0
     for number, operand in enumerate(operands):

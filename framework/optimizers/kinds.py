@@ -1,4 +1,4 @@
-"""Kinds of parameters (matrix, table, ...), by the roles of their axes, for optimizers that treat them apart."""
+"""Kinds of parameters (matrix, table, ...) by the roles of their axes, for optimizers that treat them differently."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 from framework.layout import Nested, ParameterSpec, flatten
 
 Kind = Literal["matrix", "experts", "table", "other"]
-# The roles of an axis that make a parameter a table.
+# Axis roles that make a parameter a table.
 TABLE_ROLES = {"vocab", "position", "label"}
 
 
 def kind(spec: ParameterSpec) -> Kind:
-    """The kind of a parameter.
+    """Return the kind of a parameter.
 
     A "table" has a row for each token, position or label (embedding, head). A "matrix" is any other parameter with two
-    axes. "experts" are as many matrices as the first axis is long. Vectors, and parameters with more axes, are "other".
+    axes. "experts" is a stack of matrices along the first axis. Vectors and parameters with more axes are "other".
     """
     if TABLE_ROLES & {*spec.roles}:
         return "table"
@@ -25,12 +25,12 @@ def kind(spec: ParameterSpec) -> Kind:
 
 
 def kinds(specs: Nested) -> dict[str, Kind]:
-    """{path: kind} of a unit's parameters."""
+    """Return {path: kind} for the parameters of one update unit."""
     return {path: kind(spec) for path, spec in flatten(specs).items()}
 
 
 def kind_of(kind_by_path: dict[str, Kind], path: str, ndim: int) -> Kind:
-    """A parameter's kind; by its number of axes where `kind_by_path` does not have it."""
-    # Without specs (plain optax use) roles are unknown, and a table is taken for a matrix.
+    """Return a parameter's kind, based on its number of axes if `kind_by_path` does not have it."""
+    # Without specs (plain optax use) roles are unknown, so a table is treated as a matrix.
     default: Kind = "matrix" if ndim == 2 else "other"
     return kind_by_path.get(path, default)

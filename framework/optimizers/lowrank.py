@@ -1,8 +1,8 @@
 """APOLLO and APOLLO-Mini: AdamW's step sizes, estimated in a few random directions (Zhu et al. 2024, arXiv 2412.05270).
 
-Written from the paper alone. For a matrix, the state keeps two moments of a random projection of its gradient; the
-projection is drawn again in each step, from the step's number. Each expert of a mixture is a matrix. Other parameters
-get Adam with the same learning rate.
+Implemented from the paper only. For a matrix, the state keeps two moments of a random projection of its gradient. The
+projection is not stored but regenerated in each step from the step's number. Each expert of a mixture is a matrix.
+Other parameters get Adam with the same learning rate.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from framework.optimizers.per_matrix import per_matrix
 
 
 class ApolloState(NamedTuple):
-    """The optimizer's state.
+    """Optimizer state of APOLLO.
 
-    `adam` holds Adam's moments of projected gradients [r, larger side], and of whole gradients where nothing is
-    projected; `norm` the norm of each matrix's last update, a scalar, for the limit of its growth.
+    Attributes:
+        adam: Adam's moments of projected gradients [r, larger side], and of full gradients for parameters that are not
+            projected.
+        norm: norm of each matrix's last update, a scalar, used to limit its growth.
     """
 
     adam: Any
@@ -61,7 +63,7 @@ def apollo(
     per: Literal["channel", "tensor"] = "channel",
     tables: Literal["adam", "factored", "same"] = "adam",
 ) -> PartitionedGradientTransformation:
-    """For each matrix W with gradient G [m, n], m <= n (else transposed), at step t, with P [r, m] ~ N(0, 1/r):
+    """APOLLO. For each matrix W with gradient G [m, n], m <= n (else transposed), and P [r, m] ~ N(0, 1/r), at step t:
 
         R = P G,  R~ = Adam's direction for R (its moments are [r, n]),
         s_j = |R~_j| / |R_j| for each of the n channels (or one s = |R~| / |R| for the tensor),
@@ -69,16 +71,17 @@ def apollo(
         W = W - learning_rate (U + weight_decay W).
 
     Args:
-        learning_rate: the paper has 0.01 at widths over 512 where AdamW has 0.001; see `scale`.
-        rank: r; where m is smaller, m.
-        scale: the square of the paper's factor alpha. A step is sqrt(r scale / m) times AdamW's in size (per = tensor:
-            sqrt(scale / m)); None makes it AdamW's, so that the same learning rate does.
-        update_interval: steps with the same P.
-        b1, b2: Adam's.
+        learning_rate: the paper uses 0.01 at widths over 512 where AdamW uses 0.001; see `scale`.
+        rank: rank r of the projection; m if m is smaller.
+        scale: square of the paper's factor alpha. A step is sqrt(r scale / m) times as large as AdamW's (per = tensor:
+            sqrt(scale / m)). None makes it as large as AdamW's, so that the same learning rate works.
+        update_interval: number of steps with the same P.
+        b1, b2: Adam's decay rates.
         weight_decay: decoupled, as in optax.adamw.
-        per: what has a scale of its own.
-        tables: what embedding and head, tables with a row for each token or position, get: "adam", as in the paper;
-            "factored", Adafactor's second moment (a number per row and column) and no first; "same" as matrices.
+        per: whether each channel or each tensor has its own scale s.
+        tables: optimizer for tables (embedding and head), which have a row for each token or position: "adam", as in
+            the paper; "factored", Adafactor's second moment (a number per row and column) without a first; "same" as
+            matrices.
     """
     core = _Apollo(
         rank,
@@ -109,8 +112,8 @@ def apollo_mini(
     """`apollo` with rank 1 and one scale per matrix: two numbers for each channel, less than 0.1 bytes per parameter.
 
     Args:
-        scale: 128 as in the paper (alpha = sqrt(128)): at width 128 steps are as large as AdamW's, and smaller above.
-        tables: see `apollo`. As matrices they learn slowly: rare tokens share one scale with frequent ones.
+        scale: 128 as in the paper (alpha = sqrt(128)): steps are as large as AdamW's at width 128, and smaller above.
+        tables: see `apollo`. Treated as matrices they learn slowly, because rare and frequent tokens share one scale.
     """
     return apollo(rank=1, per="tensor", **locals())
 
@@ -121,13 +124,13 @@ def _of_kinds(
     rate: optax.GradientTransformation,
     kind_by_path: dict[str, Kind],
 ) -> PartitionedGradientTransformation:
-    """APOLLO for parameters of these kinds.
+    """Return APOLLO for parameters of these kinds.
 
     Args:
         core: the update before weight decay and learning rate.
         decay: the weight decay.
         rate: the learning rate.
-        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
     """
     fitted_core = replace(core, kind_by_path=kind_by_path)
     scale_by_apollo = _of_parts(fitted_core, kind_by_path)
@@ -143,12 +146,12 @@ def _of_kinds(
 
 
 def _of_parts(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
-    """APOLLO's step, for each expert's matrix by itself; and for tables, if they are factored, Adafactor's, with a
-    second moment of one number per row and column."""
+    """Return APOLLO's update, applied to each expert's matrix separately. Factored tables get Adafactor's update, with
+    a second moment of one number per row and column."""
     parts: Any = {"apollo": optax.GradientTransformationExtraArgs(core.init, core.update)}
     if core.tables == "factored":
         parts["table"] = optax.chain(
-            # Factors also tables with a side under 128, which optax's default would not.
+            # optax's default would not factor tables with a side under 128.
             optax.scale_by_factored_rms(min_dim_size_to_factor=1),
             optax.clip_by_block_rms(1.0),
         )
@@ -180,14 +183,14 @@ class _Apollo:
     kind_by_path: dict[str, Kind] = field(default_factory=dict)
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """The axis that is projected away, the shorter one; None where all of the gradient goes through Adam."""
+        """Return the axis to project, the shorter one; None if the full gradient goes through Adam."""
         kind = kind_of(self.kind_by_path, path, len(shape))
         if len(shape) != 2 or kind == "other" or (kind == "table" and self.tables == "adam"):
             return None
         return int(shape[0] > shape[1])
 
     def init(self, params: Any) -> ApolloState:
-        """Zero moments, of the projection [r, larger side] for each matrix, and a zero norm per matrix."""
+        """Return zero moments of the projection [r, larger side], and a zero norm, for each matrix."""
         moments = {}
         norms = {}
         for path, param in flatten(params).items():
@@ -204,13 +207,13 @@ class _Apollo:
         return ApolloState(self.adam.init(projected), unflatten(norms))
 
     def partition(self, state: Any, specs: Nested) -> Any:
-        """The projected side keeps its parameter's mesh axes: r is cut as that was, where the mesh divides it."""
+        """Give moments their parameter's mesh axes: r is sharded like the axis it replaces, if the mesh divides it."""
 
         def cut(leaf: OptStateSpec) -> OptStateSpec:
             if leaf.owner is None or len(leaf.shape) != 2:
                 return leaf
             owner = flatten(specs)[leaf.owner]
-            # Moments have r first: those of a matrix whose second axis is projected are transposed.
+            # Moments have r first, so those of a matrix whose second axis is projected are transposed.
             is_transposed = bool(self.axis(leaf.owner, owner.shape))
             mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
             return replace(leaf, mesh_axes=mesh_axes)
@@ -226,9 +229,9 @@ class _Apollo:
         seed: Any = None,
         **_: Any,
     ) -> Any:
-        # The generator is named, so that the projections do not depend on JAX's configuration.
+        # An explicit generator, so that the projections do not depend on JAX's configuration.
         key = jax.random.key(0 if seed is None else seed, impl="threefry2x32")
-        # P is not kept: it is drawn again from the number of the interval, the same in all its steps.
+        # P is not stored: it is regenerated from the number of the interval, the same for all steps in it.
         period = state.adam.count // self.update_interval
         grads = {}
         projected_axes = {}
@@ -237,7 +240,7 @@ class _Apollo:
             axis = self.axis(path, g.shape)
             if axis is not None:
                 projected_axes[path] = axis
-        # Parameters that are not projected stay in their places: the order is that of the tree's leaves.
+        # Parameters that are not projected keep their position, because the order must be that of the tree's leaves.
         projected = dict(grads)
         for path, axis in projected_axes.items():
             projected[path] = self._project(key, period, path, grads[path], axis)
@@ -254,7 +257,7 @@ class _Apollo:
                 directions[path],
             )
         old_norms = flatten(state.norm)
-        # The state's norms in the order of `scaled`: the limiter needs both in one structure.
+        # The state's norms in the order of `scaled`, because the limiter needs both in one structure.
         norms = {path: old_norms[path] for path in projected_axes}
         limited, new_norms = limit_norm_growth(scaled, norms, self.norm_growth)
         new_leaves = directions | limited
@@ -270,7 +273,7 @@ class _Apollo:
         g: jax.Array,
         axis: int,
     ) -> jax.Array:
-        """R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) of this parameter and interval."""
+        """Return R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) for this parameter and interval."""
         drawn_key = jax.random.fold_in(fold_in_name(key, path), period)
         size = g.shape[axis]
         rank = min(self.rank, size)
@@ -284,19 +287,19 @@ class _Apollo:
         projected: jax.Array,
         direction: jax.Array,
     ) -> jax.Array:
-        """U = sqrt(scale) G diag(s): the raw gradient, as large as Adam's direction is in the projection.
+        """Return U = sqrt(scale) G diag(s): the raw gradient, rescaled by the size of Adam's direction for R.
 
         Args:
-            axis: the axis of g that is projected away.
-            g: the gradient G, [m, n] or [n, m].
-            projected: R, [r, n].
+            axis: axis of g that is projected.
+            g: gradient G, [m, n] or [n, m].
+            projected: projected gradient R, [r, n].
             direction: Adam's direction for R, [r, n].
         """
         is_per_tensor = self.per == "tensor"
         summed_axes = None if is_per_tensor else 0
         projected_norm = jnp.sqrt(jnp.sum(jnp.square(projected), summed_axes))
         direction_norm = jnp.sqrt(jnp.sum(jnp.square(direction), summed_axes))
-        # The inner `where` keeps 0 / 0 out of channels without a gradient, whose scale is zero.
+        # The inner `where` avoids 0 / 0 in channels without a gradient, whose scale is zero.
         s = jnp.where(projected_norm > 0, direction_norm / jnp.where(projected_norm > 0, projected_norm, 1), 0)
         if self.scale is not None:
             scale = self.scale

@@ -1,4 +1,4 @@
-"""optax's Muon and GaLore for parameters that are matrices by their roles; all other parameters get optax.adamw."""
+"""optax's Muon and GaLore for parameters whose roles make them matrices; all other parameters get optax.adamw."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def muon(
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
 ) -> PartitionedGradientTransformation:
-    """optax.contrib.muon (Jordan et al. 2024): one moment per matrix, whose singular values are made equal. Each expert
+    """optax.contrib.muon (Jordan et al. 2024): one moment per matrix, whose singular values are equalized. Each expert
     of a mixture has its own matrices.
 
     Args:
-        learning_rate: as AdamW's, with `consistent_rms`.
-        adam_learning_rate: of what is no matrix; None means the same.
-        beta: of the momentum.
-        consistent_rms: the RMS of a matrix's update, whatever its shape: 0.2 is about AdamW's (Liu et al. 2025,
+        learning_rate: on AdamW's scale if `consistent_rms` is set.
+        adam_learning_rate: learning rate of parameters that are not matrices; None for the same.
+        beta: decay rate of the momentum.
+        consistent_rms: RMS of a matrix's update for any shape: 0.2 is about AdamW's (Liu et al. 2025,
             arXiv 2502.16982). None scales by sqrt(max(1, out / in)), for learning rates around 0.02.
-        weight_decay: decoupled, of all; b1, b2: AdamW's.
+        weight_decay: decoupled weight decay of all parameters.
+        b1, b2: decay rates of AdamW.
     """
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
@@ -56,7 +57,7 @@ def muon(
         beta=beta,
         weight_decay=weight_decay,
         consistent_rms=consistent_rms,
-        # Axes before the last two count matrices.
+        # Any axes before the last two index matrices.
         muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
     )
     adamw = optax.adamw(adam_learning_rate, b1, b2, weight_decay=weight_decay)
@@ -74,16 +75,16 @@ def galore(
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
 ) -> PartitionedGradientTransformation:
-    """optax.contrib.galore (Zhao et al. 2024, arXiv 2403.03507): of a matrix [m, n], m <= n, the first `rank` right
-    singular vectors of a gradient, [n, r], and two moments of its projection on them, [m, r]: (n + 2 m) r numbers.
-    (The paper projects the smaller side: (m + 2 n) r.) Each expert of a mixture has its own.
+    """optax.contrib.galore (Zhao et al. 2024, arXiv 2403.03507). For a matrix [m, n], m <= n, the state holds the first
+    `rank` right singular vectors of a gradient, [n, r], and two moments of its projection onto them, [m, r]:
+    (n + 2 m) r numbers. (The paper projects the smaller side: (m + 2 n) r.) Each expert of a mixture has its own.
 
     Args:
-        learning_rate: of all; the paper has 0.01 where AdamW has 0.001.
-        rank: r; where m is smaller, m.
-        update_proj_gap: steps with the same projection. The moments are not rotated when it changes.
-        scale: of the matrices' steps.
-        weight_decay, b1, b2: of all, as in optax.adamw.
+        learning_rate: learning rate of all parameters; the paper uses 0.01 where AdamW uses 0.001.
+        rank: rank r of the projection; m if m is smaller.
+        update_proj_gap: number of steps with the same projection. The moments are not rotated when it changes.
+        scale: factor for the steps of matrices.
+        weight_decay, b1, b2: for all parameters, as in optax.adamw.
     """
     matrix_galore = optax.contrib.galore(
         learning_rate,
@@ -93,13 +94,13 @@ def galore(
         optax.scale_by_adam(b1, b2),
         weight_decay=weight_decay,
     )
-    # Layers one by one: jaxlib's batched decomposition on CPU waits for threads that wait for it, when several run.
+    # One layer at a time: on CPU, several batched decompositions of jaxlib deadlock waiting for each other's threads.
     sequential_update = jax.custom_batching.sequential_vmap(matrix_galore.update)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         if jax.tree.leaves(updates):
             return sequential_update(updates, state, params)
-        # optax's update fails without matrices; the state then holds nothing but counters.
+        # optax's update fails without matrices; the state then holds only counters.
         return updates, jax.tree.map(optax.safe_increment, state)
 
     safe_galore = optax.GradientTransformation(matrix_galore.init, update)
@@ -114,20 +115,20 @@ def _by_kind(
     matrix_kinds: tuple[Kind, ...],
     expert_optimizer: Any = None,
 ) -> PartitionedGradientTransformation:
-    """One transformation for matrices and another for all other parameters; neither keeps state for the other's.
+    """Combine a transformation for matrices and one for all other parameters; neither keeps state for the other's.
 
     Args:
         matrix_optimizer: the transformation for matrices.
-        other_optimizer: that for the other parameters.
-        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
-        matrix_kinds: those that the transformation for matrices takes.
-        expert_optimizer: a third one, for experts, where that for matrices does not take them.
+        other_optimizer: the transformation for all other parameters.
+        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
+        matrix_kinds: kinds that the transformation for matrices handles.
+        expert_optimizer: a third transformation for experts, if the one for matrices does not handle them.
     """
     has_experts = expert_optimizer is not None and "experts" in kind_by_path.values()
 
     def label(keypath: Any, param: jax.Array) -> str:
         kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
-        # The labels name parts of the state, in checkpoints too.
+        # The labels name parts of the state, also in checkpoints.
         if kind == "experts" and has_experts:
             return "experts"
         return "matrix" if kind in matrix_kinds else "rest"
@@ -141,11 +142,11 @@ def _by_kind(
         flat_specs = flatten(specs)
 
         def cut(keypath: Any, leaf: OptStateSpec) -> OptStateSpec:
-            # Factors have their matrix's mesh axes: r is cut as the side it stands for, where the mesh divides it.
+            # Factors have their matrix's mesh axes: r is sharded like the axis it replaces, if the mesh divides it.
             if leaf.owner is None or len(leaf.shape) != 2:
                 return leaf
             owner = flat_specs[leaf.owner]
-            # The projector of a wide matrix is [n, r]: its first axis is the matrix's second one.
+            # The projector of a wide matrix is [n, r], so its first axis is the matrix's second one.
             is_transposed = "projector" in path_name(keypath) and owner.shape[0] < owner.shape[1]
             mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
             return replace(leaf, mesh_axes=mesh_axes)

@@ -1,4 +1,4 @@
-"""Optimizers by short names: `--config.learner.optimizer=lion`. Others go by dotted names (docs/optimizers.md)."""
+"""Optimizers by short name: `--config.learner.optimizer=lion`. Others go by dotted name (docs/optimizers.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optimizer offloading: `offload_optimizer` keeps optimizer state on the host, by a regex on the state's paths.
+"""Optimizer offloading: `offload_optimizer` keeps optimizer state in host memory, selected by a regex on state paths.
 
-In the learner the layout decides what is moved, and when: it takes the partition from here and leaves the moves out
-(`at_rest`), so that nothing is moved twice. The moves are for whoever calls `update` without a learner.
+In the learner, the layout decides which leaves are moved, and when. It takes the partition from here and leaves out the
+transfers (`at_rest`), so that nothing is moved twice. The transfers serve callers of `update` without a learner.
 `partitioned_chain` chains such optimizers. Follows apple/axlearn#867.
 """
 
@@ -26,7 +26,7 @@ from framework.layout import (
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 Transformation = optax.GradientTransformation | PartitionedGradientTransformation
-# Moves inside jit name JAX's memory spaces, where specs name the platform's memory kinds.
+# Transfers inside jit use JAX's memory spaces, while specs use the platform's memory kinds.
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
 
@@ -37,17 +37,17 @@ def offload_optimizer(
     offload_src: MemoryKind = "device",
     offload_dst: MemoryKind = "pinned_host",
 ) -> PartitionedGradientTransformation:
-    """Keeps the state whose path matches in `offload_dst`; vectors, scalars and leaves under 1 MiB stay where they are.
+    """Keep matching state in `offload_dst`; vectors, scalars and leaves under 1 MiB stay where they are.
 
     Args:
-        optimizer: any transformation: one that is wrapped already, or a part of a `partitioned_chain`, too.
-        pattern: a regex, searched in paths such as "0/mu/attention/query/weight". In the learner paths and sizes are
+        optimizer: any transformation, including one that is wrapped already or is part of a `partitioned_chain`.
+        pattern: a regex, searched in paths such as "0/mu/attention/query/weight". In the learner, paths and sizes are
             those of one layer.
-        offload_src: where the state is for the update; "device", as XLA computes nowhere else.
-        offload_dst: where it lives between updates.
+        offload_src: memory kind of the state during the update; must be "device", because XLA computes only there.
+        offload_dst: memory kind of the state between updates.
 
     Raises:
-        ValueError: another `offload_src`. By `partition` and `update`: the pattern matches nothing.
+        ValueError: `offload_src` is not "device". From `partition` and `update`: the pattern matches nothing.
     """
     if offload_src != "device":
         raise ValueError(f"offload_src: expected 'device', where updates are computed, given {offload_src!r}")
@@ -85,7 +85,7 @@ def _offloaded_of_specs(
     offload_src: MemoryKind,
     offload_dst: MemoryKind,
 ) -> Callable[[Nested], PartitionedGradientTransformation]:
-    """`of_specs` of an offloaded optimizer: the inner one fitted to a unit's parameters, offloaded again."""
+    """Return `of_specs` for an offloaded optimizer: the inner one fitted to a layer's parameters, then offloaded."""
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
         return offload_optimizer(
@@ -99,14 +99,14 @@ def _offloaded_of_specs(
 
 
 def _tagged_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
-    """`tagged` for one unit, which need not hold what matches in the whole model."""
+    """Apply `tagged` to one layer, which need not contain every leaf that matches in the whole model."""
     if any(re.search(pattern, path) for path in flatten(specs)):
         return tagged(specs, pattern, kind)
     return specs
 
 
 def tagged(specs: Any, pattern: str, kind: MemoryKind) -> Any:
-    """State specs with the memory kind `kind` where the path matches and the leaf is large.
+    """Return state specs with the memory kind `kind` for large leaves whose path matches.
 
     Raises:
         ValueError: the pattern matches nothing.
@@ -115,17 +115,17 @@ def tagged(specs: Any, pattern: str, kind: MemoryKind) -> Any:
     specs_of_large = move_to_host(specs, kind)
 
     def tag(spec: TensorSpec, of_matching: TensorSpec, of_large: TensorSpec) -> TensorSpec:
-        # A leaf that only one of the two re-tagged differs between them, and keeps its spec.
+        # A leaf that is only large, or only matches, differs between the two trees and keeps its spec.
         return of_matching if of_matching == of_large else spec
 
     return jax.tree.map(tag, specs, specs_of_matching, specs_of_large)
 
 
 def _moved(state: Any, pattern: str, kind: MemoryKind) -> Any:
-    """The state with its offloaded leaves in the memory kind `kind`."""
-    # The moves are explicit, as arithmetic on a host array does not compile (mixed memory spaces).
-    # They are decided from paths and shapes, as the partition is: a tracer does not know its sharding, so a move that
-    # is decided from that silently does nothing.
+    """Return the state with its offloaded leaves in the memory kind `kind`."""
+    # Transfers are explicit, because arithmetic on a host array does not compile (mixed memory spaces).
+    # They are derived from paths and shapes, like the partition. A tracer does not know its sharding, so a transfer
+    # derived from that would silently do nothing.
     state_specs = jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state)
     host_specs = tagged(state_specs, pattern, "pinned_host")
 
@@ -137,12 +137,12 @@ def _moved(state: Any, pattern: str, kind: MemoryKind) -> Any:
 
 @component
 def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedGradientTransformation:
-    """`optax.chain` of a list, as a config can give it, whose parts keep their partitions."""
+    """`optax.chain` for a list, as a config can give it, whose parts keep their partitions."""
 
     parts = [partitioned(transformation) for transformation in transformations]
 
     def chain(parts: list[Any]) -> PartitionedGradientTransformation:
-        # The parts' extra arguments (`seed`) go through optax's chain only with this type.
+        # Only this type passes the parts' extra arguments (`seed`) through optax's chain.
         optax_parts = [optax.GradientTransformationExtraArgs(part.init, part.update) for part in parts]
         init, update = optax.chain(*optax_parts)
 

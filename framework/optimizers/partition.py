@@ -1,13 +1,14 @@
-"""PartitionedGradientTransformation: an optax transformation that also says how its state is laid out.
+"""PartitionedGradientTransformation: an optax transformation that also defines the layout of its state.
 
-The layout is derived, for any optax transformation and any of a user's own, without running it: the state's shapes come
-from `eval_shape(init)`; a state leaf belongs to the parameter whose path ends its own, or comes last in it (SM3 keeps a
-list for each), the longest one; the axes of leaves that are not shaped like their parameter (Adafactor's rows and
-columns) come from a second probe, in which every dimension has a size of its own. A leaf without an owner is a counter.
-(optax's tree_map_params fails on masked states.)
+The layout is derived for any optax transformation, including a user's own, without running it. The state's shapes come
+from `eval_shape(init)`. A state leaf belongs to the parameter whose path ends the leaf's path, or comes last in it (SM3
+keeps a list for each parameter); the longest such path wins. Leaves that are not shaped like their parameter
+(Adafactor's rows and columns) get their axes from a second probe, in which every dimension has a unique size. A leaf
+without an owner is a counter. (optax's tree_map_params fails on masked states.)
 
-Which counters are numbers of updates, the same in all layers, is a role of their specs (`OptStateSpec.counts_updates`).
-A transformation that states its partition declares it, by `NUMBER_OF_UPDATES`; for all others `_counts_updates` says.
+Counters that are the number of updates, the same in all layers, have a role in their specs
+(`OptStateSpec.counts_updates`). A transformation with an explicit partition declares it with `NUMBER_OF_UPDATES`; for
+all others `_counts_updates` decides.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ from framework.layout import (
     key_name,
 )
 
-# The spec of the number of updates, for transformations that state their own partition.
+# Spec of the number of updates, for transformations with an explicit partition.
 NUMBER_OF_UPDATES = OptStateSpec((), "int32", counts_updates=True)
-# The name that optax gives to the number of updates in all of its states.
+# optax's name for the number of updates in all of its states.
 _OPTAX_COUNT = "count"
 
 
 class PartitionedGradientTransformation(NamedTuple):
     """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
 
-    A partition that is not derived gives NUMBER_OF_UPDATES for the leaf that is that, so that layers can share it.
+    An explicit partition must use NUMBER_OF_UPDATES for the leaf that counts updates, so that layers can share it.
 
-    `at_rest`: the same for one unit and without moves of its own, where `update` moves state between memories.
-    `of_specs`: the same for a unit with these parameters, where they are treated by the roles of their axes.
-    `draws`: `update` takes `seed`, a uint32 scalar that is a layer's own and the same in every step.
+    Attributes:
+        at_rest: the same transformation for one layer and without its own transfers, if `update` moves state between
+            memories.
+        of_specs: function that fits the transformation to the parameters of one update unit, if it treats them by the
+            roles of their axes.
+        draws: whether `update` takes `seed`, a uint32 scalar that differs between layers and stays the same in every
+            step.
     """
 
     init: Callable[[Any], Any]
@@ -55,7 +60,7 @@ class PartitionedGradientTransformation(NamedTuple):
 def partitioned(
     optimizer: optax.GradientTransformation | PartitionedGradientTransformation,
 ) -> PartitionedGradientTransformation:
-    """Any optax transformation with its derived partition function; one that states its own is left alone."""
+    """Return an optax transformation with a derived partition; one that has its own is returned unchanged."""
     if isinstance(optimizer, PartitionedGradientTransformation):
         return optimizer
 
@@ -67,14 +72,14 @@ def partitioned(
 
 
 def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> Any:
-    """The derived specs of an optimizer's state.
+    """Return the derived specs of an optimizer's state.
 
     Raises:
         ValueError: the state holds a PRNG key.
     """
     owners = {tuple(path.split("/")): spec for path, spec in flatten(param_specs).items()}
     state = jax.eval_shape(optimizer.init, _abstract(param_specs))
-    # Sizes that are unique within a parameter and keep the order of its dimensions, ties in order of position: an
+    # Sizes are unique within a parameter and keep the order of its dimensions, ties in order of position, so that an
     # optimizer that treats its largest dimensions differently chooses the same ones.
     probe = jax.eval_shape(optimizer.init, _abstract(param_specs, unique=True))
     probe_shapes = {}
@@ -98,18 +103,18 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
 
 
 def _counts_updates(name: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf of a derived state, which belongs to no parameter, is the number of updates.
+    """Return whether a leaf of a derived state that belongs to no parameter is the number of updates.
 
-    It is an integer scalar. Dtype and shape alone would take in counters that may differ between layers (the times that
-    a layer's gradient was not finite), so it must have optax's name, too: a transformation that calls its own otherwise
-    has a number for each layer, with equal results.
+    It must be an integer scalar. Dtype and shape are not sufficient, because they also match counters that may differ
+    between layers (the number of times that a layer's gradient was not finite). So it must have optax's name, too. A
+    transformation with another name for its counter keeps one number per layer, with equal results.
     """
     is_integer_scalar = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
     return is_integer_scalar and name[-1:] == (_OPTAX_COUNT,)
 
 
 def _name(keypath: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of a leaf's pytree keys."""
+    """Return the names of a leaf's pytree keys."""
     return tuple(key_name(key) for key in keypath)
 
 
@@ -119,7 +124,7 @@ def _unique_size(dim: int, axis: int) -> int:
 
 
 def _abstract(specs: Nested, *, unique: bool = False) -> Any:
-    """The parameters' shapes and dtypes; with `unique`, each axis of a parameter has a size of its own."""
+    """Return the parameters' shapes and dtypes; with `unique`, each axis of a parameter has a unique size."""
 
     def abstract_param(spec: ParameterSpec) -> jax.ShapeDtypeStruct:
         shape = spec.shape
@@ -131,13 +136,13 @@ def _abstract(specs: Nested, *, unique: bool = False) -> Any:
 
 
 def owner_of(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The path of the parameter that a leaf of the state belongs to; None for a counter.
+    """Return the path of the parameter that a state leaf belongs to; None for a counter.
 
     Args:
-        path: the names of the leaf's pytree keys.
-        owners: the paths of the parameters.
+        path: names of the leaf's pytree keys.
+        owners: paths of the parameters.
     """
-    # Suffixes come first, and the longest run of names at each end before shorter ones.
+    # Suffixes are tried first, and at each end longer runs of names before shorter ones.
     for end in range(len(path), 0, -1):
         for start in range(end):
             run = path[start:end]
@@ -151,16 +156,16 @@ def _axes(
     probe_shape: tuple[int, ...],
     owner: ParameterSpec,
 ) -> MeshAxes:
-    """The mesh axes of a state leaf that belongs to a parameter.
+    """Return the mesh axes of a state leaf that belongs to a parameter.
 
     Args:
-        shape: the shape of the leaf.
-        probe_shape: its shape where each axis of the parameter has a unique size.
+        shape: shape of the leaf.
+        probe_shape: shape of the leaf if each axis of the parameter has a unique size.
         owner: the parameter.
     """
     if shape == owner.shape:
         return owner.mesh_axes
-    # A state of another structure under other sizes says nothing of the axes: the leaf is replicated.
+    # A state whose structure depends on the sizes does not reveal its axes, so the leaf is replicated.
     if len(shape) != len(probe_shape):
         return (None,) * len(shape)
     axis_by_size = {}
@@ -177,5 +182,5 @@ def _axes(
 
 
 def mirrors_parameter(spec: OptStateSpec) -> bool:
-    """Whether a state leaf is a moment: it belongs to a parameter and is floating point, and no single number."""
+    """Return whether a state leaf is a moment: it belongs to a parameter, is floating point, and is not a scalar."""
     return spec.owner is not None and spec.shape != () and jnp.issubdtype(spec.dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""A transformation for matrices, for stacks of them: each expert of a mixture is a matrix with a state of its own.
+"""Applies a matrix transformation to stacks of matrices: each expert of a mixture is a matrix with its own state.
 
 Imports jax, optax and framework.layout.
 """
@@ -15,11 +15,11 @@ from framework.layout import flatten, unflatten
 
 
 def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The transformation of each matrix of leaves [E, m, n], as if that matrix were the only parameter.
+    """Apply the transformation to each matrix of leaves [E, m, n], as if that matrix were the only parameter.
 
-    Each leaf has a state in which what belongs to matrices has a leading axis E. Counters, which are integer scalars,
-    are the same for all matrices and stay scalars. What the transformation draws goes by the path and the seed, so all
-    matrices of a leaf have it in common.
+    Each leaf has a state in which per-matrix values have a leading axis E. Counters, which are integer scalars, are the
+    same for all matrices and stay scalars. Random draws depend on the path and the seed, so all matrices of a leaf get
+    the same ones.
     """
     each = optax.with_extra_args_support(optimizer)
 
@@ -54,12 +54,12 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _key(path: str) -> str:
-    """The name of a leaf's state: not that of the parameter, or its counters would be taken for the parameter's own."""
+    """Return the name of a leaf's state. It differs from the parameter's path, which would own its counters."""
     return f"each.{path.replace('/', '.')}"
 
 
 def _counter_axes(each: Any, path: str, leaf: Any) -> Any:
-    """The state of one matrix with the axis of the matrices in the place of its leaves; None for counters."""
+    """Return the vmap axes for the state of one matrix: 0 for each leaf, None for counters."""
     matrix = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     state = jax.eval_shape(each.init, unflatten({path: matrix}))
 
@@ -71,7 +71,7 @@ def _counter_axes(each: Any, path: str, leaf: Any) -> Any:
 
 
 def _with_shared_counters(state: Any, axes: Any) -> Any:
-    """The states of all matrices, with the first one's counters."""
+    """Return the states of all matrices, with the counters of the first one."""
     return jax.tree.map(
         lambda axis, part: part[0] if axis is None else part, axes, state, is_leaf=lambda axis: axis is None
     )

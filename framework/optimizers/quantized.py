@@ -1,9 +1,10 @@
-"""AdamW whose moments are kept in 8 bits: block-wise dynamic quantization (Dettmers et al. 2021, arXiv 2110.02861).
+"""AdamW with moments in 8 bits: block-wise dynamic quantization (Dettmers et al. 2021, arXiv 2110.02861).
 
-A block is 256 elements along the inputs of a matrix, as in torch, whose weights are [out, in] (and rows that a TPU
-takes apart without moving anything); in a table, along the row of a token. It is scaled by its largest magnitude to
-numbers of [-1, 1], second moments of [0, 1]: seven decades, each cut evenly, in twice as many parts as the one below.
-So codes are computed, 5 to 30 times faster on a CPU than they are searched; and a TPU need not gather.
+A block is 256 elements along the input axis of a matrix, as in torch, whose weights are [out, in]. (A TPU can also
+split rows without moving data.) In a table, a block runs along a token's row. It is scaled by its largest magnitude to
+[-1, 1], second moments to [0, 1]. Codes cover seven decades, each divided evenly into twice as many parts as the decade
+below. So codes can be computed, which is 5 to 30 times faster on a CPU than searching for them, and needs no gather on
+a TPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
 from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
-# The upper ends of the decades, from 1e-6 to 1.
+# Upper ends of the decades, from 1e-6 to 1.
 _SCALES = [10.0**i for i in range(-6, 1)]
 
 
@@ -45,7 +46,7 @@ class Moment(NamedTuple):
     """A quantized moment.
 
     Attributes:
-        codes: uint8 in the parameter's shape, four to a word of 32 bits (`framework.layout.words`).
+        codes: uint8 in the parameter's shape, packed four to a 32-bit word (`framework.layout.words`).
         scale: the largest magnitude of each block.
     """
 
@@ -54,14 +55,14 @@ class Moment(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """The levels of a code: the number of parts of each decade, lowest decade first, and the code of the number 0."""
+    """Levels of a code: the number of parts of each decade, lowest decade first, and the code of the number 0."""
 
     counts: list[int]
     zero: int
 
 
 def _levels(signed: bool) -> _Levels:
-    """The levels of signed codes (first moments), or of unsigned ones, which are twice as fine.
+    """Return the levels of signed codes (first moments), or of unsigned ones, which are twice as fine.
 
     The code of 1 is 255 for both.
     """
@@ -76,8 +77,8 @@ def _steps(
     starts: Iterable[float],
     values: Iterable[float],
 ) -> jax.Array:
-    """A step function: the value of the last start that is not above x; 0 where there is none."""
-    # A chain of selects: every one is elementwise, where a search or a gather would not fuse on a TPU.
+    """Evaluate a step function: the value of the last start that is at most x; 0 if there is none."""
+    # A chain of selects, because each is elementwise; a search or a gather would not fuse on a TPU.
     result = jnp.zeros_like(x)
     for start, value in zip(starts, values, strict=True):
         result = jnp.where(x >= start, value, result)
@@ -85,23 +86,23 @@ def _steps(
 
 
 def encode(x: jax.Array, *, signed: bool) -> jax.Array:
-    """The codes, uint8, of the representable numbers nearest to x.
+    """Return the uint8 codes of the representable numbers nearest to x.
 
-    Those are 0, 1, the middle of a part of a decade, 10^i (0.1 + 0.9 (j + 1/2) / n), and minus that (there is no -1, as
-    in every implementation). Codes are ranks: a larger number has a larger code.
+    Representable are 0, 1, the middle of each part of a decade, 10^i (0.1 + 0.9 (j + 1/2) / n), and its negative (there
+    is no -1, as in every implementation). Codes are ranks: a larger number has a larger code.
 
-    Unsigned, what is not zero does not become zero: an update would be divided by Adam's eps alone.
+    With unsigned codes, a nonzero value never becomes zero, because its update would be divided by only Adam's eps.
 
     Args:
-        x: [...], in [-1, 1], or in [0, 1] if not signed.
+        x: values [...] in [-1, 1], or in [0, 1] if not signed.
         signed: whether x may be negative.
     """
     size = jnp.abs(x)
     counts, zero = _levels(signed)
-    # The first and the last representable number of each decade.
+    # First and last representable number of each decade.
     first = [end * (0.1 + 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
     last = [end * (1.0 - 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
-    # Halfway between neighbours across the ends of decades: 0 and the first one, ..., the last one and 1.
+    # Midpoints between neighbors across the ends of decades: 0 and the first one, ..., the last one and 1.
     lower_neighbours = [0.0, *last]
     upper_neighbours = [*first, 1.0]
     borders = [(below + above) / 2 for below, above in zip(lower_neighbours, upper_neighbours, strict=True)]
@@ -110,7 +111,7 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
     starts = [0.0, *borders[1:-1]]
     scale = _steps(size, starts, _SCALES)
     count = _steps(size, starts, counts)
-    # Near a border of decades a number may fall outside of the decade that it is rounded into.
+    # Near a border of decades, a number may lie outside of the decade that it is rounded into.
     cell = jnp.floor((size / scale - 0.1) / 0.9 * count)
     cell = jnp.clip(cell, 0, count - 1)
     # The decades below have counts[0] (1 + 2 + 4 + ...) = count - counts[0] parts in all.
@@ -125,43 +126,43 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
 
 
 def decode(codes: jax.Array, dtype: Any, *, signed: bool) -> jax.Array:
-    """The numbers that codes stand for, in `dtype`; the inverse of `encode`."""
+    """Return the numbers that codes stand for, in `dtype`; the inverse of `encode`."""
     counts, zero = _levels(signed)
     rank = codes.astype(dtype) - zero
-    # The number of parts in the decade, plus the index of the part in it (see `encode`).
+    # Number of parts in the decade plus the index of the part within it (see `encode`).
     place = jnp.abs(rank) - 1 + counts[0]
     part = (place + 0.5) * _steps(place, counts, [1 / n for n in counts]) - 1
     value = _steps(place, counts, _SCALES) * (0.1 + 0.9 * part)
-    # A rank past the last decade is that of 1.
+    # A rank past the last decade stands for 1.
     return jnp.sign(rank) * jnp.where(place < 2 * counts[-1], value, 1)
 
 
 class _Blocks(NamedTuple):
-    """How an axis (negative) is cut: into blocks of `size`, the last of which may be shorter."""
+    """Division of an axis (a negative index) into blocks of `size`; the last block may be shorter."""
 
     axis: int
     size: int
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a parameter of this shape."""
+        """Return the shape of the scales for a parameter of this shape."""
         axis = len(shape) + self.axis
         num_blocks = -(-shape[axis] // self.size)
         return (*shape[:axis], num_blocks, *shape[axis + 1 :])
 
     def split(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """[..., n, ...] -> [..., blocks, size, ...]; the last block is padded with `fill`."""
+        """Reshape [..., n, ...] to [..., blocks, size, ...]; the last block is padded with `fill`."""
         axis = x.ndim + self.axis
-        # An axis shorter than a block is one block, and needs no padding.
+        # An axis shorter than a block is a single block and needs no padding.
         size = min(self.size, x.shape[self.axis])
         widths = [(0, -n % size if i == axis else 0) for i, n in enumerate(x.shape)]
         x = jnp.pad(x, widths, constant_values=fill)
         blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-        # The barrier keeps the TPU's compiler from arithmetic in the other shape, which it does not fuse with what
-        # comes after: 17 bytes of temporaries per element rather than 8.
+        # The barrier keeps the TPU compiler from doing the arithmetic in the other shape, which it does not fuse with
+        # the following operations: 17 bytes of temporaries per element instead of 8.
         return jax.lax.optimization_barrier(blocks)
 
     def join(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `split`, for a parameter of this shape: drops the padding."""
+        """Undo `split` for a parameter of this shape, and drop the padding."""
         axis = len(shape) + self.axis
         padded = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
         return jax.lax.slice_in_dim(padded, 0, shape[axis], axis=axis)
@@ -174,9 +175,9 @@ class _Blocks(NamedTuple):
         *,
         signed: bool,
     ) -> jax.Array:
-        """A moment of a parameter of this shape in blocks, [..., blocks, size, ...] in `dtype`."""
+        """Return a moment of a parameter of this shape in blocks, [..., blocks, size, ...] in `dtype`."""
         scale = jnp.expand_dims(moment.scale.astype(dtype), self.axis)
-        # Padding is the code of 0, so that it does not decide a block's largest magnitude.
+        # The padding is the code of 0, so that it does not affect a block's largest magnitude.
         codes = self.split(unpack(moment.codes, shape[-2]), _levels(signed).zero)
         return decode(codes, dtype, signed=signed) * scale
 
@@ -187,8 +188,8 @@ class _Blocks(NamedTuple):
         *,
         signed: bool,
     ) -> Moment:
-        """The inverse of `load`, for a parameter of this shape."""
-        # A block of zeros would be divided by zero.
+        """Quantize a moment in blocks, the inverse of `load`, for a parameter of this shape."""
+        # Avoids division by zero in a block of zeros.
         largest = jnp.max(jnp.abs(x), axis=self.axis)
         scale = jnp.maximum(largest, jnp.finfo(x.dtype).tiny)
         codes = encode(x / jnp.expand_dims(scale, self.axis), signed=signed)
@@ -207,13 +208,13 @@ def adamw8bit(
     min_size: NonNegativeInt = 4096,
     tables: Literal["float32", "8bit"] = "float32",
 ) -> PartitionedGradientTransformation:
-    """`optax.adamw` whose moments take 2.03 bytes per parameter. An update is computed from the precise new moments.
+    """`optax.adamw` with moments of 2.03 bytes per parameter. Updates are computed from the precise new moments.
 
     Args:
         learning_rate, b1, b2, eps, weight_decay: as in `optax.adamw`.
-        block: how many elements share a scale.
+        block: number of elements that share a scale.
         min_size: vectors, and parameters with fewer elements in a layer, keep precise moments.
-        tables: how moments of embeddings and heads are kept, whose rows' gradients differ much in size.
+        tables: storage of the moments of embeddings and heads, whose rows have gradients of very different sizes.
     """
     rule = _BlockRule(block, min_size, tables == "8bit", kind_by_path={})
     scaled = _scale_by_adam(_Adam(b1, b2, eps), rule)
@@ -224,13 +225,13 @@ def adamw8bit(
 
 @dataclass(frozen=True)
 class _BlockRule:
-    """Which parameters have quantized moments, and how they are cut into blocks.
+    """Rule for which parameters have quantized moments, and how they are divided into blocks.
 
     Args:
-        block: the number of elements of a block.
+        block: number of elements in a block.
         min_size: parameters with fewer elements keep precise moments.
         tables: whether moments of tables (embedding, head) are quantized.
-        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
     """
 
     block: int
@@ -239,7 +240,7 @@ class _BlockRule:
     kind_by_path: dict[str, Kind]
 
     def blocks_of(self, keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:
-        """The blocks of a parameter; None for precise moments."""
+        """Return the blocks of a parameter; None for precise moments."""
         kind = kind_of(self.kind_by_path, path_name(keypath), len(shape))
         if len(shape) < 2 or math.prod(shape) < self.min_size:
             return None
@@ -248,8 +249,8 @@ class _BlockRule:
         return _Blocks(-1, self.block) if self.tables else None
 
     def moment(self, keypath: Any, param: Any, make: Callable[..., Any]) -> Any:
-        """The moment of a parameter (an array or a spec), whose arrays or specs are `make(shape, dtype)`."""
-        # Scales and precise moments are in float32, even beside bfloat16 parameters.
+        """Return the moment of a parameter (array or spec), built from arrays or specs `make(shape, dtype)`."""
+        # Scales and precise moments are in float32, even for bfloat16 parameters.
         dtype = jnp.promote_types(param.dtype, jnp.float32)
         blocks = self.blocks_of(keypath, param.shape)
         if blocks is None:
@@ -260,7 +261,7 @@ class _BlockRule:
 
 
 class _Adam(NamedTuple):
-    """Adam's constants."""
+    """Adam's hyperparameters."""
 
     b1: float
     b2: float
@@ -274,13 +275,13 @@ class _Adam(NamedTuple):
         count: jax.typing.ArrayLike,
         blocks: _Blocks | None,
     ) -> tuple[jax.Array, Any, Any]:
-        """Adam for one parameter.
+        """Run one Adam update for one parameter.
 
         Args:
-            g: the gradient.
-            mu, nu: the moments, as `Moment` where there are blocks.
-            count: the number of this update, from 1.
-            blocks: the blocks of quantized moments; None for precise ones.
+            g: gradient of the parameter.
+            mu, nu: the moments, as `Moment` if `blocks` is given.
+            count: number of this update, from 1.
+            blocks: blocks of quantized moments; None for precise ones.
 
         Returns:
             (direction in the dtype and shape of g, new first moment, new second moment).
@@ -288,7 +289,7 @@ class _Adam(NamedTuple):
         dtype = jnp.promote_types(g.dtype, jnp.float32)
         grad = g.astype(dtype)
         if blocks is not None:
-            # Gradient and moments are cut alike: the arithmetic between is elementwise.
+            # Gradient and moments are split alike, because the arithmetic between them is elementwise.
             grad = blocks.split(grad)
             mu = blocks.load(mu, g.shape, dtype, signed=True)
             nu = blocks.load(nu, g.shape, dtype, signed=False)
@@ -305,13 +306,13 @@ class _Adam(NamedTuple):
 
 
 def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransformation:
-    """Adam's direction, with moments that are quantized by the rule."""
+    """Return Adam's update direction, with moments quantized according to the rule."""
 
     def zeros(keypath: Any, param: jax.Array) -> Any:
         return rule.moment(keypath, param, jnp.zeros)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        # Two trees of arrays: one in both places could not be donated.
+        # Two separate trees of arrays, because one array used in both places could not be donated.
         mu = tree_map_with_path(zeros, params)
         nu = tree_map_with_path(zeros, params)
         count = jnp.zeros([], jnp.int32)
@@ -333,7 +334,7 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
             return adam.update(g, mu, nu, count, blocks)
 
         results = tree_map_with_path(update_leaf, updates, state.mu, state.nu)
-        # A tree of triples becomes three trees, in the structure of the updates.
+        # Splits a tree of triples into three trees with the structure of the updates.
         directions = jax.tree.map(lambda _, result: result[0], updates, results)
         mu = jax.tree.map(lambda _, result: result[1], updates, results)
         nu = jax.tree.map(lambda _, result: result[2], updates, results)
@@ -351,7 +352,7 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
 
 
 def _state_specs(specs: Nested, rule: _BlockRule) -> optax.ScaleByAdamState:
-    """The specs of the state for these parameters."""
+    """Return the specs of the state for these parameters."""
 
     def moment_spec(keypath: Any, spec: ParameterSpec) -> Any:
         make = partial(OptStateSpec, mesh_axes=spec.mesh_axes, owner=path_name(keypath))

@@ -1,10 +1,10 @@
-"""Reach: how far the gradient of one element spreads in an optimizer's update.
+"""Update locality: how far the gradient of one element spreads in an optimizer's update.
 
-State is kept per unit (see framework.learner.learner), and may be streamed in smaller pieces still, so what a
-transformation looks at decides what it may be given: a global norm would see one layer at a time, Adafactor's row means
-a block of the rows, and be silently wrong. That is tried out, not assumed: three steps on small arrays, once clean and
-once with one element of a gradient spoiled; whatever else then changes, to the bit, was reached. One step would not
-show it for transformations that act on what they saw before (D-Adaptation, SM3, apply_if_finite).
+State is kept per layer (see framework.learner.learner) and may be streamed in even smaller chunks. So it matters which
+values a transformation combines: a global norm would see one layer at a time, and Adafactor's row means one block of
+the rows, and both would be silently wrong. This is tested, not assumed: three steps on small arrays run once clean and
+once with one element of a gradient perturbed. Any other value that then changes, to the bit, was reached. A single step
+would not show it for transformations that react to earlier steps (D-Adaptation, SM3, apply_if_finite).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
 Reach = Literal["element", "row", "tensor", "unit", "global"]
-# From the shortest to the widest.
+# From the most local to the widest.
 _REACHES: tuple[Reach, ...] = get_args(Reach)
-# The sizes of the dimensions of the arrays that are tried.
+# Dimension sizes of the arrays in the trial.
 _SIZES = (3, 5, 4)
 Shapes = dict[str, tuple[int, ...]]
 
 
 def probe(optimizer: Any, specs: Nested) -> Reach:
-    """The smallest part of a unit that can be updated without the rest.
+    """Return the smallest part of an update unit that can be updated without the rest.
 
     Args:
         optimizer: `init` and `update`, as in optax.
-        specs: the parameters of one unit. Paths and numbers of dimensions are kept for the trial, sizes are not.
+        specs: parameters of one update unit. The trial keeps paths and numbers of dimensions, but not sizes.
 
     Returns:
-        "element"; "row", a slice along the first axis; "tensor"; "unit", all that share an instance, when what belongs
-        to no parameter in the state depends on gradients or is a PRNG key (pieces would all draw the same noise);
-        "global" when one parameter's update depends on another's gradient. Vectors are never cut: what happens inside
-        of them counts only where there is nothing larger.
+        "element"; "row", a slice along the first axis; "tensor"; "unit", all parameters that share an optimizer
+        instance, if state that belongs to no parameter depends on gradients or is a PRNG key (all chunks would draw the
+        same noise); "global", if one parameter's update depends on another's gradient. Vectors are never split:
+        dependence within them counts only if there is nothing larger.
     """
     shapes: Shapes = {path: spec.shape for path, spec in flatten(specs).items()}
     reaches: set[Reach] = {"element"}
-    # Only the true sizes show what is summed over: optimizers factor what is large.
+    # Only the real sizes show which axes are summed over, because optimizers factor large dimensions.
     for leaf, owner in _state(optimizer, shapes).values():
         if owner and leaf.shape not in ((), shapes[owner]):
             reaches = {"tensor"}
@@ -55,38 +55,38 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
         owners[f"state/{path}"] = owner
     for path in toy_shapes:
         owners[f"update/{path}"] = path
-    # Schedules may ask while a step is traced: the trial runs all the same. What is above must not be under this, as
-    # it would make arrays of the true sizes.
+    # Schedules may call this while a step is traced; the trial runs eagerly all the same. The code above must not be
+    # under this context, as it would allocate arrays of the real sizes.
     with jax.ensure_compile_time_eval():
         return max(reaches | _tried(optimizer, toy_shapes, owners), key=_REACHES.index)
 
 
 def _tried(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[Reach]:
-    """How far the gradients of single elements reached in a trial, at least "element".
+    """Return how far the gradients of single elements spread in a trial, at least "element".
 
     Args:
         optimizer: `init` and `update`, as in optax.
-        toy_shapes: by path of a parameter.
-        owners: the parameter that each array of a trial belongs to, by its path, or None.
+        toy_shapes: shapes of the trial's parameters, by path.
+        owners: by path, the parameter that each array of a trial belongs to, or None.
     """
     reaches: set[Reach] = {"element"}
     run = _trial(optimizer, toy_shapes)
     clean = run(None, 0.0)
     has_matrices = any(len(shape) > 1 for shape in toy_shapes.values())
     min_ndim = 2 if has_matrices else 1
-    # One path of each shape, not of each number of dimensions: in one row, tensor and row are the same, and in one
-    # column, row and element.
+    # One path per shape, not per number of dimensions: with a single row, tensor and row are the same, and with a
+    # single column, row and element are.
     path_by_shape = {shape: path for path, shape in toy_shapes.items()}
     for path in path_by_shape.values():
         shape = toy_shapes[path]
-        # A large value shows what depends on sizes, NaN what depends on tests for finiteness.
+        # A large value shows dependence on magnitudes; NaN shows dependence on tests for finiteness.
         for value in (1e3, np.nan):
             results = run(path, value)
             for name, spoiled in results.items():
                 changed = _changed(clean[name], spoiled)
                 owner = owners.get(name)
                 if owner is None:
-                    # Without an owner are counters and constants, which are the same for each piece, and keys.
+                    # Leaves without an owner are counters and constants, the same for each chunk, and keys.
                     is_key = clean[name].dtype.kind == "u"
                     reaches.add("unit" if changed.any() or is_key else "element")
                 elif owner != path:
@@ -97,23 +97,23 @@ def _tried(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) ->
 
 
 def _changed(clean: np.ndarray, spoiled: np.ndarray) -> np.ndarray:
-    """Which elements differ in any of the steps. Two NaN are equal.
+    """Return which elements differ in any of the steps. Two NaN are equal.
 
     Args:
-        clean, spoiled: [3, ...], of three steps.
+        clean, spoiled: values from three steps, [3, ...].
 
     Returns:
-        bool, [...].
+        bool [...].
     """
     is_nan_in_both = (clean != clean) & (spoiled != spoiled)
     return ((clean != spoiled) & ~is_nan_in_both).any(axis=0)
 
 
 def _reach_within(changed: np.ndarray) -> Reach:
-    """How far the gradient of the spoiled element spreads within its tensor.
+    """Return how far the gradient of the perturbed element spreads within its tensor.
 
     Args:
-        changed: bool, in the tensor's shape; the spoiled element is cleared.
+        changed: bool, in the tensor's shape; the entry of the perturbed element is cleared in place.
     """
     place = _spoiled(changed.shape)
     # The element itself always changes.
@@ -125,7 +125,7 @@ def _reach_within(changed: np.ndarray) -> Reach:
 
 
 def _state(optimizer: Any, shapes: Shapes) -> dict[str, tuple[jax.ShapeDtypeStruct, str | None]]:
-    """{path: (a leaf of the state, the path of the parameter that it belongs to)}."""
+    """Return {path: (a state leaf, the path of the parameter that it belongs to)}."""
     params = {}
     for path, shape in shapes.items():
         params[path] = jax.ShapeDtypeStruct(shape, "float32")
@@ -139,7 +139,7 @@ def _state(optimizer: Any, shapes: Shapes) -> dict[str, tuple[jax.ShapeDtypeStru
 
 
 def _toys(shapes: Shapes) -> Shapes:
-    """Small shapes; the only one of its number of dimensions gets company, which could change with it."""
+    """Return small shapes. A shape with a unique number of dimensions gets a duplicate that could change with it."""
     ndims = [len(shape) for shape in shapes.values()]
     company = {}
     for path, shape in shapes.items():
@@ -147,18 +147,18 @@ def _toys(shapes: Shapes) -> Shapes:
             company[f"beside/{path}"] = shape
     toy_shapes = {}
     for path, shape in {**company, **shapes}.items():
-        # There may be more dimensions than sizes: the sizes are used again from the first.
+        # There may be more dimensions than sizes; then the sizes repeat from the first.
         toy_shapes[path] = tuple(map(min, shape, _SIZES * len(shape)))
     return toy_shapes
 
 
 def _spoiled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of the element whose gradient is spoiled: off the edge, where an axis has more than one element."""
+    """Return the index of the element to perturb: off the edge on each axis with more than one element."""
     return tuple(min(1, dim - 1) for dim in shape)
 
 
 def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict[str, np.ndarray]]:
-    """run(path, value): all updates and states of three steps, [3, ...] by path, with `value` in one gradient."""
+    """Return run(path, value): updates and states of three steps, [3, ...] by path, with `value` in one gradient."""
     rng = np.random.default_rng(0)
 
     def draw() -> dict[str, np.ndarray]:
@@ -178,7 +178,7 @@ def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict
         updates, state = optimizer.update(grads, state, params)
 
         def comparable(x: jax.Array) -> jax.Array:
-            # NumPy has no dtype for PRNG keys: their words are compared.
+            # NumPy has no dtype for PRNG keys, so their words are compared.
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             return jax.random.key_data(x) if is_key else x
 
@@ -190,7 +190,7 @@ def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict
         seen = []
         for index, clean_grads in enumerate(clean_steps):
             grads = {name: grad.copy() for name, grad in clean_grads.items()}
-            # Spoiled in the second of three steps: what was seen before it may act, and what it left may show.
+            # Perturbs the second of three steps, so that earlier state can react and later steps can show the effect.
             if index == 1 and path is not None:
                 grads[path][_spoiled(shapes[path])] = value
             inputs = (*params_and_state, unflatten(grads))

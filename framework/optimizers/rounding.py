@@ -1,11 +1,11 @@
-"""Rounding of weights that have no precise copy: stochastic, and with a compensation (Kahan).
+"""Rounding of weights without a precise copy: stochastic, or with error compensation (Kahan).
 
-A bfloat16 weight has eight bits: an update of less than 1/512 of it is lost when it is rounded to nearest, each time.
-Rounded up or down at random, by how near either is, it is right on average (Gupta et al. 2015, arXiv 1502.02551,
-section 3; for training in bfloat16 Zamirai et al. 2020, arXiv 2010.06192, section 4, which also has Kahan's sums).
+A bfloat16 weight has eight bits, so rounding to nearest loses any update of less than 1/512 of it, every time. Rounded
+up or down at random, in proportion to the distances, it is correct on average (Gupta et al. 2015, arXiv 1502.02551,
+section 3; for training in bfloat16 Zamirai et al. 2020, arXiv 2010.06192, section 4, which also has Kahan summation).
 
-The noise is a hash of the element's place in the whole tensor, so a device makes that of its own shard alone, and the
-result is the same on any mesh, in any schedule and for any block of rows.
+The noise is a hash of the element's position in the whole tensor. So a device generates only the noise of its own
+shard, and the result is the same on any mesh, in any schedule and for any block of rows.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
 class Origin(NamedTuple):
-    """Where a block lies in its tensor: the index of its first element in each dimension, and the tensor's shape."""
+    """Location of a block in its tensor: the index of its first element in each dimension, and the tensor's shape."""
 
     start: tuple[Any, ...]
     shape: tuple[int, ...]
 
 
 def check_dtypes(rounding: str, dtypes: set[Any]) -> None:
-    """Raises ValueError when weights of these dtypes would not be rounded so."""
+    """Raise ValueError if weights of these dtypes do not support this rounding."""
     if rounding == "nearest":
         return
     narrow = {dtype for dtype in dtypes if jnp.promote_types(dtype, jnp.float32) != dtype}
     if rounding == "stochastic":
-        # The arithmetic is that of bfloat16, whose bits are the upper half of a float32.
+        # The implementation is for bfloat16, whose bits are the upper half of a float32.
         supported = {jnp.dtype("bfloat16")}
         alternative = ""
     else:
@@ -50,23 +50,23 @@ def check_dtypes(rounding: str, dtypes: set[Any]) -> None:
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finalizer (Appleby 2011), a bijection of uint32 in which every bit depends on all."""
+    """Apply MurmurHash3's finalizer (Appleby 2011), a bijection of uint32 in which every bit depends on all."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def fold(seed: jax.Array, *numbers: Any) -> jax.Array:
-    """A uint32 seed for these numbers, which depends on their order."""
+    """Return a uint32 seed derived from `seed` and these numbers, in this order."""
     for number in numbers:
-        # 2^32 divided by the golden ratio: `mix` would keep a zero as it is.
+        # 2^32 divided by the golden ratio, because `mix` maps zero to itself.
         word = jnp.asarray(number, jnp.uint32) + jnp.uint32(0x9E3779B9)
         seed = mix(seed ^ mix(word))
     return seed
 
 
 def fold_name(seed: jax.Array, name: str) -> jax.Array:
-    """A uint32 seed for a name."""
+    """Return a uint32 seed derived from `seed` and a name."""
     return fold(seed, np.uint32(name_hash(name)))
 
 
@@ -75,18 +75,18 @@ def noise(
     shape: tuple[int, ...],
     origin: Origin | None = None,
 ) -> jax.Array:
-    """Uniform random bits, uint32 of `shape`, which depend on the elements' places in the whole tensor alone.
+    """Return uniform random bits, uint32 of `shape`, that depend only on the seed and positions in the whole tensor.
 
     Args:
         seed: uint32 scalar.
-        shape: of the block, or of the tensor where `origin` is None.
-        origin: where the block lies.
+        shape: shape of the block, or of the tensor if `origin` is None.
+        origin: location of the block in the tensor.
     """
     if origin is None:
         origin = Origin((0,) * len(shape), shape)
     place = jnp.zeros(shape, jnp.uint32)
     for axis, first in enumerate(origin.start):
-        # Modulo 2^32, as all of the arithmetic here: tensors with more elements repeat their noise.
+        # Modulo 2^32, like all of the arithmetic here: larger tensors repeat their noise.
         stride = math.prod(origin.shape[axis + 1 :]) % (1 << 32)
         index_in_block = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index_in_block + jnp.asarray(first).astype(jnp.uint32)
@@ -95,33 +95,33 @@ def noise(
 
 
 def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
-    """Rounds x to one of its two neighbours in bfloat16, each with the probability that makes x the mean.
+    """Round x to one of its two neighbors in bfloat16, with probabilities that make x the expected value.
 
-    16 random bits are added to those that are cut off. What is not finite stays so; nothing finite becomes infinite.
+    16 random bits are added to the bits that are cut off. Non-finite values stay; no finite value becomes infinite.
 
     Args:
-        x: [...], f32 or wider (then rounded to f32 first).
-        dtype: bfloat16, or float32 or wider, which nothing is cut off for.
-        bits: uint32 [...], uniform.
+        x: values [...], float32 or wider (first rounded to float32).
+        dtype: bfloat16, or float32 or wider, where nothing is cut off.
+        bits: uniform random bits, uint32 [...].
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # The upper half of a float32 is the bfloat16 nearest to it towards zero.
+    # The upper half of a float32 is the nearest bfloat16 toward zero.
     upper_half = jnp.uint32(0xFFFF0000)
     raw_with_noise = raw + (bits >> 16)
     towards_zero = jax.lax.bitcast_convert_type(raw & upper_half, jnp.float32)
     drawn = jax.lax.bitcast_convert_type(raw_with_noise & upper_half, jnp.float32)
-    # What would be rounded up from the largest bfloat16 to infinity stays.
+    # A value that would be rounded up from the largest bfloat16 to infinity is rounded toward zero instead.
     finite = jnp.where(jnp.isfinite(drawn), drawn, towards_zero)
     return jnp.where(jnp.isfinite(x), finite, x).astype(dtype)
 
 
 def cut_off(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(x rounded to nearest in a narrower dtype, the rounding error in the same dtype)."""
+    """Return (x rounded to nearest in a narrower dtype, the rounding error in the same dtype)."""
     bits = jnp.finfo(dtype)
-    # Not a cast there and back: XLA drops that where it may keep excess precision.
+    # Not a cast there and back, because XLA drops such a pair if it may keep excess precision.
     nearest = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
     return nearest.astype(dtype), (x - nearest).astype(dtype)
 
@@ -131,12 +131,12 @@ def upcast(
     weights: Nested,
     compensation: Nested | None,
 ) -> Nested:
-    """The weights in the dtype in which their update is computed.
+    """Return the weights in the dtype in which their update is computed.
 
     Args:
         rounding: see `Learner`; "nearest" computes the update in the weights' own dtype.
         weights: arrays of any shapes.
-        compensation: in the structure of the weights, what rounding cut off from them before; or None.
+        compensation: earlier rounding errors, in the structure of the weights; or None.
     """
     if rounding == "nearest":
         return weights
@@ -160,17 +160,17 @@ def rounded(
     seed: jax.Array,
     origin: Origin | None,
 ) -> tuple[Nested, Nested]:
-    """(new weights in the dtypes of the old ones, the rounding errors for the next update).
+    """Return (new weights in the dtypes of the old ones, the rounding errors for the next update).
 
     Args:
         rounding: "stochastic" or "kahan", see `Learner`.
-        new: float32 or wider.
-        old: the weights before the update; only their dtypes count.
-        seed: uint32 scalar, of this update.
-        origin: where blocks lie in their tensors; None where the weights are whole.
+        new: new weights in float32 or wider.
+        old: the weights before the update; only their dtypes are used.
+        seed: uint32 scalar for this update.
+        origin: location of blocks in their tensors; None if the weights are whole.
 
     Returns:
-        The second tree is empty for "stochastic", which keeps nothing.
+        The second tree is empty for "stochastic", which keeps no errors.
     """
     if rounding == "stochastic":
 
@@ -179,7 +179,7 @@ def rounded(
             precise: jax.Array,
             weight: jax.Array,
         ) -> jax.Array:
-            # Tensors of one shape would have the same noise without their names.
+            # Without the names, tensors of one shape would have the same noise.
             tensor_seed = fold_name(seed, path_name(keypath))
             bits = noise(tensor_seed, precise.shape, origin)
             return round_stochastically(precise, weight.dtype, bits)
@@ -190,7 +190,7 @@ def rounded(
         return cut_off(precise, weight.dtype)
 
     pairs = jax.tree.map(cut, new, old)
-    # A tree of pairs becomes two trees, in the structure of the weights.
+    # Splits a tree of pairs into two trees with the structure of the weights.
     nearest = jax.tree.map(lambda _, pair: pair[0], new, pairs)
     errors = jax.tree.map(lambda _, pair: pair[1], new, pairs)
     return nearest, errors

@@ -1,8 +1,8 @@
-"""Numbers of a config that count training steps, found by what they are, never by their names.
+"""Finds the numbers in a config that count training steps, by their meaning and never by their names.
 
-Muon's `ns_steps` are iterations within one update and `update_interval` of APOLLO counts updates, whatever the length
-of the run; the `boundaries` of joined schedules are steps of it. So optax's schedules are listed with their arguments,
-and components of one's own say it in their type hints:
+Muon's `ns_steps` are iterations within one update, and APOLLO's `update_interval` counts updates regardless of the
+length of the run, but the `boundaries` of joined schedules are steps of the run. So optax's schedules are listed with
+their arguments, and a user's own components declare it in their type hints:
 
     def my_schedule(peak: float, hold: TrainingSteps, steps: RunSteps | None = None) -> optax.Schedule: ...
 """
@@ -24,10 +24,10 @@ from framework.config.schema import arms
 
 @dataclass(frozen=True)
 class _CountsSteps:
-    """The mark in a type hint of a number that counts training steps.
+    """Mark in a type hint for a number that counts training steps.
 
     Args:
-        is_run: the number is the run's length unless it is set.
+        is_run: whether the number defaults to the length of the run.
     """
 
     is_run: bool
@@ -36,8 +36,8 @@ class _CountsSteps:
 TrainingSteps = Annotated[int, at.Ge(0), _CountsSteps(is_run=False)]
 RunSteps = Annotated[int, at.Gt(0), _CountsSteps(is_run=True)]
 
-# What an argument is: a length, a place that may be step 0, a list of places, the keys of a dict, or a list of dicts of
-# arguments of warmup_cosine_decay_schedule.
+# Type of an argument: a length, a place that may be step 0, a list of places, a dict with places as keys, or a list of
+# dicts of arguments of warmup_cosine_decay_schedule.
 _Kind = Literal["length", "place", "places", "keys", "cycles"]
 
 _TRANSITION: dict[str, _Kind] = {"transition_steps": "length", "transition_begin": "place"}
@@ -57,14 +57,14 @@ STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _Kind]] = {
     optax.warmup_constant_schedule: {"warmup_steps": "place"},
     optax.warmup_cosine_decay_schedule: _COSINE,
     optax.warmup_exponential_decay_schedule: {"warmup_steps": "place", **_TRANSITION},
-    # Optimizers with a schedule inside.
+    # Optimizers with a built-in schedule.
     contrib.schedule_free_adamw: {"warmup_steps": "place"},
     contrib.schedule_free_sgd: {"warmup_steps": "place"},
 }
 
 
 def step_arguments(config: Config) -> dict[str, _Kind] | None:
-    """The arguments of one component that count training steps; None where neither table nor type hints say which."""
+    """Return the arguments of one component that count training steps; None if neither table nor type hints say."""
     target = target_of(config)
     if target in STEP_ARGUMENTS:
         return STEP_ARGUMENTS[target]
@@ -73,14 +73,14 @@ def step_arguments(config: Config) -> dict[str, _Kind] | None:
         return None
     arguments: dict[str, _Kind] = {}
     for name, marks in marks_by_name.items():
-        # The run's length is filled in anew for each run, and needs no scaling.
+        # The length of the run is filled in anew for each run, so it needs no scaling.
         if marks and not marks[0].is_run:
             arguments[name] = "place"
     return arguments
 
 
 def _marks(hint: Any) -> list[_CountsSteps]:
-    """The marks in a type hint, in any arm of a union."""
+    """Return the marks in a type hint, in any arm of a union."""
     marks = []
     for arm in arms(hint):
         for note in getattr(arm, "__metadata__", ()):
@@ -90,7 +90,7 @@ def _marks(hint: Any) -> list[_CountsSteps]:
 
 
 def _run_fields(config: Config) -> list[str]:
-    """The fields of one component that are the run's length unless they are set."""
+    """Return the fields of one component that default to the length of the run."""
     names = []
     for name, field in schema_of(config).items():
         if any(mark.is_run for mark in _marks(field.hint)):
@@ -99,7 +99,7 @@ def _run_fields(config: Config) -> list[str]:
 
 
 def following(config: Config) -> list[str]:
-    """The paths of the fields in a config that follow the run: they are its length, and not set."""
+    """Return the paths of the config fields that follow the run: those that default to its length and are not set."""
     paths = []
     for path, node in config.walk():
         if not isinstance(node, Config):
@@ -111,7 +111,7 @@ def following(config: Config) -> list[str]:
 
 
 def with_run_length(config: Config, steps: int) -> Config:
-    """A copy whose schedules that follow the run have its length."""
+    """Return a copy in which the schedules that follow the run have its length."""
     filled = config.copy()
     for path in following(config):
         filled.set_path(path, steps)
@@ -119,7 +119,7 @@ def with_run_length(config: Config, steps: int) -> Config:
 
 
 def schedules(config: Config) -> Iterator[tuple[str, Config]]:
-    """(path, config) of each schedule in a config, without those that are parts of another."""
+    """Yield (path, config) for each schedule in a config, except those that are parts of another."""
     schedule_paths: list[str] = []
     for path, node in config.walk():
         if not isinstance(node, Config):
@@ -134,24 +134,24 @@ def schedules(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _takes_schedule(name: str, hint: Any) -> bool:
-    """Whether an argument may be a schedule."""
-    # The learner reports `learning_rate`, also that of a user's own optimizer, which may have no type hints.
+    """Return whether an argument may be a schedule."""
+    # The learner reports `learning_rate`, also for a user's own optimizer, which may have no type hints.
     if name == "learning_rate":
         return True
     return any(arm == optax.Schedule for arm in arms(hint))
 
 
 def scale(config: Config, new: int, old: int) -> list[str]:
-    """Scales the schedules of a config, written for a run of `old` steps, to one of `new` steps, in place.
+    """Scale the schedules of a config from a run of `old` steps to one of `new` steps, in place.
 
     Schedules that follow the run need no scaling.
 
     Returns:
-        A message for each schedule of which it is not known what counts steps in it.
+        A message for each schedule whose step-counting arguments are unknown.
     """
     schedule_paths = {path for path, _ in schedules(config)}
     unknown = []
-    # A list, as the config is changed in the loop.
+    # A list, because the loop changes the config.
     for path, node in list(config.walk()):
         if not isinstance(node, Config):
             continue
@@ -177,8 +177,8 @@ def _scaled(
     new: int,
     old: int,
 ) -> Any:
-    """An argument written for a run of `old` steps, for one of `new` steps."""
-    # In integers, which round down the same on every machine. No length becomes zero, as optax refuses that.
+    """Return an argument written for a run of `old` steps, scaled to one of `new` steps."""
+    # Integer division rounds down the same on every machine. No length becomes zero, because optax refuses that.
     if kind == "length":
         return max(1, value * new // old)
     if kind == "place":
@@ -199,7 +199,7 @@ def _scaled(
 
 
 def own_length(config: Config) -> int | None:
-    """How many steps a schedule is written for, counting its parts; None where no number says so."""
+    """Return the number of steps that a schedule is written for, including its parts; None if it has no such number."""
     lengths = []
     for _, node in config.walk():
         if not isinstance(node, Config):
@@ -207,7 +207,7 @@ def own_length(config: Config) -> int | None:
         arguments: dict[str, _Kind] = step_arguments(node) or {}
         for name, kind in arguments.items():
             value = node.get(name)
-            # A fraction of the run is no number of steps.
+            # A fraction of the run is not a number of steps.
             if value and not isinstance(value, float):
                 lengths.append(_last(kind, value))
         for name in _run_fields(node):
@@ -217,7 +217,7 @@ def own_length(config: Config) -> int | None:
 
 
 def _last(kind: _Kind, value: Any) -> int:
-    """The last step that an argument speaks of."""
+    """Return the last step that an argument refers to."""
     if kind == "places":
         return max(value)
     if kind == "keys":

@@ -1,4 +1,4 @@
-"""The headers of a directory against the parameters of a model, before any tensor is read."""
+"""Checks the headers of a directory against the parameters of a model before any tensor is read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from framework.weights.family import SCORE, Family
 from framework.weights.source import Source, layer_shape
 
 _HEAD = "lm_head.weight"
-# safetensors' names of the dtypes that weights may be stored in.
+# safetensors' names for the dtypes that stored weights may have.
 _FLOATS = ("F32", "BF16", "F16", "F64")
-# At most so many lines of an error message about tensors; the others are counted.
+# Maximum number of lines about tensors in an error message; the rest are only counted.
 _MAX_ROWS = 20
 
 
@@ -26,13 +26,13 @@ def checked(
     *,
     draws_head: bool = False,
 ) -> dict[str, list[Source]]:
-    """`family.places(model)`, with the names that the directory has: some leave the model's own prefix out.
+    """Return `family.places(model)` with the names in the directory, which may omit the model's own prefix.
 
-    With `draws_head`, the directory is of a language model, and the model's score head is none of its tensors.
+    With `draws_head`, the directory holds a language model without the model's score head.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, or no floats; the message holds a table. Or the
-            head has other weights than the embedding that config.json ties it to.
+        ValueError: tensors are missing, unexpected, of another shape, or not floats; the message holds a table. Or the
+            head differs from the embedding that config.json ties it to.
     """
     places = family.places(model)
     if draws_head:
@@ -41,7 +41,7 @@ def checked(
     for path, sources in places.items():
         for source in sources:
             names |= {part.source.name for part in source.parts(layer_shape(model.base_specs[path]))}
-    # A prefix is of the model without its head.
+    # Only names within the base model have the prefix; the head's names do not count.
     names -= {_HEAD, *(source.name for source in SCORE.values())}
     if not names & directory.home.keys():
         places = {path: [_without_prefix(source) for source in sources] for path, sources in places.items()}
@@ -57,7 +57,7 @@ def checked(
                 row = _error_row(directory, name, part.source.shape(part.ours))
                 if row is not None:
                     rows.append(row)
-    # A directory may hold the tied head a second time.
+    # A directory may hold a second copy of the tied head.
     ignored = f"{family.ignored}|^lm_head.weight$" if model.ties or draws_head else family.ignored
     ignored_pattern = re.compile(ignored)
     for name in sorted(directory.home.keys() - used_names):
@@ -71,7 +71,7 @@ def checked(
 
 
 def _without_prefix(source: Source) -> Source:
-    """The source in a directory of the base model alone, whose names lack the model's prefix."""
+    """Return the source for a directory of only the base model, whose tensor names lack the model's prefix."""
     return replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))
 
 
@@ -80,7 +80,7 @@ def _error_row(
     name: str,
     expected_shape: tuple[int, ...],
 ) -> str | None:
-    """A line that says why a tensor cannot be loaded; None for one that can."""
+    """Return a line that explains why a tensor cannot be loaded; None if it can be."""
     if name not in directory.home:
         return f"missing     {name} {list(expected_shape)}"
     shape = tuple(directory.tensor(name).get_shape())
@@ -93,9 +93,9 @@ def _error_row(
 
 
 def _check_tied(directory: Directory, table: str) -> None:
-    """Compares a directory's head with the embedding that config.json ties it to, where it holds both.
+    """Compare a directory's head with the embedding that config.json ties it to, if it holds both.
 
-    With other weights, transformers would not tie it, whatever config.json says.
+    If they differ, transformers would not tie them, regardless of config.json.
 
     Raises:
         ValueError: the two differ.
@@ -106,7 +106,7 @@ def _check_tied(directory: Directory, table: str) -> None:
     head_tensor = directory.tensor(_HEAD)
     shape = list(table_tensor.get_shape())
     head_shape = list(head_tensor.get_shape())
-    # A band of rows is in memory at a time: of each tensor 64 MiB, at four bytes an element.
+    # Only a band of rows is in memory at a time: 64 MiB of each tensor, at four bytes per element.
     rows_at_once = max(1, (64 << 20) // (4 * shape[-1]))
     is_equal = shape == head_shape
     for row in range(0, shape[0], rows_at_once):

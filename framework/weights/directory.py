@@ -1,4 +1,4 @@
-"""The safetensors files of a published directory. Nothing of it is ever executed."""
+"""Reads the safetensors files of a published directory. Nothing in it is ever executed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, packed_names
 
 
 class Directory:
-    """The safetensors files of a directory. Headers are read at once, tensors when they are asked for.
+    """The safetensors files of a directory. Headers are read immediately, tensors on demand.
 
-    A weight in MXFP4 goes by its own name, not by those of its blocks and scales, and is read as bfloat16.
+    A weight in MXFP4 has its own name here instead of those of its blocks and scales, and is read as bfloat16.
 
     Raises:
         FileNotFoundError: no such directory, no safetensors files, or a shard of the index is missing.
@@ -26,7 +26,7 @@ class Directory:
         index = self.path / hub_models.INDEX
         single = self.path / hub_models.WEIGHTS
         if single.is_file():
-            # As transformers: an index beside it is of shards that were there before.
+            # As in transformers: an index next to a single file lists shards that were there before.
             self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
         elif index.is_file():
             self.home = hub_models.weight_map(index)
@@ -41,7 +41,7 @@ class Directory:
             wrong = sorted(listed ^ stored)
             if wrong:
                 raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
-        # By the names in the files; `home` has those of weights.
+        # Keyed by the names in the files, while `home` has the names of weights.
         self._files = dict(self.home)
         self._packed = packed_names(self.path, list(self.home))
         for name in self._packed:
@@ -49,9 +49,9 @@ class Directory:
             del self.home[f"{name}{SCALES}"]
 
     def _open(self, shard: str) -> Any:
-        """A safetensors file of the directory. Raises ValueError where the name leads elsewhere, or it is damaged."""
-        # Opened anew for each tensor: pages that were read through a mapping count as this process's memory while it is
-        # open.
+        """Open a safetensors file of the directory. Raise ValueError if it is damaged or outside of the directory."""
+        # Opened again for each tensor: pages that were read through a mapping count as this process's memory as long as
+        # the file is open.
         if not shard or Path(shard).name != shard:
             raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
         try:
@@ -60,11 +60,11 @@ class Directory:
             raise ValueError(f"{self.path / shard}: damaged, perhaps not wholly downloaded: {error}") from None
 
     def tensor(self, name: str) -> Any:
-        """A reader of slices of a tensor, which knows its shape and dtype: `get_shape()`, `get_dtype()`, `[slices]`."""
+        """Return a slice reader for a tensor, with `get_shape()`, `get_dtype()` and `[slices]`."""
         if name in self._packed:
             return PackedTensor(name, self._stored(f"{name}{BLOCKS}"), self._stored(f"{name}{SCALES}"))
         return self._stored(name)
 
     def _stored(self, name: str) -> Any:
-        """The reader of a tensor as it is in a file."""
+        """Return the slice reader of a tensor as it is stored in a file."""
         return self._open(self._files[name]).get_slice(name)

@@ -1,4 +1,4 @@
-"""Writes a model as a directory that transformers' `from_pretrained` loads, or its adapters as one that peft loads."""
+"""Exports a model as a directory for transformers' `from_pretrained`, or its adapters as a directory for peft."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from framework.terminal.phases import SHORT, phase
 from framework.weights.family import Family
 from framework.weights.source import Source, layer_shape
 
-# The contents of files, by name.
+# File contents by name.
 Files = Mapping[str, bytes]
 
 
 class _Part(NamedTuple):
-    """A part of a tensor of a file: one layer's parameter.
+    """The part of a stored tensor that holds one layer's parameter.
 
-    `path` is that of our parameter; `indices` are the layer's index in the stack, where the parameter is stacked, and
-    the expert's, where each has a tensor of its own; `source` says where in the tensor it lies.
+    Attributes:
+        path: path of our parameter.
+        indices: index of the layer in the stack if the parameter is stacked, then index of the expert if each expert
+            has its own tensor.
+        source: location of the parameter in the tensor.
     """
 
     path: str
@@ -57,19 +60,20 @@ def export_model(
     beside: Files = {},  # noqa: B006
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Writes config.json, and the weights in `model.param_dtype` with adapters merged into them.
+    """Write config.json, and the weights in `model.param_dtype` with adapters merged into them.
 
     Args:
-        to: a directory that is not there yet; it appears when all is written.
-        model, params: a nested dict of arrays, all on this process's devices; one file's weights are copied at a time.
-        family: see configs/families.
-        facts: config.json; its `dtype` and `torch_dtype` become that of the tensors, and a `quantization_config` is
-            left out.
-        beside: what else goes into the directory, by name.
-        shard_bytes: of a file at most, if it holds more than one tensor.
+        to: a directory that must not exist yet; it appears once everything is written.
+        model, params: the model and its parameters, a nested dict of arrays, all on this process's devices; the weights
+            of one file are copied at a time.
+        family: the family of the model, see configs/families.
+        facts: contents of config.json. Its `dtype` and `torch_dtype` are set to that of the tensors, and any
+            `quantization_config` is left out.
+        beside: other files to write into the directory, by name.
+        shard_bytes: maximum size of a file that holds more than one tensor.
 
     Raises:
-        FileExistsError: `to` is there.
+        FileExistsError: `to` exists.
         ValueError: the family has no place for one of the parameters.
     """
     tensors: dict[str, Parts] = {}
@@ -84,9 +88,9 @@ def export_model(
     shards = _shards(model, tensors, shard_bytes)
     with _appearing(to, beside) as folder:
         _write_weights(folder, model, flatten(params), tensors, shards)
-        # transformers reads `dtype` from 4.56 on, `torch_dtype` before, and the former where both stand.
+        # transformers reads `dtype` from 4.56 on, and `torch_dtype` before; if both are set, it reads `dtype`.
         dtype = str(model.param_dtype)
-        # Weights that were read from fewer bits are written as floats.
+        # Weights that were read from a quantized format are written as floats.
         float_facts = {name: value for name, value in facts.items() if name != "quantization_config"}
         _write(
             folder / "config.json",
@@ -105,19 +109,19 @@ def _write_weights(
     tensors: dict[str, Parts],
     shards: list[list[str]],
 ) -> None:
-    """Writes the files of the weights, and their index where there is more than one file.
+    """Write the weight files, and their index if there is more than one file.
 
     Args:
-        folder: the directory.
+        folder: directory to write to.
         model: the model.
-        flat_params: its parameters, by path.
-        tensors: the parts of the tensors, by name.
-        shards: the names of the tensors of each file.
+        flat_params: the model's parameters, by path.
+        tensors: parts of the tensors, by name.
+        shards: names of the tensors in each file.
     """
     num_files = len(shards)
     files = ["model.safetensors"]
     if num_files > 1:
-        # These names are transformers' own.
+        # These names follow transformers' convention.
         files = [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
         file_by_tensor = {}
         for file, shard in zip(files, shards, strict=True):
@@ -126,7 +130,7 @@ def _write_weights(
     with phase("writing the weights", patience=SHORT) as writing_weights:
         for number, (file, shard) in enumerate(zip(files, shards, strict=True)):
             writing_weights.progress(number, num_files)
-            # No variable holds the arrays, so that one file's are in memory at a time, not two files'.
+            # The arrays are not bound to a variable, so that only one file's arrays are in memory at a time, not two.
             _write_tensors(
                 folder / file,
                 {name: _tensor(model, flat_params, tensors[name]) for name in shard},
@@ -138,7 +142,7 @@ def _shards(
     tensors: dict[str, Parts],
     shard_bytes: int,
 ) -> list[list[str]]:
-    """The names of the tensors of each file, in order; a file is closed before a tensor that would not fit."""
+    """Return the tensor names of each file, in order. A new file starts before a tensor that would not fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, parts in tensors.items():
@@ -146,7 +150,7 @@ def _shards(
         for part in parts:
             num_elements += math.prod(model.base_specs[part.path].shape[len(part.indices) :])
         num_bytes = num_elements * model.param_dtype.itemsize
-        # A tensor that is larger than a file may be has one of its own.
+        # A tensor larger than the limit gets its own file.
         if shards[-1] and size + num_bytes > shard_bytes:
             shards.append([])
             size = 0
@@ -164,24 +168,24 @@ def export_adapters(
     *,
     beside: Files = {},  # noqa: B006
 ) -> None:
-    """Writes the adapters alone, as peft's LoRA (adapter_config.json, adapter_model.safetensors).
+    """Write only the adapters, as peft's LoRA (adapter_config.json, adapter_model.safetensors).
 
     Args:
-        to, model, params, family, beside: as for `export_model`.
-        base: the directory of the model that they belong to, or hf://ORG/NAME@COMMIT.
+        to, model, params, family, beside: see `export_model`.
+        base: directory of the model that they belong to, or hf://ORG/NAME@COMMIT.
 
     Raises:
-        FileExistsError: `to` is there.
-        ValueError: the model has no adapters, or peft could not put them where they are.
+        FileExistsError: `to` exists.
+        ValueError: the model has no adapters, or peft has no equivalent for their location.
     """
     if model.lora is None:
         raise ValueError("the model has no adapters (model.lora is none): export all of it")
     tensors = _adapter_tensors(model, flatten(params), family)
-    # peft matches modules by the ends of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
+    # peft matches modules by the end of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
     target_modules = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
     task_facts: dict[str, Any] = {"task_type": "CAUSAL_LM"}
     if isinstance(model.head, ScoreHead):
-        # The score head learns whole, beside the adapters.
+        # The score head is trained as a whole, in addition to the adapters.
         task_facts = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
         (score,) = family.places(model)["head/score"]
         tensors[f"base_model.model.{score.name}"] = np.asarray(flatten(params)["head/score"])
@@ -206,10 +210,10 @@ def _adapter_tensors(
     flat_params: dict[str, jax.Array],
     family: Family,
 ) -> dict[str, np.ndarray]:
-    """The adapters under peft's names, transposed to torch's [out, in].
+    """Return the adapters under peft's names, transposed to torch's [out, in].
 
     Raises:
-        ValueError: an adapted tensor holds several of our layers, or an adapter is of experts.
+        ValueError: an adapted tensor holds several of our layers, or an adapter belongs to experts.
     """
     tensors = {}
     for path, sources in family.places(model).items():
@@ -238,10 +242,10 @@ def _tensor(
     flat_params: dict[str, jax.Array],
     parts: Parts,
 ) -> np.ndarray:
-    """A tensor as it is in a file, joined from its parts."""
+    """Return a tensor as it is stored in a file, joined from its parts."""
     ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.piece)
     pieces = [_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
-    # All parts of a tensor lie in it in the same way.
+    # All parts of a tensor have the same orientation and interleaving.
     tensor = parts[0].source.join(pieces)
     return np.ascontiguousarray(tensor)
 
@@ -252,18 +256,18 @@ def _layer(
     path: str,
     indices: tuple[int, ...],
 ) -> np.ndarray:
-    """One layer's parameter, or one expert's, in `model.param_dtype`, with its adapter merged into it.
+    """Return one layer's parameter, or one expert's, in `model.param_dtype`, with its adapter merged.
 
     Args:
         model: the model.
-        flat_params: its parameters, by path.
-        path: the parameter's path.
-        indices: of `_Part`.
+        flat_params: the model's parameters, by path.
+        path: path of the parameter.
+        indices: see `_Part`.
     """
     parent, name = path.rsplit("/", 1)
     prefix = f"{parent}/"
     leaves = {key.removeprefix(prefix): x for key, x in flat_params.items() if key.startswith(prefix)}
-    # A weight is merged with the adapter's leaves beside it; all else is as it is. A quantized weight is two leaves.
+    # A weight is merged with the adapter's leaves; other parameters stay unchanged. A quantized weight is two leaves.
     adapter = "lora" if name == "weight" else f"{name}_lora"
     names = {name, f"{adapter}_a", f"{adapter}_b"}
     leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] in names}
@@ -274,13 +278,13 @@ def _layer(
 
 
 def _write(file: Path, facts: dict[str, Any]) -> None:
-    """Writes a JSON file as transformers does, with an indent of two spaces."""
+    """Write a JSON file as transformers does, with an indent of two spaces."""
     with writing(file):
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes a safetensors file, with the permissions of the directory's other files.
+    """Write a safetensors file with the permissions of the directory's other files.
 
     Raises:
         OSError: the file cannot be written.
@@ -288,13 +292,13 @@ def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
     try:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
-        # The library tells of a full disk in words.
+        # The library reports a full disk only in the text of its message.
         match = re.search(r"os error (\d+)", str(error))
         if match is None:
             raise
         number = int(match[1])
         raise OSError(number, os.strerror(number), str(file)) from error
-    # The library makes 0600, whatever the umask is. A file made here has the mode that the umask asks for.
+    # The library creates files with mode 0600, whatever the umask is. A new file shows the mode that the umask allows.
     probe = file.with_name(f"{file.name}.mode")
     probe.touch()
     file.chmod(probe.stat().st_mode)
@@ -303,19 +307,19 @@ def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _appearing(to: str | Path, extra_files: Files) -> Iterator[Path]:
-    """A directory that gets its name when the block has ended without an error.
+    """Yield a temporary directory that gets its final name if the block ends without an error.
 
     Args:
-        to: the directory.
-        extra_files: files that are written into it first.
+        to: final path of the directory.
+        extra_files: files to write into it first.
 
     Raises:
-        FileExistsError: the directory is there.
+        FileExistsError: the directory exists.
     """
     to = Path(to).expanduser()
     if to.exists():
         raise FileExistsError(f"{to} is there already; choose another --to, or remove it")
-    # In the same parent, so that the rename stays within one file system. An interrupted export may have left it.
+    # In the same parent, so that the rename stays within one file system. An interrupted export may have left one.
     folder = to.with_name(f".{to.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Models of one kind, as others publish them: their config.json, and the names of their tensors."""
+"""Families of published models: how to read and write their config.json and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from framework.layers.stack import Stack
 from framework.models.causal_lm import CausalLM
 from framework.weights.source import Source
 
-# The tensor of a score head, in all families.
+# The tensor of a score head, the same in all families.
 SCORE = {"head/score": Source("score.weight")}
 
 
 class Family:
-    """Models of one kind. Configs are read from and written as config.json; tensors are found by name."""
+    """A family of published models. It converts configs from and to config.json, and finds tensors by name."""
 
-    # The values of `architectures` in config.json.
+    # Values of `architectures` in config.json.
     architectures: tuple[str, ...] = ()
-    # The sources by our path; that of a layer's parameter begins inside the layer.
+    # Sources by our parameter path; the path of a layer's parameter is relative to the layer.
     names: dict[str, Source] = {}
-    # Published with code of its own (auto_map), which transformers has taken over: nobody needs to run it.
+    # Whether such models were published with their own code (auto_map). transformers has since adopted it, so that code
+    # never needs to run.
     has_own_code: bool = False
-    # A pattern for tensors that hold no weights.
+    # Pattern for tensors that hold no weights.
     ignored: str = r"rotary_emb\.inv_freq$"
-    # Whether float16 models are read, all as bfloat16. transformers keeps the norms of some families in float32 there.
+    # Whether float16 models may be read, as bfloat16. For some families transformers keeps the norms in float32 then.
     takes_float16: bool = True
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """Our model's config. Raises ValueError for a model that we cannot compute."""
+        """Return our model's config. Raise ValueError for a model that we do not support."""
         raise NotImplementedError
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """The inverse: config.json of a model of ours, as far as there is one."""
+        """Return config.json for one of our models, the inverse of `model`, as far as the family can express it."""
         raise NotImplementedError
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """{path of a parameter: its tensors, one for each unit of the stack}.
+        """Return {path of a parameter: its tensors, one for each unit of the stack}.
 
         Raises:
             ValueError: the family has no such parameter.
         """
-        # {stage: (its stack, the number of layers before it)}.
+        # {stage: (its stack, number of layers before it)}
         stacks: dict[str, tuple[Stack, int]] = {"stack": (model.stack, 0)}
         if model.first is not None:
             num_first = model.first.num_units * len(model.first.unit.layers)
@@ -56,7 +57,7 @@ class Family:
             if block:
                 stack, num_before = stacks[block[1]]
                 name = block[3]
-                # A unit may be several layers, its blocks: block b of unit u is layer b + period * u of the stack.
+                # A stack unit may have several layers (blocks): block b of unit u is layer b + period * u of the stack.
                 period = len(stack.unit.layers)
                 first_layer = num_before + int(block[2])
                 layers = [first_layer + period * unit for unit in range(stack.num_units)]

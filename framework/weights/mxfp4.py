@@ -1,8 +1,8 @@
-"""MXFP4, the format of gpt-oss's experts: numbers of 4 bits, 32 of which share a scale; they are read as bfloat16.
+"""MXFP4, the format of gpt-oss's experts: 4-bit numbers, with one scale for each block of 32; read as bfloat16.
 
 From the OCP Microscaling Formats specification, version 1.0: an element is e2m1 (a sign, two bits of exponent, one of
-mantissa), a scale is e8m0 (a power of two). In files, `NAME_blocks` holds two elements in a byte, the lower four bits
-first, and `NAME_scales` a byte for each block. The result is exact: bfloat16 has all of these numbers.
+mantissa), and a scale is e8m0 (a power of two). In files, `NAME_blocks` holds two elements per byte, the lower four
+bits first, and `NAME_scales` one byte per block. The result is exact: bfloat16 can represent all of these numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from framework.files.texts import parse_json
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
-# Elements of a block, and the bytes that they take.
+# Elements of a block, and their size in bytes.
 BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
 METHOD = "mxfp4"
@@ -30,28 +30,28 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """uint32[65536]: two numbers in bfloat16 of each byte of codes, at the index 256 * scale + byte."""
+    """Return uint32[65536]: the two bfloat16 numbers for each byte of codes, at the index 256 * scale + byte."""
     codes = np.arange(256)
     values = np.stack([_VALUES[codes & 15], _VALUES[codes >> 4]], axis=-1)
-    # e8m0: 2^(code - 127), and no number for 255.
+    # e8m0: 2^(code - 127); 255 is NaN.
     powers = np.where(codes == 255, np.nan, np.exp2(codes - 127.0)).astype(np.float32)
-    # The largest element of the largest scale is beyond bfloat16, as it is beyond float32.
+    # The largest elements at the largest scale overflow bfloat16, as they overflow float32.
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = powers[:, None, None] * values
     return scaled.astype(ml_dtypes.bfloat16).view(np.uint32).reshape(-1)
 
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of some blocks.
+    """Decode blocks of MXFP4 numbers.
 
     Args:
-        blocks: uint8[..., G, 16], two codes in a byte.
-        scales: uint8[..., G].
+        blocks: codes, uint8[..., G, 16], two per byte.
+        scales: e8m0 scales, uint8[..., G].
 
     Returns:
         bfloat16[..., G * 32].
     """
-    # One look-up for two numbers: 600 million of them a second, where arithmetic on bfloat16 reaches 15 million.
+    # One lookup for two numbers: 600 million of them per second, while arithmetic on bfloat16 reaches 15 million.
     indices = scales[..., None].astype(np.uint16) << 8 | blocks
     # Ten times as fast as numpy.take.
     pairs = _pairs()[indices]
@@ -59,14 +59,14 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class PackedTensor:
-    """A reader of slices of a weight [E, I, O], held as blocks [E, O, I / 32, 16] and scales [E, O, I / 32].
+    """Slice reader of a weight [E, I, O] that is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32].
 
     Args:
-        name: of the weight, for errors.
-        blocks, scales: readers of slices of the two tensors, which know their shapes and dtypes.
+        name: name of the weight, for errors.
+        blocks, scales: slice readers of the two tensors, which know their shapes and dtypes.
 
     Raises:
-        ValueError: the two do not belong together.
+        ValueError: the two tensors do not match.
     """
 
     def __init__(self, name: str, blocks: Any, scales: Any):
@@ -84,15 +84,15 @@ class PackedTensor:
         self._shape = [scale_shape[0], self._num_blocks * BLOCK, scale_shape[1]]
 
     def get_shape(self) -> list[int]:
-        """[E, I, O], as safetensors has it."""
+        """Return [E, I, O], as in safetensors."""
         return self._shape
 
     def get_dtype(self) -> str:
-        """That of the numbers that are read, as safetensors calls it."""
+        """Return the dtype of the decoded numbers, under safetensors' name."""
         return "BF16"
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> np.ndarray:
-        """bfloat16[E, I, O] of a slice without steps; of each row the blocks that the slice touches are decoded."""
+        """Return bfloat16[E, I, O] for a slice without steps; decodes only the blocks that the slice touches."""
         experts, inputs, outputs = index
         start, stop, step = inputs.indices(self._shape[1])
         assert step == 1, "weights are read in one piece"
@@ -105,14 +105,14 @@ class PackedTensor:
 
 
 def packed_names(folder: Path, stored: list[str]) -> set[str]:
-    """The names of the weights that a directory holds as blocks and scales; config.json says whether there are any.
+    """Return the names of the weights that a directory stores as blocks and scales, according to its config.json.
 
     Args:
-        folder: a directory with a config.json, or without one.
-        stored: the names of all tensors in its files.
+        folder: a directory, with or without a config.json.
+        stored: names of all tensors in its files.
 
     Raises:
-        ValueError: config.json says otherwise than the files, or blocks lack their scales.
+        ValueError: config.json does not agree with the files, or blocks lack their scales.
     """
     names = sorted(name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS))
     is_said = _method(folder / "config.json") == METHOD
@@ -127,13 +127,13 @@ def packed_names(folder: Path, stored: list[str]) -> set[str]:
 
 
 def _method(file: Path) -> str | None:
-    """The method of quantization that a config.json names; None where it names none, or is none."""
+    """Return the quantization method in a config.json; None if there is none or the file is not a valid config."""
     if not file.is_file():
         return None
     try:
         facts = parse_json(file.read_text())
     except ValueError:
-        # Whoever reads the config says so.
+        # The code that reads the config reports this error.
         return None
     quantization = facts.get("quantization_config") if isinstance(facts, dict) else None
     return quantization.get("quant_method") if isinstance(quantization, dict) else None

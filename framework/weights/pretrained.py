@@ -1,6 +1,6 @@
 """Loads weights from a Hugging Face directory into the layout's shardings and memory kinds, one layer at a time.
 
-A `Family` maps configs and names of tensors in both directions; the families that are known are in configs/families/.
+A `Family` maps configs and tensor names in both directions; the supported families are in configs/families/.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from framework.weights.source import Index, Source, layer_shape
 
 @component
 class Pretrained:
-    """The first weights of a run.
+    """Initial weights of a run, loaded from a published model.
 
     Args:
         path: a directory with config.json and safetensors files, or hf://ORG/NAME@COMMIT, a model of the Hub.
-        family: which maps names; of configs/families.
-        facts: the directory's config.json, which an export begins with.
+        family: config of the family that maps tensor names, one of configs/families.
+        facts: the directory's config.json, the starting point of an export.
         generation: the directory's generation_config.json, which an export writes again; empty if there is none.
-        draws_head: the directory is of a language model: the weights of a score head are drawn.
+        draws_head: whether the directory holds a language model, so that the score head is initialized randomly.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Pretrained:
         draws_head: bool = False,
     ):
         for name, published in (("facts", facts), ("generation", generation)):
-            # An export would hand it on to whoever loads that.
+            # An export would pass it on to the users who load that.
             if "auto_map" in published:
                 raise ValueError(f"{name}: auto_map names code of a directory, which is never executed")
         self.path = path
@@ -75,7 +75,7 @@ class Pretrained:
         ]
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """The sources of each parameter, checked against the headers of all files; no tensor is read.
+        """Return the sources of each parameter, checked against the headers of all files; no tensor is read.
 
         Raises:
             FileNotFoundError, ValueError: see `Directory`; or tensors are missing, unexpected, or of another shape.
@@ -83,9 +83,9 @@ class Pretrained:
         return checked(Directory(self.path), self.family, model, draws_head=self.draws_head)
 
     def init(self, program: Program) -> State:
-        """The state at step 0, with the directory's weights.
+        """Return the state at step 0, with the directory's weights.
 
-        Beside the state, one layer's tensor is in memory.
+        In addition to the state, only one layer's tensor is in memory.
 
         Raises:
             FileNotFoundError, ValueError: see `places`.
@@ -94,7 +94,7 @@ class Pretrained:
             return self._read(program, reading)
 
     def _read(self, program: Program, reading: Phase) -> State:
-        """The state of `init`; tells the phase how far it is."""
+        """Return the state for `init`, and report the progress to the phase."""
         model = program.experiment.language_model
         learner = program.experiment.learner
         directory = Directory(self.path)
@@ -102,14 +102,14 @@ class Pretrained:
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
         trained = flatten(program.checkpoint_layout.specs["parameter"])
-        # Lists, not sets: all processes must run the same programs in the same order.
+        # Lists, not sets, because all processes must run the same programs in the same order.
         frozen_parts = [(path,) for path in places if path not in trained]
         parts = [*learner.init_parts(), *frozen_parts]
         for number, paths in enumerate(parts):
-            # Adapters are not in the directory: they keep their first values.
+            # Adapters are not in the directory, so they keep their initial values.
             if paths[0] not in places:
                 continue
-            # An optimizer of the whole model has its state for all layers at once.
+            # An optimizer of the whole model has one state for all layers.
             by_layer = model.base_specs[paths[0]].num_layers is not None and learner.scope == "unit"
             num_layers = len(places[paths[0]]) if by_layer else 1
             write = None
@@ -125,7 +125,7 @@ class Pretrained:
                         places[path][layer_sources],
                         by_layer,
                     )
-                # All layers of a stack have the same shapes, so the first one's programs write the others, too.
+                # All layers of a stack have the same shapes, so the writer for the first one also writes the others.
                 write = write or _writer(program, values, by_layer)
                 for group, leaves in write(state, values, layer).items():
                     state[group] |= leaves
@@ -133,13 +133,13 @@ class Pretrained:
 
 
 def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Values of parameters in float32 or wider, as the leaves that the model has for them."""
+    """Convert parameter values to the model's leaves, in float32 or wider, or quantized."""
     model = program.experiment.language_model
     paths = flatten(model.parameter_specs()).keys()
     leaves = {}
     for path, x in values.items():
         leaves[path] = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Weights that the model does not have under their own paths are stored in fewer bits, as several leaves.
+    # Weights that are not among the model's own paths are quantized, and stored as several leaves.
     for path in sorted(leaves.keys() - paths):
         assert model.lora is not None
         assert model.lora.storage is not None
@@ -150,12 +150,12 @@ def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str,
 
 
 def _stored_paths(execution: Execution, written_leaves: Nested, layer: int | None) -> dict[str, str]:
-    """{path of a leaf that is written: its path in the state}.
+    """Return {path of a written leaf: its path in the state}.
 
     Args:
-        execution: knows where the state has a layer's leaves.
-        written_leaves: by group of the state and path.
-        layer: the layer's index in the stack; None for leaves of all layers, or of no stack.
+        execution: the execution backend, which knows where the state stores a layer's leaves.
+        written_leaves: the leaves by state group and path.
+        layer: the layer's index in the stack; None for leaves of all layers, or outside of any stack.
     """
     stored_paths = {}
     for leaves in written_leaves.values():
@@ -165,12 +165,12 @@ def _stored_paths(execution: Execution, written_leaves: Nested, layer: int | Non
 
 
 def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
-    """The function (state, values of parameters, their layer) -> the state's new leaves, copies and averages too.
+    """Return a function (state, parameter values, layer) -> the state's new leaves, including copies and averages.
 
     Args:
         program: the program whose state is written.
         like: values of the same parameters, for their shapes and dtypes.
-        by_layer: the values are one layer's.
+        by_layer: whether the values are those of one layer.
     """
 
     execution = program.execution
@@ -178,7 +178,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         leaves = _precise_leaves(program, values)
         made_values = execution.first_values.values_of(leaves, unit=by_layer)
-        # Gradients stay the zeros that they are.
+        # Gradients stay zero.
         return {group: leaves for group, leaves in made_values.items() if group != "gradient"}
 
     def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
@@ -188,13 +188,13 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
         return execution.with_layer(old, new, layer)
 
     written_leaves = jax.eval_shape(made, like)
-    # Compiled programs by the memory kinds of the leaves: a layer may lie on the host, another on the device.
+    # Compiled programs by the leaves' memory kinds: one layer may be in host memory, another on the device.
     programs_by_kinds = dict[Any, Any]()
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
         stored_paths = _stored_paths(execution, written_leaves, layer if by_layer else None)
-        # All leaves of a layer have it at the same index.
+        # All leaves of a layer are at the same index.
         index = execution.parts.place(next(iter(values)), layer)[1] if by_layer else layer
         places = {}
         old = {}
@@ -221,14 +221,14 @@ def _value(
     sources: list[Source],
     by_layer: bool,
 ) -> jax.Array:
-    """A layer's array, or a whole stack, in the directory's dtype; each process reads what its devices hold.
+    """Return a layer's array, or a whole stack, in the directory's dtype; each process reads its devices' shards.
 
     Args:
-        directory: the directory.
-        program: the program whose layout the array has.
-        path: the parameter's path.
-        sources: one for each layer of the array.
-        by_layer: the array is one layer's, without the axis of the layers.
+        directory: the directory to read from.
+        program: the program whose layout defines the array's sharding.
+        path: path of the parameter.
+        sources: one source for each layer of the array.
+        by_layer: whether the array is one layer's, without the layer axis.
     """
     spec = program.experiment.language_model.base_specs[path]
     shape = layer_shape(spec)

@@ -1,4 +1,4 @@
-"""Which tensor of a published directory holds a parameter of ours, and how it lies in it."""
+"""Maps a parameter of ours to the tensor of a published directory that holds it, and to its location in it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 
 from framework.layout import ParameterSpec
 
-# Stand for the layer's and the expert's number in the names of a family.
+# Placeholders for the layer's and the expert's number in the tensor names of a family.
 LAYER = "{layer}"
 EXPERT = "{expert}"
 Index = tuple[slice, ...]
 
 
 def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
-    """The shape of a parameter, without the axis of the layers that it may be stacked along."""
+    """Return the shape of a parameter for one layer, without the layer axis of a stacked parameter."""
     return spec.shape if spec.num_layers is None else spec.shape[1:]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor of a directory that holds one layer's parameter, alone or with others; or one of each expert.
+    """The tensor that holds one layer's parameter, possibly fused with others; or one tensor for each expert.
 
     Args:
-        name: of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is a tensor for each index
-            of the parameter's first axis, and the other fields are about one expert's.
-        transpose: torch's Linear keeps [out, in], we keep [in, out].
-        piece: (i, n): the i-th of n equal parts of the last axis, of a fused matrix.
-        interleaved: the parts take turns along that axis: the i-th has its elements i, i + n, i + 2 n, ...
-        span: (first, width): where the parameter begins in the last axis of a fused matrix, and the size of that axis;
-            instead of a piece where the parts are not equal.
+        name: name of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is one tensor for each
+            index of the parameter's first axis, and the other fields describe one expert's tensor.
+        transpose: whether the tensor is [out, in], as in torch's Linear, while ours is [in, out].
+        piece: (i, n): the parameter is the i-th of n equal parts of a fused matrix along the last axis.
+        interleaved: whether the parts alternate along that axis: the i-th has the elements i, i + n, i + 2 n, ...
+        span: (first, width): start of the parameter in the last axis of a fused matrix, and the size of that axis; used
+            instead of `piece` if the parts are not equal.
     """
 
     name: str
@@ -43,23 +43,23 @@ class Source:
 
     @property
     def is_fused(self) -> bool:
-        """Tells whether the tensor holds other parameters too."""
+        """True if the tensor also holds other parameters."""
         return self.piece != (0, 1) or self.span is not None
 
     def first(self, ours: tuple[int, ...]) -> int:
-        """Where the parameter begins in the last axis of our orientation."""
+        """Return the start of the parameter along the last axis, in our orientation."""
         return self.piece[0] * ours[-1] if self.span is None else self.span[0]
 
     def width(self, ours: tuple[int, ...]) -> int:
-        """The whole tensor's size along the last axis of our orientation."""
+        """Return the whole tensor's size along the last axis, in our orientation."""
         return self.piece[1] * ours[-1] if self.span is None else self.span[1]
 
     def of(self, layer: int) -> Source:
-        """This source with the layer's number in its name."""
+        """Return this source with the layer's number in its name."""
         return replace(self, name=self.name.replace(LAYER, str(layer)))
 
     def parts(self, ours: tuple[int, ...]) -> list[SourcePart]:
-        """The tensors of a parameter of shape `ours`, in the order of its experts; one where there are none."""
+        """Return the tensors of a parameter of shape `ours`, in the order of its experts; one if it has no experts."""
         if EXPERT not in self.name:
             return [SourcePart(self, ours)]
         names = [self.name.replace(EXPERT, str(expert)) for expert in range(ours[0])]
@@ -71,15 +71,20 @@ class Source:
         ours: tuple[int, ...],
         index: Index,
     ) -> np.ndarray:
-        """A slice of the parameter, of one tensor or of those of its experts; `tensor_of` gives a tensor by its name,
-        the other arguments are as for `take`."""
+        """Read a slice of the parameter from its tensor, or from those of its experts.
+
+        Args:
+            tensor_of: returns the tensor of a given name.
+            ours: the parameter's shape.
+            index: the slice of the parameter, one `slice` for each axis.
+        """
         if EXPERT not in self.name:
             return self.take(tensor_of(self.name), ours, index)
         experts = self.parts(ours)[index[0]]
         return np.stack([part.source.take(tensor_of(part.source.name), part.ours, index[1:]) for part in experts])
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor in a file, for a parameter of shape `ours`."""
+        """Return the shape of the whole tensor in a file, for a parameter of shape `ours`."""
         joined = (*ours[:-1], self.width(ours))
         return joined[::-1] if self.transpose else joined
 
@@ -89,15 +94,15 @@ class Source:
         ours: tuple[int, ...],
         index: Index,
     ) -> np.ndarray:
-        """A slice of the parameter, read from its tensor.
+        """Read a slice of the parameter from its tensor.
 
         Args:
-            tensor: an array, or a reader of slices, as it is in a file.
+            tensor: an array or slice reader, in the orientation of the file.
             ours: the parameter's shape.
             index: the slice of the parameter, one `slice` for each axis.
         """
         bounds = [part.indices(size)[:2] for part, size in zip(index, ours, strict=True)]
-        # The piece is a range of the last axis of our orientation, or every n-th element of one.
+        # The parameter is a range of the last axis in our orientation, or every n-th element of one.
         number, count = self.piece
         start, stop = bounds[-1]
         if self.interleaved:
@@ -111,11 +116,11 @@ class Source:
         array = tensor[slices]
         if self.transpose:
             array = array.T
-        # All parts are read: safetensors takes sixteen times as long for every second element.
+        # All parts are read: safetensors takes sixteen times as long to read every second element.
         return array[..., number::count] if self.interleaved else array
 
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The whole tensor of a file, from all of its pieces in their order, each as our parameter has it."""
+        """Return the whole tensor of a file, joined from all its parts in order, each in our orientation."""
         if len(pieces) == 1:
             joined = pieces[0]
         elif self.interleaved:
@@ -127,7 +132,7 @@ class Source:
 
 
 class SourcePart(NamedTuple):
-    """A tensor, and the shape of what it holds of our parameter: all of it, or one expert's."""
+    """A tensor, and the shape of the part of our parameter that it holds: all of it, or one expert's."""
 
     source: Source
     ours: tuple[int, ...]

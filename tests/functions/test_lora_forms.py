@@ -334,3 +334,8 @@ def test_sums_of_a_narrow_dtype_are_in_float32():
     result = pl.with_lora(lambda p, x: x @ p["w"])(frozen, adapters, jnp.ones((1, 256), "bfloat16"))
     assert result.dtype == jnp.bfloat16
     np.testing.assert_array_equal(result, jnp.full((1, 2), 256 / 3, "bfloat16"))
+
+
+def test_a_regex_that_is_none_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"materialize = '\(' is no regular expression"):
+        pl.with_lora(lambda params, x: x, materialize="(")
