@@ -1,4 +1,4 @@
-"""Where everything lives: specs of arrays, paths of trees, and the table of the training state."""
+"""The layout of the training state: specs of arrays, paths of trees, and the table of all leaves."""
 
 from framework.layout.initial import fold_in_name, initialize, name_hash
 from framework.layout.moves import fetch_leaf, fetch_tree, store_leaf

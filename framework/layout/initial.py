@@ -1,4 +1,4 @@
-"""First values of parameters: a key for each, by its path."""
+"""Initialization of parameters, with a PRNG key for each, derived from its path."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from framework.layout.trees import Nested, path_name
 
 
 def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) -> Nested:
-    """Draws parameters from their specs.
+    """Initialize parameters from their specs.
 
     Each parameter's path is folded into the key, so that a new sibling changes no other parameter.
 
     Args:
         specs: nested dict of ParameterSpec.
         key: a typed PRNG key.
-        layer: draws only this layer of stacked parameters, without the leading axis; None draws
-            all.
+        layer: initialize only this layer of stacked parameters, without the leading axis; None initializes all
+            layers.
     """
 
     def draw(keypath: tuple[Any, ...], spec: ParameterSpec) -> jax.Array:
@@ -33,9 +33,9 @@ def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) ->
 
 
 def name_hash(name: str) -> int:
-    """Hashes a string to 32 bits by FNV-1a.
+    """Hash a string to 32 bits with FNV-1a.
 
-    The hash is the same in all processes and versions, which Python's own hash is not.
+    Unlike Python's own hash, this one is the same in all processes and versions.
     """
     digest = 2166136261
     for byte in name.encode():
@@ -45,5 +45,5 @@ def name_hash(name: str) -> int:
 
 
 def fold_in_name(key: jax.Array, name: str) -> jax.Array:
-    """Folds a string into a key."""
+    """Fold a string into a key."""
     return jax.random.fold_in(key, np.uint32(name_hash(name)))

@@ -11,15 +11,15 @@ from framework.layout.trees import path_name
 
 
 def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
-    """Inside jit: moves a leaf's array, or a part of it, to the device. See `StateLayout.fetch`."""
-    # By the spec, as a tracer does not know where its array is.
+    """Inside jit: move a leaf's array, or a part of it, to the device. See `StateLayout.fetch`."""
+    # Decided by the spec, because a tracer does not know where its array is.
     if spec.memory_kind == "device":
         return x
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def fetch_tree(specs: dict[str, Any], tree: Any) -> Any:
-    """Inside jit: applies `fetch_leaf` to nested dicts, or to a part of them.
+    """Inside jit: apply `fetch_leaf` to nested dicts, or to a part of them.
 
     Args:
         specs: {path: TensorSpec, or another object with a memory_kind}.
@@ -33,7 +33,7 @@ def fetch_tree(specs: dict[str, Any], tree: Any) -> Any:
 
 
 def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
-    """Inside jit: the inverse of `fetch_leaf`."""
+    """Inside jit: move a leaf's array to the memory of its spec; the inverse of `fetch_leaf`."""
     if spec.memory_kind == "device":
         return x
     return jax.device_put(x, jax.memory.Space.Host)

@@ -1,4 +1,4 @@
-"""Specs describe an array of the training state before it exists."""
+"""Specs, which describe arrays of the training state before the arrays exist."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One array of the training state.
+    """The spec of one array of the training state.
 
     Args:
         shape: the logical (global, unsharded) shape.
         dtype: anything that `jnp.dtype` accepts.
-        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a
-            PartitionSpec.
-        memory_kind: where the leaf lives between steps.
+        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a PartitionSpec.
+        memory_kind: memory in which the leaf is stored between steps.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +45,7 @@ class TensorSpec:
     memory_kind: MemoryKind = "device"
 
     def __post_init__(self):
-        # A frozen dataclass refuses assignments to itself, hence object's __setattr__.
+        # A frozen dataclass rejects assignments to itself, hence object's __setattr__.
         if not self.mesh_axes:
             replicated = (None,) * len(self.shape)
             object.__setattr__(self, "mesh_axes", replicated)
@@ -56,31 +55,29 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The logical bytes of all shards together; copies of a shard are not counted."""
+        """Return the logical bytes of all shards together; copies of a shard are not counted."""
         return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ParameterSpec(TensorSpec):
-    """A parameter as its layer declares it.
+    """The spec of a parameter, as its layer declares it.
 
     Args:
         initializer: `(key, shape, dtype) -> array`; called per layer for a stacked parameter.
-        roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "label", "channel", ...
-        num_heads: how many heads the axis of the role "heads" has, in queries and keys, where each
-            stands by itself.
-        trainable: whether the parameter learns; otherwise it is frozen, as by a rule of the
-            learner.
-        own_dtype: the model's `param_dtype` does not apply.
-        quantized: the leaf is one of several that store a weight (codes, scales). No layer casts
-            them, and they share a key, that of the path above them, so that all come from one draw.
-        indivisible: of each axis, how many elements in a row belong together, so that no mesh may
-            cut between them; () means one.
+        roles: the meaning of each axis: "layer", "in", "out", "heads", "vocab", "position", "label", "channel", ...
+        num_heads: number of heads on the axis with the role "heads", in queries and keys whose heads are independent.
+        trainable: whether the parameter is trained; otherwise it is frozen, as by a rule of the learner.
+        own_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
+        quantized: whether the leaf is one of several that store a weight (codes, scales). No layer casts such leaves.
+            They share the key of the path above them, so that all come from one draw.
+        indivisible: for each axis, how many consecutive elements belong together, so that no mesh may split them; ()
+            means one.
     """
 
     initializer: Initializer = field(default=jax.nn.initializers.zeros, compare=False)
@@ -99,7 +96,7 @@ class ParameterSpec(TensorSpec):
         assert matches, f"roles {self.roles} do not match shape {self.shape}"
 
     def stacked(self, length: int) -> ParameterSpec:
-        """Returns the spec of the same parameter for `length` layers.
+        """Return the spec of the same parameter for `length` layers.
 
         It has a leading "layer" axis, which is never sharded, and is initialized layer by layer.
         """
@@ -113,16 +110,16 @@ class ParameterSpec(TensorSpec):
 
     @property
     def num_layers(self) -> int | None:
-        """The number of layers that are stacked; None for a single parameter."""
+        """Return the number of stacked layers; None for a parameter that is not stacked."""
         is_stacked = self.roles[:1] == ("layer",)
         return self.shape[0] if is_stacked else None
 
     def draw(self, key: jax.Array, layer: jax.Array | None = None) -> jax.Array:
-        """Draws the first value of the parameter, or of one layer of a stacked parameter."""
+        """Initialize the parameter, or one layer of a stacked parameter."""
         if self.num_layers is None:
             return self.initializer(key, self.shape, self.dtype)
 
-        # Layer by layer, since the variance of most initializers depends on the shape of a layer.
+        # Layer by layer, because the variance of most initializers depends on the shape of a layer.
         def one(layer: jax.Array) -> jax.Array:
             layer_key = jax.random.fold_in(key, layer)
             return self.initializer(layer_key, self.shape[1:], self.dtype)
@@ -134,12 +131,12 @@ class ParameterSpec(TensorSpec):
 
 @dataclass(frozen=True)
 class OptStateSpec(TensorSpec):
-    """A leaf of an optimizer's state.
+    """The spec of a leaf of an optimizer's state.
 
     Args:
-        owner: the path of the parameter to which the leaf belongs; None for a counter.
-        counts_updates: whether the leaf is the number of updates so far, which is equal in all
-            layers that are updated together. Such a leaf is an integer scalar for each layer.
+        owner: path of the parameter that the leaf belongs to; None for a counter.
+        counts_updates: whether the leaf is the number of updates so far, which is equal in all layers that are
+            updated together. Such a leaf is an integer scalar for each layer.
     """
 
     owner: str | None = None
@@ -152,16 +149,15 @@ class OptStateSpec(TensorSpec):
 
 
 def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
-    """Re-tags every spec whose path matches `pattern` (a regex, `re.search`) with `memory_kind`.
+    """Set the memory kind of every spec whose path matches `pattern` (a regex, `re.search`).
 
-    Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with
-    another pattern.
+    Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with another pattern.
 
     Raises:
         ValueError: the pattern matches no path.
     """
     paths = list(flatten(specs))
-    # A pattern that matches nothing is a typo, and would otherwise show as a lack of memory.
+    # A pattern that matches nothing is a typo, which would otherwise only show as running out of memory.
     if not any(re.search(pattern, path) for path in paths):
         problem = f"matches none of {len(paths)} paths, such as {paths[:3]}"
         raise ValueError(f"copy_partition: pattern {pattern!r} {problem}")
@@ -181,21 +177,20 @@ def move_to_host(
     stacked: bool = False,
     min_bytes: int = 1 << 20,
 ) -> Any:
-    """Tags the specs of a tree with `memory_kind`, all but vectors, scalars and small leaves.
+    """Set the memory kind of all specs of a tree, except those of vectors, scalars and small leaves.
 
-    Those stay on the device: they cost next to nothing there, and TPU cannot slice packed
-    one-dimensional host arrays.
+    These stay on the device: they cost next to nothing there, and TPU cannot slice packed one-dimensional host
+    arrays.
 
     Args:
         specs: any tree of TensorSpec.
-        memory_kind: the tag.
-        stacked: the leading axis counts layers; the other axes then decide whether a leaf is a
-            vector.
-        min_bytes: bytes of the whole leaf, below which it stays.
+        memory_kind: the memory kind to set.
+        stacked: whether the leading axis counts layers; the other axes then decide whether a leaf is a vector.
+        min_bytes: a leaf with fewer bytes in total stays on the device.
     """
 
     def tagged(spec: TensorSpec) -> TensorSpec:
-        # `stacked` as a number skips the leading axis.
+        # `stacked`, used as a number, skips the leading axis.
         dims = [dim for dim in spec.shape[stacked:] if dim > 1]
         if len(dims) >= 2 and spec.num_bytes >= min_bytes:
             return replace(spec, memory_kind=memory_kind)

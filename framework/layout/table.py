@@ -1,9 +1,9 @@
-"""The layout: one table for everything that training keeps.
+"""The layout: one table of the whole training state.
 
-`StateLayout` maps each leaf of the training state to shape, dtype, PartitionSpec, memory kind and
-group. It is built before any array exists, and it alone decides init `out_shardings`, step in/out
-shardings, what is moved to the device for a step, what a checkpoint restores into, and every byte
-count that is reported. No other file builds a sharding for state.
+`StateLayout` maps each leaf of the training state to its shape, dtype, PartitionSpec, memory kind and group. It is
+built before any array exists. It is the only source of init `out_shardings`, step in/out shardings, transfers to the
+device for a step, restore targets of checkpoints, and every reported byte count. No other file builds a sharding for
+state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from framework.layout.trees import Nested, flatten
 
 @dataclass(frozen=True)
 class Leaf:
-    """A row of the layout."""
+    """One row of the layout."""
 
     path: str
     group: Group
@@ -39,10 +39,10 @@ class Leaf:
 
 
 class StateLayout:
-    """Where each leaf of the training state lives.
+    """The sharding and memory kind of each leaf of the training state.
 
     Args:
-        specs: nested dict; first level the groups, below it any pytree with TensorSpec leaves.
+        specs: nested dict; its first level are the groups, below it any pytree with TensorSpec leaves.
         mesh: the devices.
 
     Raises:
@@ -54,20 +54,20 @@ class StateLayout:
         assert not unknown_groups, f"unknown groups {unknown_groups}"
         self.mesh = mesh
         self.specs: Nested = jax.tree.map(self._fitting, specs)
-        # Parameters first: an error about a dimension that does not divide then names the
-        # parameter, not a moment of it.
+        # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
+        # of its moments.
         spec_by_path = flatten(self.specs)
         paths = sorted(spec_by_path, key=lambda path: GROUPS.index(_group(path)))
         self.leaves = [self._leaf(path, spec_by_path[path]) for path in paths]
 
     def _num_shards(self, axes: Any) -> int:
-        """Returns the number of shards of a dimension with these mesh axes; 1 if replicated."""
+        """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
         return math.prod(self.mesh.shape[name] for name in _axis_names(axes))
 
     def _fitting(self, spec: TensorSpec) -> TensorSpec:
-        """Replicates the axes of an optimizer's leaf that the mesh does not divide.
+        """Replicate the axes of an optimizer state leaf that the mesh does not divide.
 
-        Such a leaf has its parameter's axes, but not always its sizes (a scale per block).
+        Such a leaf has its parameter's mesh axes, but not always its sizes (a scale per block).
         """
         if not isinstance(spec, OptStateSpec):
             return spec
@@ -78,7 +78,7 @@ class StateLayout:
         return replace(spec, mesh_axes=tuple(fitting_axes))
 
     def _leaf(self, path: str, spec: TensorSpec) -> Leaf:
-        # Only parameters say what their axes are.
+        # Only parameters declare what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
         indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
         shard_shape = []
@@ -101,23 +101,23 @@ class StateLayout:
 
     @property
     def kept(self) -> Nested:
-        """The specs of a checkpoint's leaves: everything but the buffers of hosted gradients."""
+        """Return the specs of a checkpoint's leaves: everything except the gradient buffers in host memory."""
         return {group: specs for group, specs in self.specs.items() if group != "gradient"}
 
     def sharding(self, spec: TensorSpec) -> NamedSharding:
-        """Returns the sharding of one leaf, memory kind included."""
+        """Return the sharding of one leaf, including its memory kind."""
         partition = PartitionSpec(*spec.mesh_axes)
         return NamedSharding(self.mesh, partition, memory_kind=spec.memory_kind)
 
     def shardings(self, specs: Any = None) -> Any:
-        """Returns the tree of shardings, for jit's in_shardings and out_shardings."""
+        """Return the tree of shardings, for jit's in_shardings and out_shardings."""
         specs = self.specs if specs is None else specs
         return jax.tree.map(self.sharding, specs)
 
     def abstract(self, specs: Any = None) -> Any:
-        """Returns the tree of ShapeDtypeStructs with shardings.
+        """Return the tree of ShapeDtypeStructs with shardings.
 
-        Ahead-of-time compilation and restoring take it in place of the arrays.
+        Ahead-of-time compilation and restoring take it instead of arrays.
         """
 
         def abstract_array(spec: TensorSpec) -> jax.ShapeDtypeStruct:
@@ -127,25 +127,25 @@ class StateLayout:
         return jax.tree.map(abstract_array, specs)
 
     def fetch(self, group: Group, tree: Any) -> Any:
-        """Inside jit: moves a group's host leaves to the device, and leaves the others as they are.
+        """Inside jit: move a group's offloaded leaves to the device, and leave the others unchanged.
 
-        The move must be explicit, as arithmetic on a host array does not compile (mixed memory
-        spaces), and must be decided here: a tracer does not know its sharding, so a move decided
-        from the array silently does nothing.
+        The move must be explicit, because arithmetic on a host array does not compile (mixed memory spaces). The
+        specs must decide it: a tracer does not know its sharding, so a move decided from the array silently does
+        nothing.
         """
         return jax.tree.map(fetch_leaf, self.specs[group], tree)
 
     def store(self, group: Group, tree: Any) -> Any:
-        """Inside jit: moves results to where the layout has them; the inverse of `fetch`."""
+        """Inside jit: move results to the memory that the layout gives them; the inverse of `fetch`."""
         return jax.tree.map(store_leaf, self.specs[group], tree)
 
     def check(self, state: Any) -> None:
-        """Checks that a state is where the layout says.
+        """Check that a state matches the layout.
 
-        Compared are structure, shapes, dtypes, shardings and memory kinds.
+        Compares structure, shapes, dtypes, shardings and memory kinds.
 
         Raises:
-            ValueError: the error names the first leaf that is elsewhere.
+            ValueError: the state does not match; the error names leaves that differ.
         """
         spec_by_path = flatten(self.specs)
         array_by_path = flatten(state)
@@ -164,7 +164,7 @@ class StateLayout:
         if sharding.memory_kind != spec.memory_kind:
             actual_kind = sharding.memory_kind
             raise ValueError(f"{path} is in {actual_kind}; the layout says {spec.memory_kind}")
-        # Not equality: one sharding has many PartitionSpecs, as axes of size 1 make no difference.
+        # Not equality: many PartitionSpecs describe the same sharding, because axes of size 1 make no difference.
         if not sharding.is_equivalent_to(layout_sharding, array.ndim):
             raise ValueError(f"{path} is sharded {sharding}; the layout says {layout_sharding}")
 
@@ -173,9 +173,9 @@ class StateLayout:
         group: Group | None = None,
         memory_kind: MemoryKind | None = None,
     ) -> int:
-        """Returns the bytes of a group and memory kind for one device; None means all of them.
+        """Return the bytes per device of a group and memory kind; None means all of them.
 
-        They are in the device's memory, or in its host's.
+        The bytes are in the device's memory, or in the memory of its host.
         """
         total = 0
         for leaf in self.leaves:
@@ -184,12 +184,12 @@ class StateLayout:
         return total
 
     def size(self, group: Group) -> int:
-        """Returns the number of elements of a group."""
+        """Return the number of elements of a group."""
         return sum(leaf.spec.size for leaf in self.leaves if leaf.group == group)
 
 
 def _axis_names(axes: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one dimension, of which a spec may name one, several or none."""
+    """Return the mesh axes of one dimension: a spec may name none, one or several."""
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
@@ -198,8 +198,8 @@ def _group(path: str) -> Any:
 
 
 def nearest_divisors(number: int, wish: int) -> list[int]:
-    """Returns the divisors of `number` next to `wish`, below and above."""
-    # Numbers up to 4096 are tried, which is enough for an axis of a mesh: a vocabulary may be huge.
+    """Return the divisors of `number` nearest to `wish`, below and above."""
+    # Tries only numbers up to 4096, which is enough for a mesh axis: a vocabulary may be huge.
     limit = min(number, 4096)
     divisors = [d for d in range(1, limit + 1) if number % d == 0]
     smaller = [d for d in divisors if d <= wish]

@@ -1,4 +1,4 @@
-"""Trees of dicts and their leaves' paths: "stack/block0/norm/scale"."""
+"""Nested dicts, and the paths of their leaves, such as "stack/block0/norm/scale"."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
 
 
 def key_name(key: Any) -> str:
-    """Returns the name of one pytree key: dict key, index, or attribute. Raises TypeError."""
-    # jax has a class of keys for each kind of node, and each class its own attribute.
+    """Return the name of one pytree key: dict key, index, or attribute.
+
+    Raises:
+        TypeError: the key is of an unknown class.
+    """
+    # JAX has a class of keys for each kind of node, and each class has its own attribute.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -20,18 +24,18 @@ def key_name(key: Any) -> str:
 
 
 def path_name(keypath: tuple[Any, ...]) -> str:
-    """Returns a leaf's stable name: its pytree keys joined by "/"."""
+    """Return a leaf's stable name: its pytree keys joined by "/"."""
     return "/".join(key_name(key) for key in keypath)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Returns any pytree as {path: leaf}, in the tree's own order."""
+    """Flatten any pytree to {path: leaf}, in the tree's own order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(keypath): leaf for keypath, leaf in leaves}
 
 
 def unflatten(flat: dict[str, Any]) -> Nested:
-    """Returns {path: leaf} as nested dicts."""
+    """Convert {path: leaf} to nested dicts."""
     tree: Nested = {}
     for path, leaf in flat.items():
         *parent_names, leaf_name = path.split("/")
@@ -43,11 +47,10 @@ def unflatten(flat: dict[str, Any]) -> Nested:
 
 
 def merge(left: Any, right: Any) -> Any:
-    """Merges two trees of dicts (and lists) with disjoint leaves.
+    """Merge two trees of dicts (and lists) with disjoint leaves, such as trainable and frozen parameters.
 
-    Trainable and frozen parameters are such trees.
-
-    Raises AssertionError: a leaf is in both trees.
+    Raises:
+        AssertionError: a leaf is in both trees.
     """
     if isinstance(left, list) and isinstance(right, list):
         pairs = zip(left, right, strict=True)
@@ -59,9 +62,9 @@ def merge(left: Any, right: Any) -> Any:
 
 
 def floats(tree: Any) -> Any:
-    """The tree with None in place of what has no gradient: integers, booleans, keys, and their cotangents."""
+    """Replace leaves that have no gradient with None: integers, booleans, keys, and their cotangents."""
 
-    # The cotangent of an integer has the dtype float0, which is no float to `issubdtype`.
+    # The cotangent of an integer has the dtype float0, which `issubdtype` does not count as a float.
     def float_or_none(x: Any) -> Any:
         return x if jnp.issubdtype(x.dtype, jnp.inexact) else None
 
@@ -69,7 +72,7 @@ def floats(tree: Any) -> Any:
 
 
 def filled(part: Any, tree: Any) -> Any:
-    """The inverse of `floats`: `tree` with those of its leaves replaced that are not None in `part`."""
+    """Fill in the leaves that are None in `part` from `tree`; the inverse of `floats`."""
 
     def replaced(new: Any, old: Any) -> Any:
         return old if new is None else new

@@ -1,6 +1,7 @@
-"""Clipping as the learner is told to: one factor for all gradients, or a bound of each tensor.
+"""Gradient clipping: one factor for all gradients, or a bound per tensor.
 
-What bounds a tensor is in `framework.optimizers.clipping`; here is which bound is applied where in an update.
+`framework.optimizers.clipping` implements the bounds of a tensor; this module decides which bound applies where in an
+update.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from framework.optimizers.clipping import limit_norm_growth, limit_update_rms
 from framework.optimizers.reach import Reach
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
-# Modes that clip a unit by what is known while it is updated. Any other mode needs the norm of all gradients first.
+# Modes that clip a layer with values known during its update. All other modes first need the norm of all gradients.
 _MODES_OF_ONE_UNIT: tuple[ClipMode, ...] = ("previous_norm", "update_rms", "norm_growth")
 
 
 class ClippedGradients(NamedTuple):
-    """A unit's gradients after clipping, and the new norms of its tensors (None in all modes but norm_growth)."""
+    """A layer's gradients after clipping, and the new norms of its tensors (None in all modes but norm_growth)."""
 
     grads: Nested
     norms: Nested | None
@@ -30,10 +31,10 @@ class ClippedGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Clipping:
-    """What is bounded, and by how much.
+    """The clip mode and its bound.
 
     Attributes:
-      bound, mode: see `Learner`; both are None where nothing is clipped.
+        bound, mode: see `Learner`; both are None if nothing is clipped.
     """
 
     bound: float | None
@@ -41,23 +42,27 @@ class Clipping:
 
     @property
     def keeps_norms(self) -> bool:
-        """Whether the optimizer state holds the norm that each tensor's gradient had in the step before."""
+        """Return whether the optimizer state has each tensor's gradient norm of the previous step."""
         return self.mode == "norm_growth"
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether no unit can be clipped before the gradients of all units were seen."""
+        """Return whether no layer can be clipped before the gradients of all layers are known."""
         return self.mode is not None and self.mode not in _MODES_OF_ONE_UNIT
 
     def widened(self, reach: Reach) -> Reach:
-        """The smallest part of a unit that can be updated by itself, where an optimizer alone needs `reach`."""
-        # These two bound a norm of a tensor, which no smaller part of it knows.
+        """Return the smallest part of a layer that can be updated independently.
+
+        Args:
+            reach: update locality of the optimizer itself, without clipping.
+        """
+        # These two modes bound a norm of a tensor, which a smaller part of the tensor cannot compute.
         if self.mode in ("update_rms", "norm_growth") and reach in ("element", "row"):
             return "tensor"
         return reach
 
     def factor(self, norm: jax.Array, counter: Nested) -> jax.Array:
-        """The factor that all gradients are multiplied by; 1 in the modes that clip each tensor by itself.
+        """Return the factor that multiplies all gradients; 1 in the modes that clip each tensor separately.
 
         Args:
             norm: f32 scalar, of all gradients together.
@@ -80,18 +85,18 @@ class Clipping:
         norms: Nested,
         factor: jax.Array,
     ) -> ClippedGradients:
-        """Clips a unit's gradients.
+        """Clip a layer's gradients.
 
         Args:
-            grads: in the dtype of the update.
-            norms: those of its tensors in the step before, f32 scalars; {} where they are not kept.
-            factor: that of all gradients, see `factor`.
+            grads: gradients in the dtype of the update.
+            norms: norms of the layer's tensors in the previous step, f32 scalars; {} if they are not kept.
+            factor: the factor for all gradients, see `factor`.
         """
         if self.bound is not None and self.mode == "norm_growth":
             limited_grads, new_norms = limit_norm_growth(grads, norms, self.bound)
             return ClippedGradients(limited_grads, new_norms)
         if self.mode in ("global_norm", "two_pass", "previous_norm"):
-            # The factor is cast for each leaf: a wider one would make the gradients wider, too.
+            # The factor is cast for each leaf: a wider factor would widen the gradients too.
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         return ClippedGradients(grads, None)
 
@@ -101,11 +106,11 @@ class Clipping:
         learning_rate: LearningRate | None,
         count: jax.Array,
     ) -> Nested:
-        """Bounds the root mean square of what an optimizer adds to each tensor of a unit, where that is the mode.
+        """In mode update_rms, bound the root mean square of each tensor's update in a layer.
 
         Args:
-            updates: of one unit.
-            learning_rate: which the bound is multiplied by; None where the optimizer names none.
+            updates: the updates of one layer.
+            learning_rate: multiplies the bound; None if the optimizer has no learning rate.
             count: the number of updates before this one.
         """
         if self.bound is None or self.mode != "update_rms":

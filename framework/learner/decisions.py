@@ -1,4 +1,4 @@
-"""Decisions that all gradients take together: by how much they are clipped, and whether the step counts."""
+"""Decisions that depend on all gradients: how much they are clipped, and whether the step counts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _MEAN = "loss_mean"
 _SQUARE = "loss_square"
 # The averages of the loss cover about 1 / (1 - 0.99) = 100 updates.
 _LOSS_DECAY = 0.99
-# So many first updates are never skipped as spikes, because the averages mean little yet.
+# The first updates are never skipped as spikes, because the averages are not meaningful yet.
 _SPIKE_FREE = 20
 
 
 def global_norm(grads: Nested) -> jax.Array:
-    """The norm of all gradients together, f32 or wider."""
+    """Return the norm of all gradients together, f32 or wider."""
     wide_grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     return optax.tree.norm(wide_grads)
 
 
 @dataclass(frozen=True)
 class Spikes:
-    """Tells losses that are far above the average of the updates before.
+    """Detection of losses far above the average of previous updates.
 
     Attributes:
-      bound: the number of standard deviations above the average; None takes no loss for a spike.
+        bound: number of standard deviations above the average; None disables the detection.
     """
 
     bound: float | None
 
     def counter_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the moving averages of the loss and of its square, f32; {} where spikes are not looked for."""
+        """Return the specs of the moving averages of the loss and of its square, f32; {} if detection is disabled."""
         if self.bound is None:
             return {}
         return {name: TensorSpec((), "float32") for name in (_MEAN, _SQUARE)}
@@ -50,7 +50,7 @@ class Spikes:
         loss: jax.Array,
         ok: jax.Array,
     ) -> Nested:
-        """The averages after a step; a skipped one leaves them."""
+        """Return the averages after a step; a skipped step leaves them unchanged."""
         if self.bound is None:
             return {}
         averages = {}
@@ -66,10 +66,10 @@ class Spikes:
         counter: Nested,
         count: jax.Array,
     ) -> jax.Array:
-        """Whether a step counts that would, but for its loss: false for a spike.
+        """Return whether a step still counts after the check of its loss: false for a spike.
 
         Args:
-            ok: bool scalar, whether it would.
+            ok: bool scalar, whether the step counts otherwise.
             loss: f32 scalar.
             counter: the state's counters.
             count: the number of updates before this one.
@@ -78,7 +78,7 @@ class Spikes:
             return ok
         mean = counter[_MEAN] / _bias_correction(count)
         square = counter[_SQUARE] / _bias_correction(count)
-        # By rounding, the variance of losses that hardly differ may come out negative.
+        # Because of rounding, the variance of nearly equal losses may be slightly negative.
         deviation = jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
         return ok & ((count < _SPIKE_FREE) | (loss <= mean + self.bound * deviation))
 
@@ -92,13 +92,13 @@ def decide(
     spikes: Spikes,
     draws: bool,
 ) -> Decision:
-    """The decision that all gradients take together; see `Learner.decide`.
+    """Make the decision that depends on all gradients; see `Learner.decide`.
 
     Args:
         loss, norm: f32 scalars.
         counter: the state's counters.
-        clipping, spikes: what bounds gradients, and what losses are skipped.
-        draws: whether updates draw noise, and take a seed.
+        clipping, spikes: how gradients are clipped, and which losses are skipped.
+        draws: whether updates draw noise, and need a seed.
     """
     factor = clipping.factor(norm, counter)
     ok = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -109,6 +109,6 @@ def decide(
 
 
 def _bias_correction(count: jax.Array) -> jax.Array:
-    """The divisor of the losses' moving averages, which began at zero: 1 - decay**count, as in Adam."""
+    """Return the divisor of the losses' moving averages, which start at zero: 1 - decay**count, as in Adam."""
     # Before the first update the divisor would be zero; the result is not used then (see _SPIKE_FREE).
     return jnp.maximum(1.0 - _LOSS_DECAY ** count.astype(jnp.float32), 1e-6)

@@ -1,4 +1,4 @@
-"""Groups: which parameters one optimizer updates together, and their part of a tree of all trainable parameters."""
+"""Groups of parameters that one optimizer updates together, and their part of a tree of all trainable parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from framework.learner.units import ALL_STAGES, Group
 
 
 class DividedSpecs(NamedTuple):
-    """The parameter specs of a model: of those that learn, and of those that do not."""
+    """The parameter specs of a model, split into trainable and frozen ones."""
 
     trainable: Nested
     frozen: Nested
 
 
 def divide(specs: Nested, labels: dict[str, str]) -> DividedSpecs:
-    """Divides the parameter specs into trainable and frozen ones.
+    """Split the parameter specs into trainable and frozen ones.
 
     Args:
         specs: the specs of all parameters of the model.
@@ -47,12 +47,12 @@ def groups_of(
     *,
     across_stages: bool,
 ) -> list[Group]:
-    """The groups of the parameters that learn.
+    """Group the trainable parameters.
 
     Args:
-        trained: the specs of the parameters that learn.
+        trained: the specs of the trainable parameters.
         labels: by path, the label of each parameter of the model.
-        across_stages: group by label alone, not by stage and label.
+        across_stages: whether to group only by label, not by stage and label.
     """
     flat_specs = flatten(trained)
     if across_stages:
@@ -65,15 +65,15 @@ def groups_of(
     stage_groups = []
     for (stage, group_label), paths in paths_by_group.items():
         lengths = {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
-        # One vmap over the layers updates the group, so its parameters must be stacked alike.
+        # One vmap over the layers updates the group, so its parameters must all be stacked alike.
         assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
         stage_groups.append(Group(stage, group_label, tuple(paths), lengths.pop()))
     return stage_groups
 
 
 def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Group]:
-    """A group for each label, of the parameters of all stages."""
-    # A dict keeps the order of the labels, where a set would not.
+    """Return one group per label, with the parameters of all stages."""
+    # A dict keeps the order of the labels; a set would not.
     group_labels = dict.fromkeys(labels[path] for path in labels if path in flat_specs)
     model_groups = []
     for group_label in group_labels:
@@ -83,7 +83,7 @@ def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Gr
 
 
 def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
-    """Groups with those of their parameters alone whose paths in the model are given; without those that have none."""
+    """Restrict groups to the parameters with the given paths in the model, and drop groups that become empty."""
     parts = []
     for group in all_groups:
         part_paths = tuple(path for path in group.paths if f"{group.path_prefix}{path}" in paths)
@@ -93,11 +93,11 @@ def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
 
 
 def in_sections(specs: Nested, sections: Iterable[Section]) -> Nested:
-    """The specs of a model's parameters, by stage, with sections in the place of stacks."""
+    """Return the parameter specs of a model, by stage, with stacks replaced by their layer ranges."""
     homes = {section.home for section in sections}
     cut_specs = {stage: tree for stage, tree in specs.items() if stage not in homes}
     for section in sections:
-        # A stack that is frozen as a whole has no parameters that learn.
+        # A completely frozen stack has no trainable parameters.
         if section.home in specs:
             of_section = partial(_of_section, section)
             cut_specs[section.name] = jax.tree.map(of_section, specs[section.home])
@@ -109,7 +109,7 @@ def _of_section(section: Section, spec: ParameterSpec) -> ParameterSpec:
 
 
 def groups_in_sections(all_groups: list[Group], sections: Iterable[Section]) -> list[Group]:
-    """The groups of parameters, those of a stack once for each of its sections."""
+    """Return the parameter groups, with each group of a stack repeated for each of its layer ranges."""
     cut_groups = []
     for group in all_groups:
         group_sections = [section for section in sections if section.home == group.stage]
@@ -122,11 +122,11 @@ def groups_in_sections(all_groups: list[Group], sections: Iterable[Section]) -> 
 
 
 def select(tree: Nested, group: Group, specs: Nested) -> Nested:
-    """A group's part of a tree, without the stage; layers apart where the group spans all stages.
+    """Return a group's part of a tree, without the stage; with separate layers if the group spans all stages.
 
     Args:
         tree: arrays or specs of all trainable parameters, or at least of the group's stage.
-        group: whose part.
+        group: the group to select.
         specs: the specs of all trainable parameters.
     """
     if group.spans_stages:
@@ -138,7 +138,10 @@ def select(tree: Nested, group: Group, specs: Nested) -> Nested:
 
 
 def unselect(tree: Nested, group: Group, specs: Nested) -> dict[str, Any]:
-    """The inverse of `select`: {path in the model: leaf}. An empty tree, of averages that are not kept, has no leaf."""
+    """Return {path in the model: leaf}; the inverse of `select`.
+
+    An empty tree, of averages that the learner does not keep, has no leaves.
+    """
     leaves = flatten(tree)
     if not group.spans_stages or not leaves:
         return {f"{group.stage}/{path}": leaf for path, leaf in leaves.items()}
@@ -154,7 +157,7 @@ def unselect(tree: Nested, group: Group, specs: Nested) -> dict[str, Any]:
 
 
 def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
-    """The spec of one layer of a parameter that is stacked for `length` layers; a single one's (None) as it is."""
+    """Return the spec of one layer of a parameter stacked for `length` layers; if `length` is None, the spec itself."""
     if length is None:
         return spec
     return replace(
@@ -166,7 +169,7 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
 
 
 def _apart(spec: ParameterSpec, leaf: Any) -> Any:
-    """The layers of a stacked leaf, an array or a spec, by their numbers; a leaf that is not stacked as it is."""
+    """Split a stacked leaf, an array or a spec, into its layers by number; return an unstacked leaf unchanged."""
     length = spec.num_layers
     if length is None:
         return leaf

@@ -1,6 +1,6 @@
-"""The first values of what a training state holds of its trainable parameters, also of some of them alone.
+"""Initialization of trainable parameters with their optimizer state and averages, also for only some of them.
 
-Initialization goes through the model by parts, so that at no time all precise first values are there.
+The model is initialized part by part, so that its initial values never all exist in full precision together.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def init_part(
     keeps_averages: bool,
     unit: bool,
 ) -> dict[str, dict[str, jax.Array]]:
-    """The first values of some parameters, their optimizer state and their averages; see `Learner.init_part`.
+    """Initialize some parameters with their optimizer state and averages; see `Learner.init_part`.
 
     Args:
-        precise: by path in the model, float32 or wider.
-        states: of the groups of these parameters, each restricted to these.
-        specs: of all trainable parameters.
-        precision: of their updates.
+        precise: initial values by path in the model, float32 or wider.
+        states: states of the groups of these parameters, each restricted to these.
+        specs: specs of all trainable parameters.
+        precision: dtypes of their updates.
         keeps_averages: whether there are moving averages of the weights.
-        unit: the arrays are one layer's, without the leading axis.
+        unit: whether the arrays are one layer's, without the leading axis.
     """
     flat_specs = flatten(specs)
     weights = {path: x.astype(precision.update_dtype(flat_specs[path])) for path, x in precise.items()}
@@ -51,10 +51,10 @@ def init_part(
 
 
 def init_parts(states: list[GroupState]) -> list[tuple[str, ...]]:
-    """Paths of the parameters that `init_part` can be called with, in the smallest possible parts.
+    """Return the paths of the parameters that `init_part` can be called with, in the smallest possible parts.
 
     Args:
-        states: of all groups.
+        states: the states of all groups.
     """
     parts = []
     for state in states:

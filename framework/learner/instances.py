@@ -1,4 +1,4 @@
-"""Instances of optimizers: what a config names, fitted to the parameters of a group."""
+"""Optimizer instances: the optimizers that a config names, fitted to the parameters of each group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from framework.layout import Nested
 from framework.learner.rules import DEFAULT
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
-# The learning rate by the number of updates before.
+# The learning rate as a function of the number of previous updates.
 LearningRate = Callable[[Any], Any]
-# A group's (stage, label): one label may be used in several stages.
+# A group's (stage, label): several stages may use the same label.
 GroupKey = tuple[str, str]
 
 
 class Instance(NamedTuple):
-    """An optimizer for the units of a group.
+    """An optimizer for the layers of a group.
 
     Attributes:
-      optimizer: fitted to the parameters of a unit.
-      config: the optimizer's config, as JSON.
-      learning_rate: that the config names; None where it names none.
+        optimizer: the optimizer, fitted to the parameters of one layer.
+        config: the optimizer's config, as JSON.
+        learning_rate: the learning rate in the config; None if it has none.
     """
 
     optimizer: PartitionedGradientTransformation
@@ -38,14 +38,14 @@ def instances_of(
     learning_rates: dict[str, LearningRate | None],
     unit_specs: dict[GroupKey, Nested],
 ) -> dict[GroupKey, Instance]:
-    """Instantiates each optimizer, and fits it to each of its groups.
+    """Instantiate each optimizer, and fit it to each of its groups.
 
     Args:
-        configs, learning_rates: of the optimizers, by label.
-        unit_specs: for each group, the parameters of one unit.
+        configs, learning_rates: configs and learning rates of the optimizers, by label.
+        unit_specs: for each group, the parameters of one layer.
 
     Raises:
-        ValueError: a config is of no optax transformation, or it moves state that none of its groups has.
+        ValueError: a config does not build an optax transformation, or it offloads state that none of its groups has.
     """
     instances = {}
     for label, config in configs.items():
@@ -59,10 +59,10 @@ def instances_of(
 
 
 def learning_rate_of(optimizer: Config) -> LearningRate | None:
-    """The learning rate that an optimizer's config names; None where it names none.
+    """Return the learning rate in an optimizer's config; None if it has none.
 
-    Reports show it, and clip_mode update_rms multiplies its bound by it: the optimizer itself has the rate from its
-    own arguments.
+    It is shown in reports, and clip_mode update_rms multiplies its bound by it. The optimizer itself gets the rate
+    from its own arguments.
     """
     rate = _learning_rate_field(optimizer)
     if isinstance(rate, Config):
@@ -77,11 +77,11 @@ def distinct_learning_rates(
     learning_rates: dict[str, LearningRate | None],
     labels: Iterable[str],
 ) -> dict[str, LearningRate]:
-    """The learning rates that reports show, by label: the default optimizer's, and those of rules that have another.
+    """Return the learning rates to report, by label: the default one, and those of rules with a different rate.
 
     Args:
-        configs, learning_rates: of the optimizers, by label.
-        labels: of the optimizers that update something.
+        configs, learning_rates: configs and learning rates of the optimizers, by label.
+        labels: labels of the optimizers that update something.
     """
     default_field = _learning_rate_field(configs[DEFAULT])
     rates = {}
@@ -95,15 +95,19 @@ def distinct_learning_rates(
 
 
 def _learning_rate_field(optimizer: Config) -> Any:
-    """The field `learning_rate` of an optimizer's config; None where there is none."""
-    # A wrapper, such as offload_optimizer, has the optimizer with the learning rate in its field `optimizer`.
+    """Return the field `learning_rate` of an optimizer's config; None if it has none."""
+    # A wrapper, such as offload_optimizer, holds the optimizer with the learning rate in its field `optimizer`.
     while "optimizer" in optimizer:
         optimizer = optimizer.optimizer
     return optimizer.get("learning_rate") if "learning_rate" in optimizer else None
 
 
 def _build(config: Config) -> PartitionedGradientTransformation:
-    """The optimizer of a config, with its partition. Raises ValueError for what is no optax transformation."""
+    """Build the optimizer of a config, with its partition.
+
+    Raises:
+        ValueError: the config does not build an optax transformation.
+    """
     optimizer = config.instantiate()
     if not isinstance(optimizer, PartitionedGradientTransformation | optax.GradientTransformation):
         raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(optimizer).__name__}")
@@ -111,21 +115,24 @@ def _build(config: Config) -> PartitionedGradientTransformation:
 
 
 def _check_moves(optimizer: PartitionedGradientTransformation, unit_specs: dict[str, Nested]) -> None:
-    """Raises ValueError where an optimizer that moves its state names what none of its groups has.
+    """Check that an optimizer that offloads its state names state that at least one of its groups has.
 
-    In the learner `at_rest` leaves the moves to the layout, and checks no pattern. The optimizer's pattern is of the
-    whole model: it must match in one of the stages, not in each.
+    In the learner, the optimizer's `at_rest` variant leaves transfers to the layout and does not check the pattern.
+    The pattern is written for the whole model: it must match in at least one stage, not in each.
 
     Args:
-        optimizer: as its config builds it.
-        unit_specs: by stage, the parameters of one unit of each group that it updates.
+        optimizer: the optimizer as its config builds it.
+        unit_specs: by stage, the parameters of one layer of each group that it updates.
+
+    Raises:
+        ValueError: the pattern matches nothing in any stage.
     """
     if optimizer.at_rest is not None and unit_specs:
         optimizer.partition(unit_specs)
 
 
 def _fitted(optimizer: PartitionedGradientTransformation, unit_specs: Nested) -> PartitionedGradientTransformation:
-    """The optimizer for units with these parameters, which leaves the moves of its state to the layout."""
+    """Return the optimizer for layers with these parameters; the layout, not the optimizer, moves its state."""
     optimizer_of_unit = optimizer
     if optimizer.of_specs is not None:
         optimizer_of_unit = optimizer.of_specs(unit_specs)

@@ -1,10 +1,10 @@
-"""The learner turns gradients into new parameters: the component that configs name, and what schedules call.
+"""The learner turns gradients into new parameters. Configs name this component, and schedules call it.
 
-Each unit (one layer of a stacked stage, or a stage that is not stacked) has an optimizer instance. `unit_update` gives
-the update of one unit (`update.py`), which works on a bundle of weights, gradients, optimizer state (`state.py`) and
-average. Updating a whole stage is its vmap, so every schedule that updates units in another order computes the same
-numbers. Decisions that concern all gradients (norm, finiteness, clip factor) are taken first, in `decide`
-(`decisions.py`), and reach the units as scalars.
+Each update unit (one layer of a stacked stage, or a stage that is not stacked) has its own optimizer instance.
+`unit_update` returns the update of one unit (`update.py`), which works on its weights, gradients, optimizer state
+(`state.py`) and average. Updating a whole stage is a vmap of that update, so every schedule that updates layers in
+another order computes the same numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are
+made first, in `decide` (`decisions.py`), and are passed to the updates as scalars.
 """
 
 from __future__ import annotations
@@ -62,38 +62,41 @@ class Learner:
 
     Args:
         specs: the model's parameter specs, given by the experiment.
-        optimizer: any function that returns an optax transformation, `optax.adamw` say. A norm over all parameters
-            inside it would see one layer at a time: use `clip`, or `scope`.
-        scope: what has an instance of the optimizer. "model", for Prodigy say: all trainable parameters that it
-            updates, layers apart; only with memory.update = after_backward, which has them all at once.
+        optimizer: any function that returns an optax transformation, for example `optax.adamw`. A norm over all
+            parameters inside it would see one layer at a time: use `clip`, or `scope`.
+        scope: which parameters share an instance of the optimizer. "unit": each layer, and each stage outside the
+            stack, has its own. "model", for example for Prodigy: one instance for all trainable parameters that it
+            updates, with separate layers; only with memory.update = after_backward, which has all gradients together.
         rules: exceptions by path; a pattern that matches nothing is an error.
         clip: the bound of `clip_mode`; None clips nothing.
-        clip_mode: what is bounded. "global_norm": the norm of all gradients, exactly. The others also work where the
-            update is part of the backward pass (memory.update = in_backward): "two_pass", the same, by a second
-            backward pass; "previous_norm", gradients are divided by what the norm of the step before was too large by;
-            "update_rms", each tensor's update, as in Adafactor (clip is usually 1); "norm_growth", what each tensor's
-            gradient norm may grow by from step to step, as in Fira and APOLLO (clip is usually 1.01).
+        clip_mode: what is bounded. "global_norm": the norm of all gradients, exactly. The others also work if the
+            update is part of the backward pass (memory.update = in_backward). "two_pass": the same, with a second
+            backward pass. "previous_norm": gradients are divided by the factor by which the previous step's norm was
+            too large. "update_rms": each tensor's update, as in Adafactor (clip is usually 1). "norm_growth": the
+            factor by which each tensor's gradient norm may grow from step to step, as in Fira and APOLLO (clip is
+            usually 1.01).
         accumulate: microbatches per step.
-        ema: decay of a moving average of the weights, 0.999 say; None keeps none. Averages are float32, or the wider
-            dtype of the update: four bytes a trainable parameter, beside bfloat16 weights too.
-        master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
-        moment_dtype: dtype in which moments are kept; None means that of the weights that are updated. bfloat16 is
-            rounded up or down at random, right on average.
-        rounding: how weights narrower than float32 take an update when they have no master copy. "nearest": the update
-            is computed in their own dtype. The others compute in float32: "stochastic" rounds bfloat16 up or down at
-            random, right on average, and keeps nothing; "kahan" keeps what rounding cut off, in the weights' dtype.
-        nonfinite: what a step with a loss or gradient that is not finite does. It updates nothing, except under
-            memory.update = in_backward the units that came before that gradient. "skip" counts
-            it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint (or to the start) and
-            leaves out its batch alone.
-        max_nonfinite: how many skipped steps in a row (or rollbacks in a run) end the run all the same.
-        spike: a step updates nothing, and is counted as skipped, when its loss is more than so many standard deviations
-            above the average of the updates before it (8, say); None skips none. Both are moving averages over about a
-            hundred updates; the first twenty are never skipped.
+        ema: decay of a moving average of the weights, for example 0.999; None keeps none. Averages are float32, or
+            the wider dtype of the update: four bytes per trainable parameter, also with bfloat16 weights.
+        master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates only the parameters
+            themselves.
+        moment_dtype: dtype in which moments are stored; None means that of the weights that are updated. bfloat16
+            moments are rounded stochastically, which is right on average.
+        rounding: how weights narrower than float32 are updated without a master copy. "nearest": the update is
+            computed in their own dtype. The others compute in float32. "stochastic" rounds bfloat16 up or down at
+            random, right on average, and stores nothing. "kahan" stores the rounding error, in the weights' dtype.
+        nonfinite: what happens after a step with a loss or gradient that is not finite. The step updates nothing,
+            except under memory.update = in_backward the layers before that gradient in the backward pass. "skip"
+            counts it and continues, "stop" ends the run, "rollback" returns to the last checkpoint (or to the start)
+            and skips only its batch.
+        max_nonfinite: number of consecutive skipped steps (or of rollbacks in a run) that ends the run anyway.
+        spike: number of standard deviations by which a loss may exceed the average of the updates before it, for
+            example 8; a step above that updates nothing and is counted as skipped. None skips no step. Mean and
+            deviation are moving averages over about a hundred updates; the first twenty updates are never skipped.
 
     Attributes:
-        learning_rates: for reports, by the optimizer's label: "default", and "rule0" for that of `rules.0` if its rate
-            is another one.
+        learning_rates: learning rates to report, by the optimizer's label: "default", and "rule0" for `rules.0` if
+            its rate differs.
     """
 
     def __init__(
@@ -143,14 +146,14 @@ class Learner:
         self._set_optimizers(labels, configs)
 
     def _set_optimizers(self, labels: dict[str, str], configs: dict[str, Config]) -> None:
-        """Instantiates the optimizers and fits each to the parameters of its groups.
+        """Instantiate the optimizers and fit each to the parameters of its groups.
 
         Args:
             labels: by path, the label of the parameter's optimizer, or FROZEN.
             configs: by label, the optimizer's config.
 
         Raises:
-            ValueError: no parameter is trainable, or weights of their dtype cannot be rounded as asked.
+            ValueError: no parameter is trainable, or weights of their dtype cannot be rounded as requested.
         """
         learning_rates = {name: instances.learning_rate_of(config) for name, config in configs.items()}
         if not self.specs:
@@ -166,10 +169,10 @@ class Learner:
         self.draws = self._precision.draws or draws
 
     def in_sections(self, sections: Iterable[Section]) -> Learner:
-        """The learner of the same model with sections in the place of stacks; each has the optimizers of its stack.
+        """Return the learner for stacks that are split into layer ranges, which keep the stack's optimizers.
 
         Args:
-            sections: those of one stack in order.
+            sections: the layer ranges; those of one stack are in order.
         """
         learner = copy.copy(self)
         learner.specs = groups.in_sections(self.specs, sections)
@@ -182,16 +185,19 @@ class Learner:
                     learner._instances[section.name, group_label] = instance
         return learner
 
-    # --- state: specs and first values -------------------------------------------------------------------------------
+    # --- state: specs and initialization -----------------------------------------------------------------------------
 
     def gradient_dtype(self, spec: ParameterSpec) -> Any:
-        """The dtype in which gradients are summed over microbatches: that of the update, float32 at least."""
+        """Return the dtype in which gradients are summed over microbatches: that of the update, at least float32."""
         return self._precision.gradient_dtype(spec)
 
     def gradient_specs(self, hosted: Container[str] = ()) -> Nested:
-        """Specs of buffers for all gradients; the large ones of `hosted` stages are in host memory.
+        """Return the specs of buffers for all gradients.
 
         Without gradient accumulation nothing is summed, and the buffers have the dtypes of the parameters.
+
+        Args:
+            hosted: names of the stages whose large buffers are in host memory.
         """
 
         def buffer(spec: ParameterSpec) -> TensorSpec:
@@ -202,7 +208,12 @@ class Learner:
         return self._placed(buffers, hosted)
 
     def _placed(self, tree: Nested, hosted: Container[str]) -> Nested:
-        """Specs by stage in the structure of the parameters, with the large ones of `hosted` stages in host memory."""
+        """Move the large leaves of some stages to host memory.
+
+        Args:
+            tree: specs by stage, in the structure of the parameters.
+            hosted: names of the stages to offload.
+        """
         placed = {}
         for stage, specs in tree.items():
             if stage in hosted:
@@ -212,9 +223,10 @@ class Learner:
         return placed
 
     def optimizer_specs(self, hosted: Container[str] = ()) -> Nested:
-        """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs.
+        """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}.
 
-        The large leaves of `hosted` stages are in host memory.
+        Args:
+            hosted: names of the stages whose large leaves are in host memory.
         """
         tree: Nested = {}
         for group in self.groups:
@@ -225,9 +237,10 @@ class Learner:
         return tree
 
     def ema_specs(self, hosted: Container[str] = ()) -> Nested:
-        """The specs of the averages of trainable parameters; {} without `ema`.
+        """Return the specs of the averages of trainable parameters; {} without `ema`.
 
-        The large ones of `hosted` stages are in host memory.
+        Args:
+            hosted: names of the stages whose large averages are in host memory.
         """
         if self.ema is None:
             return {}
@@ -238,7 +251,7 @@ class Learner:
         return self._placed(jax.tree.map(average, self.specs), hosted)
 
     def state_of(self, group: Group) -> GroupState:
-        """The optimizer state of a group, or of some of a group's parameters."""
+        """Return the optimizer state of a group, or of some of a group's parameters."""
         return GroupState(
             group,
             self.select(self.specs, group),
@@ -248,7 +261,11 @@ class Learner:
         )
 
     def init(self, precise: Nested) -> Update:
-        """(trainable parameters, optimizer state, averages) from freshly initialized, uncast trainable parameters."""
+        """Return (trainable parameters, optimizer state, averages).
+
+        Args:
+            precise: freshly initialized trainable parameters, not cast.
+        """
         leaves = self.init_part(flatten(precise))
         params = in_structure(self.specs, leaves["parameter"])
         optimizer = in_structure(self.optimizer_specs(), leaves["optimizer"])
@@ -256,11 +273,11 @@ class Learner:
         return params, optimizer, ema
 
     def init_part(self, precise: dict[str, jax.Array], *, unit: bool = False) -> dict[str, dict[str, jax.Array]]:
-        """The state that `init` makes of some of the parameters.
+        """Initialize the state of some of the parameters, as `init` does.
 
         Args:
-            precise: by path; those of one of `init_parts`, or all.
-            unit: the arrays are one layer's, without the leading axis.
+            precise: initial values by path, for one of the parts of `init_parts` or for all parameters.
+            unit: whether the arrays are one layer's, without the leading axis.
 
         Returns:
             {"parameter": ..., "optimizer": ..., "ema": ...}, each by path.
@@ -276,35 +293,42 @@ class Learner:
         )
 
     def init_parts(self) -> list[tuple[str, ...]]:
-        """Paths of the trainable parameters that `init_part` can be called with, in the smallest possible parts."""
+        """Return the paths of trainable parameters for calls of `init_part`, in the smallest possible parts."""
         return initial.init_parts([self.state_of(group) for group in self.groups])
 
     # --- groups and their parts --------------------------------------------------------------------------------------
 
     def select(self, tree: Nested, group: Group) -> Nested:
-        """A group's part of a tree of all trainable parameters, without the stage; layers apart for scope = model."""
+        """Return a group's part of a tree of all trainable parameters, without the stage.
+
+        For scope = model, stacks are split into separate layers.
+        """
         return groups.select(tree, group, self.specs)
 
     def unit_specs(self, group: Group) -> Nested:
-        """The parameter specs of one unit of a group, in the dtype in which their update is computed."""
+        """Return the parameter specs of one layer of a group, in the dtype in which the update is computed."""
         return unit_specs(self.select(self.specs, group), group, self._precision)
 
     def reach(self, group: Group) -> Reach:
-        """The smallest part of a unit of the group that can be updated by itself; tried out on first use."""
+        """Return the smallest part of a layer of the group that can be updated independently; measured on first use."""
         instance = self._instances[group.stage, group.label]
         return self.clipping.widened(reach_of(instance, self.unit_specs(group)))
 
     def try_reach(self) -> None:
-        """Tries out how far each optimizer looks, for schedules that divide a unit.
+        """Measure the update locality of each optimizer, for schedules that split a layer into chunks.
 
-        They ask for it again while a step is traced. A trial at that point would compile each of its operations by
-        itself.
+        These schedules need it again while a step is traced. A measurement at that point would compile each of its
+        operations separately.
         """
         for group in self.groups:
             self.reach(group)
 
     def check_reach(self) -> None:
-        """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
+        """Check that no optimizer mixes parameters: with an instance per layer, its updates would be silently wrong.
+
+        Raises:
+            ValueError: the update of one parameter depends on gradients of other parameters.
+        """
         if self.scope != "unit":
             return
         for group in self.groups:
@@ -315,7 +339,7 @@ class Learner:
 
     @staticmethod
     def norm(grads: Nested) -> jax.Array:
-        """The norm of all gradients together, f32 or wider."""
+        """Return the norm of all gradients together, f32 or wider."""
         return decisions.global_norm(grads)
 
     def decide(
@@ -324,10 +348,10 @@ class Learner:
         norm: jax.Array,
         counter: Nested,
     ) -> Decision:
-        """The decision that all gradients take together, from their norm.
+        """Make the decision that depends on all gradients, from their norm.
 
         It holds the factor that clips the gradients, and whether the step counts: loss and norm are finite, and the
-        loss is no spike.
+        loss is not a spike.
 
         Args:
             loss, norm: f32 scalars.
@@ -343,7 +367,7 @@ class Learner:
         )
 
     def counter_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the moving averages of the loss and of its square, f32, where spikes are skipped."""
+        """Return the specs of the moving averages of the loss and of its square, f32; {} if spikes are not skipped."""
         return self._spikes.counter_specs()
 
     def count_loss(
@@ -352,7 +376,7 @@ class Learner:
         loss: jax.Array,
         ok: jax.Array,
     ) -> Nested:
-        """The averages after a step; a skipped one leaves them."""
+        """Return the averages after a step; a skipped step leaves them unchanged."""
         return self._spikes.count_loss(counter, loss, ok)
 
     def update(
@@ -365,13 +389,14 @@ class Learner:
         run: Callable[[Group, UnitUpdate, Bundle, Decision], Update] | None = None,
         stage: str | None = None,
     ) -> Update:
-        """(parameters, optimizer state, averages), unchanged where the decision says not ok.
+        """Return (parameters, optimizer state, averages), unchanged if the decision is not ok.
 
         Args:
-            params, grads, optimizer, ema: of all trainable parameters.
+            params, grads, optimizer, ema: trees of all trainable parameters.
             decision: see `decide`.
-            run: applies a unit's update to a group's bundle, one layer or stacked ones; all at once by default.
-            stage: update this one only; the gradients of other stages may be missing.
+            run: applies the update of one layer to a group's weights, gradients, state and averages, of one layer or
+                stacked; by default to all layers at once.
+            stage: update only this stage; the gradients of other stages may be missing.
         """
         run = run or all_units
         new_params = flatten(params)
@@ -394,19 +419,22 @@ class Learner:
             )
             new_params |= groups.unselect(weights, group, self.specs)
             new_ema |= groups.unselect(average, group, self.specs)
-            # A copy: the caller's dict of the stage is not changed.
+            # Copied, so that the caller's dict of the stage does not change.
             new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
         return in_structure(params, new_params), new_optimizer, in_structure(ema, new_ema)
 
     @staticmethod
     def _at_first_layer(decision: Decision, group: Group) -> Decision:
-        """The decision for a group, whose layers are counted from the first one of the whole stack."""
+        """Return the decision for a group, with layers counted from the first layer of the whole stack."""
         if not group.first_layer:
             return decision
         return decision._replace(layer=decision.layer + group.first_layer)
 
     def unit_update(self, group: Group) -> UnitUpdate:
-        """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""
+        """Return the update of one layer: (weights, grads, optimizer entry, average, decision) -> new values.
+
+        The new values are those of weights, optimizer entry and average.
+        """
         return GroupUpdate(
             self.state_of(group),
             self._instances[group.stage, group.label].learning_rate,

@@ -1,7 +1,7 @@
-"""Precision: the dtypes in which weights are updated, gradients summed, moments and averages kept.
+"""Precision: the dtypes in which weights are updated, gradients are summed, and moments and averages are stored.
 
-An update is computed in the dtype of the master copy where there is one, else in that of the weights, or, where weights
-narrower than float32 are rounded otherwise than to the nearest, in float32.
+An update is computed in the dtype of the master copy if there is one, otherwise in the dtype of the weights. If
+weights narrower than float32 are not rounded to nearest, it is computed in float32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from framework.optimizers.rounding import Origin, Rounding, fold_name, noise, ro
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of updates, and how narrow weights are rounded.
+    """The dtypes of updates, and the rounding of narrow weights.
 
     Attributes:
-      rounding, master_dtype, moment_dtype: see `Learner`; dtypes are NumPy's, or None.
+        rounding, master_dtype, moment_dtype: see `Learner`; dtypes are NumPy's, or None.
     """
 
     rounding: Rounding
@@ -31,46 +31,48 @@ class Precision:
     moment_dtype: Any
 
     def update_dtype(self, spec: ParameterSpec) -> Any:
-        """The dtype in which a parameter's update is computed."""
+        """Return the dtype in which a parameter's update is computed."""
         if self.rounding != "nearest":
             return _wide(spec.dtype)
         return spec.dtype if self.master_dtype is None else self.master_dtype
 
     def gradient_dtype(self, spec: ParameterSpec) -> Any:
-        """The dtype in which gradients are summed over microbatches: that of the update, float32 at least."""
+        """Return the dtype in which gradients are summed over microbatches: that of the update, at least float32."""
         return _wide(self.update_dtype(spec))
 
     def average_dtype(self, spec: ParameterSpec) -> Any:
-        """The dtype of a parameter's moving average: that of the update, float32 at least.
+        """Return the dtype of a parameter's moving average: that of the update, at least float32.
 
-        A bfloat16 average whose decay is over 0.99 is moved by less than it can hold, and stays at its first value.
+        With a decay over 0.99, the steps of a bfloat16 average are smaller than its resolution, and it stays at its
+        initial value.
         """
         return _wide(self.update_dtype(spec))
 
     def keeps_master(self, specs: Iterable[ParameterSpec]) -> bool:
-        """Whether the optimizer state of these parameters holds a master copy: one of them has another dtype."""
+        """Return whether the optimizer state of these parameters has a master copy: one of them has another dtype."""
         if self.master_dtype is None:
             return False
         return any(spec.dtype != self.master_dtype for spec in specs)
 
     def compensates(self, specs: Iterable[ParameterSpec]) -> bool:
-        """Whether the optimizer state of these parameters holds what rounding cut off from them (Kahan)."""
+        """Return whether the optimizer state of these parameters stores their rounding errors (Kahan)."""
         if self.rounding != "kahan":
             return False
         return any(spec.dtype != self.update_dtype(spec) for spec in specs)
 
     def stored(self, spec: OptStateSpec) -> OptStateSpec:
-        """The spec of a leaf of an optimizer's state between steps: that of a moment in `moment_dtype`."""
+        """Return the spec of an optimizer state leaf between steps: moments are stored in `moment_dtype`."""
         if self.moment_dtype is not None and mirrors_parameter(spec):
             return replace(spec, dtype=self.moment_dtype)
         return spec
 
     def widened(self, state: Any, weights: Nested) -> Any:
-        """A stored optimizer state as its update takes it.
+        """Return a stored optimizer state in the dtypes in which its update is computed.
 
         Args:
-            state: in which moments may have a narrower `moment_dtype`; those get the dtype of the update, others stay.
-            weights: in the dtype of the update.
+            state: the stored state. Moments with a narrower `moment_dtype` are cast to the dtype of the update; other
+                leaves keep their dtype.
+            weights: weights in the dtype of the update.
         """
         if self.moment_dtype is None:
             return state
@@ -80,20 +82,20 @@ class Precision:
 
     @property
     def draws(self) -> bool:
-        """Whether updates draw noise: for weights, or for moments in bfloat16."""
+        """Return whether updates draw noise: for weights, or for moments in bfloat16."""
         return self.rounding == "stochastic" or self.moment_dtype == jnp.bfloat16
 
     def narrowed(self, state: Any, stored: Any, seed: jax.Array, origin: Origin | None) -> Any:
-        """An optimizer state after its update, in the dtypes in which it is stored.
+        """Return an optimizer state after its update, in the dtypes in which it is stored.
 
-        Moments in bfloat16 are rounded stochastically. An average that moves by less than 1/512 of itself, as with
-        b2 = 0.999, would not move at all if it were rounded to nearest.
+        Moments in bfloat16 are rounded stochastically. An average that moves by less than 1/512 of itself, as with b2
+        = 0.999, would not move at all if it were rounded to nearest.
 
         Args:
-            state: as `widened` had it, after the update.
-            stored: the state before the update, as it is stored; only dtypes count.
-            seed: uint32 scalar, of this update of the unit.
-            origin: where blocks lie in their tensors; None where they are whole.
+            state: the state after the update, in the dtypes that `widened` returns.
+            stored: the state before the update, as it is stored; only its dtypes are used.
+            seed: uint32 scalar, of this update of the layer.
+            origin: positions of blocks in their tensors; None for whole tensors.
         """
         if self.moment_dtype != jnp.bfloat16:
             return jax.tree.map(lambda new, old: new.astype(old.dtype), state, stored)
@@ -101,7 +103,7 @@ class Precision:
         def rounded(keypath: Any, new: jax.Array, old: jax.Array) -> jax.Array:
             if old.dtype != jnp.bfloat16 or new.dtype == old.dtype:
                 return new.astype(old.dtype)
-            # The weights of that name draw from the same seed.
+            # "moment" is folded in because the weights of the same name draw from the same seed.
             leaf_seed = fold_name(fold_name(seed, "moment"), path_name(keypath))
             return round_stochastically(new, old.dtype, noise(leaf_seed, new.shape, origin))
 
@@ -109,5 +111,5 @@ class Precision:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype, or float32 where that is wider."""
+    """Return the dtype, or float32 if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -1,6 +1,6 @@
-"""How far an optimizer looks in the units of a group, tried out once in a process for each kind of unit.
+"""The update locality of a group's optimizer, measured once per process for each kind of layer.
 
-The same experiment is built more than once in a process, to plan it and to run it, and a trial compiles programs.
+A process builds the same experiment more than once, to plan it and to run it, and a measurement compiles programs.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from framework.optimizers.reach import Reach, probe
 
 
 class _Kind(NamedTuple):
-    """What decides on a trial's result: the optimizer's config as JSON, paths and shapes of the unit's parameters."""
+    """Cache key of a measurement: the optimizer's config as JSON, and paths and shapes of the layer's parameters."""
 
     config: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-# The results of `probe` in this process.
+# Results of `probe` in this process.
 _reaches: dict[_Kind, Reach] = {}
 
 
 def reach_of(instance: Instance, unit_specs: Nested) -> Reach:
-    """The smallest part of a unit that an optimizer can update by itself; tried out on first use.
+    """Return the smallest part of a layer that an optimizer can update independently; measured on first use.
 
     Args:
-        instance: of the optimizer.
-        unit_specs: the parameters of the unit.
+        instance: the optimizer instance.
+        unit_specs: the parameters of the layer.
     """
     shapes = tuple((path, spec.shape) for path, spec in flatten(unit_specs).items())
     kind = _Kind(instance.config, shapes)
@@ -39,17 +39,17 @@ def reach_of(instance: Instance, unit_specs: Nested) -> Reach:
 
 
 def check_parameters_apart(name: str, instance: Instance, unit_specs: Nested) -> None:
-    """Checks that the update of one parameter depends on no gradient of another.
+    """Check that the update of one parameter does not depend on gradients of other parameters.
 
     Args:
         name: the label of the optimizer.
-        instance: of the optimizer.
-        unit_specs: the parameters of the unit.
+        instance: the optimizer instance.
+        unit_specs: the parameters of the layer.
 
     Raises:
         ValueError: it does.
     """
-    # The trial compiles; most optimizers can be read.
+    # The measurement compiles programs; for most optimizers, inspecting the update is enough.
     if keeps_apart(instance.optimizer, unit_specs):
         return
     if reach_of(instance, unit_specs) == "global":

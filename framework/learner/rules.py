@@ -1,4 +1,4 @@
-"""Rules by path say which parameters learn, and with which optimizer."""
+"""Rules by path, which decide which parameters are trained, and with which optimizer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from framework.optimizers.arguments import check_arguments
 from framework.optimizers.named import OPTIMIZERS
 
 Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
-# Labels of parameters: those that do not learn, and those of the learner's optimizer, which no rule changes.
+# Labels of parameters: frozen ones, and those that keep the learner's optimizer because no rule applies.
 FROZEN = "frozen"
 DEFAULT = "default"
 
 
 @component
 class Rule:
-    """What differs for the parameters whose path matches; the first matching rule decides.
+    """An exception for the parameters whose path matches; the first matching rule decides.
 
     Args:
         pattern: a regex, searched in paths such as "stack/block0/attention/query/weight".
-        freeze: no gradient, no optimizer state, no average.
+        freeze: whether to freeze these parameters: no gradient, no optimizer state, no average.
         optimizer: another optimizer for these parameters.
-        set: fields of the learner's optimizer that differ, {"weight_decay": 0.0} say.
+        set: fields of the learner's optimizer to override, for example {"weight_decay": 0.0}.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ def label(
     optimizer: Config,
     rules: list[Rule],
 ) -> tuple[dict[str, str], dict[str, Config]]:
-    """Applies the rules to all parameters.
+    """Apply the rules to all parameters.
 
     Returns:
         ({path: label of the parameter's optimizer, or FROZEN}, {label: config of the optimizer}).
 
     Raises:
-        ValueError: a pattern matches nothing, or only what earlier rules decide. ConfigError: a field that the
-            optimizer does not have, or a value that it cannot work with.
+        ValueError: a pattern matches nothing, or only parameters that earlier rules decide.
+        ConfigError: a field that the optimizer does not have, or a value that it does not support.
     """
     check_arguments(optimizer, "learner.optimizer")
     flat_specs = flatten(specs)
@@ -67,7 +67,7 @@ def label(
     labels = {}
     for path, spec in flat_specs.items():
         labels[path] = DEFAULT if spec.trainable else FROZEN
-    # The index of the rule that decides on a parameter.
+    # For each parameter, the index of the rule that decides.
     decided_by: dict[str, int] = {}
     for index, rule in enumerate(rules):
         matched = [path for path in flat_specs if rule.pattern.search(path)]
@@ -76,7 +76,7 @@ def label(
                 f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat_specs)} "
                 f"parameters, such as {list(flat_specs)[:3]}"
             )
-        # Weights that adapters have frozen count for nothing: a rule for them (no decay of norms) has nothing to do.
+        # Weights that adapters have frozen are ignored: a rule for them (no weight decay for norms) has no effect.
         trained = [path for path in matched if flat_specs[path].trainable]
         taken = [path for path in trained if path not in decided_by]
         if trained and not taken:
@@ -91,7 +91,11 @@ def label(
 
 
 def _optimizer_of(rule: Rule, default: Config, path: str) -> Config:
-    """The config of the optimizer that a rule gives. Raises ConfigError."""
+    """Return the config of a rule's optimizer.
+
+    Raises:
+        ConfigError: a field that the optimizer does not have, or a value that it does not support.
+    """
     if rule.optimizer is not None:
         check_arguments(rule.optimizer, f"{path}.optimizer")
         return rule.optimizer
@@ -108,7 +112,7 @@ def _shadowed(
     matched: list[str],
     decided_by: dict[str, int],
 ) -> str:
-    """The error message for a rule that decides nothing, because earlier ones decide on all that it matches."""
+    """Return the error message for a rule without effect: earlier rules decide on everything that it matches."""
     earlier = sorted({decided_by[path] for path in matched})
     names = ", ".join(f"rules.{number} ({rules[number].pattern.pattern!r})" for number in earlier)
     return (

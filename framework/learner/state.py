@@ -1,7 +1,7 @@
-"""The optimizer state of one group of parameters: its specs, its first value, and the parts that it can be taken in.
+"""The optimizer state of one parameter group: its specs, its initialization, and how it splits into parts.
 
-Its entry in the training state is {"state": the optimizer's own, "master": ..., "compensation": ..., "norm": ...}; all
-but the first are in the structure of the parameters, and are there only where the learner keeps them. The state of a
+The group's entry in the training state is {"state": the optimizer's own, "master": ..., "compensation": ..., "norm":
+...}. All but the first have the structure of the parameters, and exist only if the learner needs them. The state of a
 stack is `vmap(init)` over its layers, counters included.
 """
 
@@ -20,7 +20,7 @@ from framework.learner.units import Group, in_structure
 from framework.optimizers.partition import PartitionedGradientTransformation
 from framework.optimizers.rounding import cut_off
 
-# The parts of an entry, by which checkpoints name them.
+# The parts of an entry, under the names that checkpoints use.
 STATE = "state"
 MASTER = "master"
 COMPENSATION = "compensation"
@@ -28,12 +28,12 @@ NORM = "norm"
 
 
 def unit_specs(specs: Nested, group: Group, precision: Precision) -> Nested:
-    """The parameter specs of one unit of a group, in the dtype in which their update is computed.
+    """Return the parameter specs of one layer of a group, in the dtype in which the update is computed.
 
     Args:
-        specs: of the group's parameters, stacked where they are.
-        group: whose.
-        precision: of the update.
+        specs: specs of the group's parameters, stacked if the stage is a stack.
+        group: the parameter group.
+        precision: dtypes of the update.
     """
 
     def precise(spec: ParameterSpec) -> ParameterSpec:
@@ -48,20 +48,20 @@ def spec_like(
     dtype: Any,
     owner: str | None = None,
 ) -> OptStateSpec:
-    """A spec in the shape and on the mesh axes of a parameter, in another dtype."""
+    """Return a spec with the shape and mesh axes of a parameter, in another dtype."""
     return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """The optimizer state of one group of parameters.
+    """The optimizer state of one parameter group.
 
     Attributes:
-      group: whose state.
-      specs: of the group's parameters, stacked where they are.
-      optimizer: fitted to one unit of the group.
-      precision: of the update.
-      keeps_norms: whether the norms of the gradients are kept, one for each tensor and layer.
+        group: the parameter group.
+        specs: specs of the group's parameters, stacked if the stage is a stack.
+        optimizer: the optimizer, fitted to one layer of the group.
+        precision: dtypes of the update.
+        keeps_norms: whether the state has gradient norms, one per tensor and layer.
     """
 
     group: Group
@@ -71,20 +71,20 @@ class GroupState:
     keeps_norms: bool
 
     def unit_specs(self) -> Nested:
-        """The parameter specs of one unit, in the dtype in which their update is computed."""
+        """Return the parameter specs of one layer, in the dtype in which the update is computed."""
         return unit_specs(self.specs, self.group, self.precision)
 
     def _optimizer_specs(self) -> Any:
-        """The OptStateSpecs of the optimizer's own state for one unit, in the structure of that state."""
+        """Return the OptStateSpecs of the optimizer's own state for one layer, in the structure of that state."""
         return self.optimizer.partition(self.unit_specs())
 
     def counters(self) -> frozenset[str]:
-        """The paths in the entry of numbers of updates, which are the same in all layers."""
+        """Return the paths of update counters in the entry, which are the same in all layers."""
         specs = flatten({STATE: self._optimizer_specs()})
         return frozenset(path for path, spec in specs.items() if spec.counts_updates)
 
     def entry_specs(self) -> Nested:
-        """The specs of the group's entry, all on the device, layers stacked along a first axis."""
+        """Return the specs of the group's entry, all on the device, with layers stacked along the first axis."""
         flat_specs = flatten(self.specs)
         entry = {STATE: jax.tree.map(self._stored, self._optimizer_specs())}
         if self._keeps_master():
@@ -98,14 +98,14 @@ class GroupState:
                 compensations[path] = spec_like(spec, spec.dtype, path)
             entry[COMPENSATION] = unflatten(compensations)
         if self.keeps_norms:
-            # One norm per tensor and layer, as `limit_norm_growth` runs under the vmap over the layers.
+            # One norm per tensor and layer, because `limit_norm_growth` runs under the vmap over the layers.
             shape = () if self.group.length is None else (self.group.length,)
             norms = {path: OptStateSpec(shape, "float32", owner=path) for path in flat_specs}
             entry[NORM] = unflatten(norms)
         return entry
 
     def _stored(self, spec: OptStateSpec) -> OptStateSpec:
-        """The spec of a leaf of a unit's state as it is stored between steps, for all layers."""
+        """Return the spec, for all layers, with which a leaf of one layer's state is stored between steps."""
         stored_spec = self.precision.stored(spec)
         length = self.group.length
         if length is None:
@@ -123,14 +123,14 @@ class GroupState:
         return self.precision.compensates(jax.tree.leaves(self.specs))
 
     def part(self, paths: tuple[str, ...], entry: Nested) -> Nested:
-        """The part of the entry that an update of some of the parameters needs, counters included.
+        """Return the part of the entry that an update of some of the parameters needs, counters included.
 
         Args:
             paths: the parameters' paths within the group.
-            entry: the group's, as arrays or specs.
+            entry: the group's entry, as arrays or specs.
 
         Raises:
-            KeyError: the optimizer names its state in another way when it sees only these.
+            KeyError: the optimizer names its state differently when it sees only these parameters.
         """
         unit = flatten(self.unit_specs())
         abstract = {path: jax.ShapeDtypeStruct(unit[path].shape, unit[path].dtype) for path in paths}
@@ -138,14 +138,14 @@ class GroupState:
         state = flatten(entry[STATE])
         state_leaves = {path: state[path] for path in flatten(state_of_paths)}
         part: Nested = {STATE: in_structure(state_of_paths, state_leaves)}
-        # All entries but the optimizer's own state have the structure of the parameters.
+        # Everything but the optimizer's own state has the structure of the parameters.
         for name in entry.keys() - {STATE}:
             leaves = flatten(entry[name])
             part[name] = unflatten({path: leaves[path] for path in paths})
         return part
 
     def separable(self) -> bool:
-        """Whether the optimizer's state for one parameter is a part of its state for all of the group."""
+        """Return whether the optimizer's state for one parameter is a part of its state for the whole group."""
         entry = self.entry_specs()
         if self.group.spans_stages:
             return False
@@ -157,14 +157,14 @@ class GroupState:
         return True
 
     def init(self, weights: Nested, *, stacked: bool) -> dict[str, jax.Array]:
-        """The first entry, by path in the optimizer state of the model.
+        """Return the initial entry, by path in the optimizer state of the model.
 
         Args:
-            weights: the group's, in the dtype of their update: freshly initialized, uncast.
-            stacked: whether they have a leading axis of layers.
+            weights: the group's weights in the dtype of their update: freshly initialized, not cast.
+            stacked: whether they have a leading layer axis.
         """
         init = self.optimizer.init
-        # Each layer has an optimizer instance, counters included, so the state is initialized layer by layer.
+        # Each layer has its own optimizer instance, counters included, so the state is initialized layer by layer.
         state = jax.vmap(init)(weights) if stacked else init(weights)
         entry = {STATE: state}
         if self._keeps_master():

@@ -1,4 +1,7 @@
-"""The data of an update: groups of parameters, bundles of their weights, gradients and state, units and layers."""
+"""Data types of an update: parameter groups with their weights, gradients and state, and layers of stacks.
+
+An update unit is one layer of a stack (one period of its pattern), or a stage outside the stacks.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,23 @@ from framework.layout import (
 )
 from framework.optimizers.rounding import Origin
 
-# The stage of a group that has the parameters of all stages.
+# The stage name of a group that spans all stages.
 ALL_STAGES = "model"
 
 
 class Decision(NamedTuple):
-    """The decision that all gradients take together, and the place of a unit, which random rounding depends on.
+    """The decision that depends on all gradients, and the position of a layer, which random rounding depends on.
 
-    All but `origin` are scalars on the device. `norm` is that of all gradients, `factor` clips them, `ok` says whether
-    the step counts. `count` is the number of updates before this one, `seed` (uint32) the run's. `layer` is the first
-    layer that is to be updated, `origin` a block's place in its tensor (None: all of it).
+    All fields except `origin` are scalars on the device.
+
+    Attributes:
+        norm: norm of all gradients together.
+        factor: factor that clips the gradients.
+        ok: whether the step counts.
+        count: number of updates before this one.
+        seed: uint32, the run's seed.
+        layer: index of the first layer to update.
+        origin: a block's position in its tensor; None for the whole tensor.
     """
 
     norm: jax.Array
@@ -42,9 +52,12 @@ class Decision(NamedTuple):
 class Group:
     """The parameters of one stage that one optimizer updates.
 
-    `paths` are those within the stage, `length` is the number of layers that they are stacked for, or None. With
-    learner.scope = model the stage is ALL_STAGES, and holds the parameters of all stages. `section` says which layers
-    of a stack the stage has, where it has not all.
+    Attributes:
+        stage: the stage. With learner.scope = model it is ALL_STAGES, and the group has the parameters of all stages.
+        label: label of the optimizer.
+        paths: paths of the parameters within the stage.
+        length: number of stacked layers, or None if the parameters are not stacked.
+        section: the range of layers that the stage holds, if it holds only part of a stack.
     """
 
     stage: str
@@ -55,37 +68,37 @@ class Group:
 
     @property
     def home(self) -> str:
-        """The stage of the whole stack that these parameters are of; for all others the stage itself."""
+        """Return the stage of the whole stack that contains these parameters; without a stack, the stage itself."""
         return self.stage if self.section is None else self.section.home
 
     @property
     def first_layer(self) -> int:
-        """The index of the first layer in the whole stack."""
+        """Return the index of the first layer in the whole stack."""
         return 0 if self.section is None else self.section.first
 
     @property
     def spans_stages(self) -> bool:
-        """Whether the group has the parameters of all stages, layers apart (learner.scope = model)."""
+        """Return whether the group has the parameters of all stages, with separate layers (learner.scope = model)."""
         return self.stage == ALL_STAGES
 
     @property
     def path_prefix(self) -> str:
-        """The first part of the model's paths of the group's parameters; the paths of the group lack it."""
+        """Return the prefix that turns the group's paths into paths in the model."""
         return "" if self.spans_stages else f"{self.stage}/"
 
 
-# (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
+# (weights, gradients, entry of the optimizer state, averages) of one layer, or of all layers of a group, stacked.
 Bundle = tuple[Nested, Nested, Nested, Nested]
 # (new weights, optimizer state, averages).
 Update = tuple[Nested, Nested, Nested]
 
 
 class UnitUpdate(Protocol):
-    """The update of one unit."""
+    """The update of one layer, or of a stage that is not stacked."""
 
     @property
     def counters(self) -> frozenset[str]:
-        """The paths, in the optimizer state's entry, of numbers of updates, which are the same in all layers."""
+        """Return the paths of update counters in the entry of the optimizer state, which are the same in all layers."""
         ...
 
     def __call__(
@@ -96,7 +109,7 @@ class UnitUpdate(Protocol):
         average: Nested,
         decision: Decision,
     ) -> Update:
-        """Returns the new weights, entry of the optimizer state and averages; the gradients have no new value."""
+        """Return the new weights, entry of the optimizer state and averages; gradients have no new value."""
         ...
 
 
@@ -106,28 +119,29 @@ def all_units(
     bundle: Bundle,
     decision: Decision,
 ) -> Update:
-    """A group's update in one piece: the unit's, mapped over the layers where there are several."""
+    """Update a whole group at once: the update of one layer, vmapped over the layers if there are several."""
     if group.length is None:
         return update(*bundle, decision)
     bundle, axes = _share_counters(bundle, update.counters)
-    # The bundle may hold some layers of the stage only, so its leaves tell their number.
+    # The bundle may hold only some layers of the stage, so the leaves' shape gives their number.
     num_layers = jax.tree.leaves(bundle[0])[0].shape[0]
     layers = decision.layer + jnp.arange(num_layers)
-    # Of the decision only the layer differs between units.
+    # Only the field `layer` of the decision differs between layers.
     decision_axes = Decision(None, None, None, None, None, 0)  # type: ignore[arg-type]
     update_layers = jax.vmap(update, in_axes=(*axes, decision_axes))
     return update_layers(*bundle, decision._replace(layer=layers))
 
 
 def _share_counters(bundle: Bundle, counters: frozenset[str]) -> tuple[Bundle, tuple[Any, ...]]:
-    """Replaces the layers' numbers of updates, which are equal, by one number.
+    """Replace the layers' update counters, which are equal, by one number.
 
-    Mapped over, they would turn the learning rate and Adam's corrections into vectors over the layers, and XLA for TPU
-    then transposes whole stacks of weights to multiply by those: 24 copies, 2.9% of Llama-2-7B's peak on 16 chips.
+    If vmap mapped over them, the learning rate and Adam's bias corrections would become vectors over the layers, and
+    XLA for TPU would transpose whole stacks of weights to multiply by them: 24 copies, 2.9% of Llama-2-7B's peak on
+    16 chips.
 
     Args:
-        bundle: of a group, stacked.
-        counters: the paths of the numbers of updates in the entry of the optimizer state.
+        bundle: weights, gradients, state and averages of a group, stacked.
+        counters: paths of the update counters in the entry of the optimizer state.
 
     Returns:
         (bundle, the axes of its leaves that vmap maps over).
@@ -146,12 +160,12 @@ def _share_counters(bundle: Bundle, counters: frozenset[str]) -> tuple[Bundle, t
 
 
 def unit_at(stacks: Any, index: Any) -> Any:
-    """One unit of stacked leaves [N, ...]: its leaves [...]; `index` may be traced."""
+    """Return one layer of stacked leaves: [N, ...] -> [...]; `index` may be traced."""
     return jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False), stacks)
 
 
 def with_unit(stacks: Any, unit: Any, index: Any) -> Any:
-    """Stacked leaves [N, ...] with a unit's leaves [...] at `index`, which may be traced."""
+    """Write a layer's leaves [...] into stacked leaves [N, ...] at `index`, which may be traced."""
     return jax.tree.map(
         lambda stack, x: jax.lax.dynamic_update_index_in_dim(
             stack,
@@ -165,12 +179,12 @@ def with_unit(stacks: Any, unit: Any, index: Any) -> Any:
 
 
 def chosen(ok: jax.Array, new: Any, old: Any) -> Any:
-    """The new leaves where a step counts, else the old ones."""
+    """Select the new leaves if the step counts, else the old ones."""
     return jax.tree.map(lambda new_leaf, old_leaf: jnp.where(ok, new_leaf, old_leaf), new, old)
 
 
 def in_structure(like: Nested, flat: dict[str, Any]) -> Nested:
-    """Leaves by path, in any order, in the structure of the tree `like`."""
+    """Arrange leaves, given by path in any order, in the structure of the tree `like`."""
     paths = flatten(like)
     assert paths.keys() == flat.keys(), sorted(paths.keys() ^ flat.keys())
     leaves = [flat[path] for path in paths]

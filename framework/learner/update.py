@@ -1,8 +1,9 @@
-"""The update of one unit: its weights, optimizer state and moving average after one step.
+"""The update of one layer or unstacked stage: its weights, optimizer state and moving average after one step.
 
-Every schedule updates units by this function, all at once, one after the other or a piece at a time; so all compute the
-same numbers. The update is computed on precise weights: the master copy where there is one, else the weights in the
-dtype of the update. Decisions that concern all gradients reach it as scalars (see `Decision`).
+Every schedule uses this function, whether it updates layers all at once, one after the other or in chunks, so all
+schedules compute the same numbers. The update is computed on precise weights: the master copy if there is one,
+otherwise the weights in the dtype of the update. Decisions that depend on all gradients arrive as scalars (see
+`Decision`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from framework.optimizers.rounding import fold, fold_name, rounded, upcast
 
 
 class _NewWeights(NamedTuple):
-    """A unit's weights after an update.
+    """A layer's weights after an update.
 
     Attributes:
-      precise: in the dtype of the update.
-      stored: in the parameters' dtype.
-      cut_off: what rounding cut off from the stored ones; {} where that is not kept.
+        precise: weights in the dtype of the update.
+        stored: weights in the parameters' dtype.
+        cut_off: rounding error of the stored weights; {} if it is not kept.
     """
 
     precise: Nested
@@ -37,14 +38,14 @@ class _NewWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupUpdate:
-    """The update of one unit of a group; see `UnitUpdate`.
+    """The update of one layer of a group; see `UnitUpdate`.
 
     Attributes:
-      state: what the group's optimizer state is.
-      learning_rate: that the optimizer's config names.
-      clipping: of gradients and updates.
-      ema: the decay of the moving averages; None keeps none.
-      draws: whether updates of the model draw noise, here or in another group.
+        state: describes the group's optimizer state.
+        learning_rate: the learning rate in the optimizer's config.
+        clipping: clipping of gradients and updates.
+        ema: decay of the moving averages; None keeps none.
+        draws: whether updates of the model draw noise, here or in another group.
     """
 
     state: GroupState
@@ -55,7 +56,7 @@ class GroupUpdate:
 
     @property
     def counters(self) -> frozenset[str]:
-        """See `UnitUpdate`."""
+        """Return the paths of update counters; see `UnitUpdate`."""
         return self.state.counters()
 
     def __call__(
@@ -66,7 +67,7 @@ class GroupUpdate:
         average: Nested,
         decision: Decision,
     ) -> Update:
-        """Updates one unit; where the decision is not ok, everything stays as it is."""
+        """Update one layer; if the decision is not ok, everything keeps its old value."""
         optimizer = self.state.optimizer
         precision = self.state.precision
         if MASTER in entry:
@@ -91,16 +92,16 @@ class GroupUpdate:
         new_state = precision.narrowed(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
         new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
         if MASTER in entry:
-            # `_new_weights` has chosen the master already.
+            # `_new_weights` has already selected between the old and the new master.
             new_entry[MASTER] = new_weights.precise
         new_average = self._new_average(average, new_weights.precise, decision.ok)
         return new_weights.stored, new_entry, new_average
 
     def _seed(self, decision: Decision) -> jax.Array:
-        """The seed of a unit's noise, a uint32 scalar; the same in every step."""
+        """Return the seed of a layer's noise, a uint32 scalar; the same in every step."""
         if not self.draws:
             return decision.seed
-        # Layers of a stack share the program, stages may share layer numbers: neither may share noise.
+        # Layers of a stack share the program, and stages may share layer numbers, but neither may share noise.
         return fold_name(fold(decision.seed, decision.layer), self.state.group.home)
 
     def _new_weights(
@@ -111,23 +112,24 @@ class GroupUpdate:
         seed: jax.Array,
         decision: Decision,
     ) -> _NewWeights:
-        """A unit's weights after an update; a skipped step leaves them.
+        """Return a layer's weights after an update; a skipped step leaves them unchanged.
 
         Args:
-            updated_weights: in the dtype of the update.
-            precise_weights: those before the update.
-            weights: the same in the parameters' dtype.
-            seed: uint32 scalar, the unit's.
+            updated_weights: new weights in the dtype of the update.
+            precise_weights: old weights in the dtype of the update.
+            weights: old weights in the parameters' dtype.
+            seed: uint32 scalar, the layer's seed.
             decision: see `Learner.decide`.
         """
         rounding = self.state.precision.rounding
         if rounding == "nearest":
-            # What is chosen is the master, and the weights are its cast. Were the weights chosen for themselves,
-            # XLA would compute the update twice, and read gradients and moments once more.
+            # Select between old and new master weights, then cast. If the cast weights were selected separately, XLA
+            # would compute the update twice, and read gradients and moments once more.
             chosen_weights = chosen(decision.ok, updated_weights, precise_weights)
             stored_weights = jax.tree.map(lambda c, w: c.astype(w.dtype), chosen_weights, weights)
             return _NewWeights(chosen_weights, stored_weights, {})
-        # A layer's seed is the same in every step: the number of updates makes it the step's.
+        # A layer's seed is the same in every step; folding in the number of updates makes the noise differ between
+        # steps.
         noise_seed = fold(seed, decision.count)
         rounded_weights, left_out = rounded(
             rounding,
@@ -145,7 +147,7 @@ class GroupUpdate:
         precise_weights: Nested,
         ok: jax.Array,
     ) -> Nested:
-        """A unit's moving average of the weights after an update; a skipped step leaves it."""
+        """Return a layer's moving average of the weights after an update; a skipped step leaves it unchanged."""
         if self.ema is None:
             return average
         rate = 1.0 - self.ema
@@ -160,13 +162,13 @@ def _new_entry(
     new_norms: Nested | None,
     ok: jax.Array,
 ) -> dict[str, Any]:
-    """A unit's entry of the optimizer state after an update, but for the master; a skipped step leaves it.
+    """Return a layer's optimizer state entry after an update, without the master; a skipped step leaves it unchanged.
 
     Args:
         entry: the entry before the update.
         new_state: the optimizer's new state, in the dtypes of the entry.
-        left_out: what rounding cut off from the new weights (Kahan).
-        new_norms: the norms of clip_mode norm_growth.
+        left_out: rounding error of the new weights (Kahan).
+        new_norms: the gradient norms for clip_mode norm_growth.
         ok: scalar, whether the step counts.
     """
     new_entry = {STATE: new_state}

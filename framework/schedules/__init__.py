@@ -1,1 +1,1 @@
-"""Schedules: how the update meets the backward pass. One training step per file, all with the same interface."""
+"""Schedules interleave the update with the backward pass: one training step per file, all with the same interface."""

@@ -1,6 +1,7 @@
 """The plain schedule: the whole backward pass, then the whole update.
 
-All gradients are on the device at once; optimizer state is where the layout says, and host leaves are moved whole.
+All gradients are on the device together. Optimizer state is in the memory that the layout gives it, and offloaded
+leaves are fetched whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def update_whole(
     grads: Nested,
     decision: Decision,
 ) -> Update:
-    """Updates all units at once, and takes all of the state to the device for it."""
+    """Update all layers at once, after fetching all of the state to the device."""
     optimizer = layout.fetch("optimizer", state["optimizer"])
     ema = layout.fetch("ema", state["ema"])
     params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, ema, decision)
@@ -54,13 +55,13 @@ def build_step(
         Update,
     ] = update_whole,
 ) -> Step:
-    """The training step, to be jitted with the layout's shardings and a donated state.
+    """Return the training step, to be jitted with the layout's shardings and a donated state.
 
     Args:
-        model, learner, layout: whose step.
-        memory: where things live, and what the backward pass recomputes.
-        update: (learner, layout, state, gradients, decision) -> new parameters, optimizer state (where the layout has
-            it) and averages.
+        model, learner, layout: the model, the learner, and the layout of the training state.
+        memory: placement of the state, and what the backward pass recomputes.
+        update: (learner, layout, state, gradients, decision) -> new parameters, optimizer state (placed as in the
+            layout) and averages.
 
     Returns:
         step(state, batch) -> (state, metrics): metrics are f32 scalars; "loss" is the mean over counted targets.
@@ -84,9 +85,10 @@ def accumulated_gradients(
     state: State,
     ctx: Context,
 ) -> tuple[tuple[jax.Array, Out], Nested]:
-    """((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
+    """Return ((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
 
-    Frozen parameters are no argument of the differentiated function, so they cost neither gradient nor residual.
+    Frozen parameters are not an argument of the differentiated function, so they cost neither gradients nor
+    residuals.
     """
 
     frozen = model.split_units(state["frozen"], ctx.remat)
@@ -97,8 +99,8 @@ def accumulated_gradients(
     loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
     def grad_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[tuple[jax.Array, Out], Nested]:
-        # The units of an unrolled stack are arguments of their own: the gradient of a slice of a stack
-        # would be a stack of zeros but for that slice, one for each unit.
+        # The layers of an unrolled stack are separate arguments: the gradient of a slice of a stack would be a full
+        # stack of zeros except for that slice, once for each layer.
         results, grads = loss_and_grad(model.split_units(params, ctx.remat), ctx, buffers)
         return results, model.join_units(grads)
 
@@ -117,7 +119,7 @@ def accumulated_gradients(
         return (grad_sums, out.layer_state), (loss, out.metrics)
 
     assert ctx.rows is not None
-    # Sums are in the dtype of the update: adding in bfloat16 would lose what small gradients add.
+    # Sums are in the update's dtype, at least float32: adding in bfloat16 would lose small gradients.
     zeros = jax.tree.map(
         lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state["parameter"], learner.specs
     )

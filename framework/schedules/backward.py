@@ -1,7 +1,7 @@
-"""A backward pass that goes a stage and a unit of the stack at a time, and hands on each gradient once it is made.
+"""A stage-by-stage and layer-by-layer backward pass that hands on each gradient immediately.
 
 `jax.value_and_grad` returns all gradients together. Here stages run forward one after the other, stacks in a loop
-(`schedules/stack_pass.py`), and backward head first; each gradient goes to a `visit` function.
+(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to a `visit` hook.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_TURNS = Turns()
 
 
 class Pull(Protocol):
-    """The backward pass of `forward`."""
+    """The backward pass that `forward` returns."""
 
     def __call__(
         self,
@@ -34,18 +34,19 @@ class Pull(Protocol):
         visit: Visit,
         turns: Turns = ...,
     ) -> Work:
-        """Returns the work as visits and turns left it."""
+        """Return the backward state after all hooks."""
         ...
 
 
 class Forward(NamedTuple):
-    """What the forward pass hands on.
+    """The result of the forward pass.
 
     Attributes:
-      loss: the objective without the losses of units, f32 scalar.
-      out: everything else that leaves the model.
-      pull: `pull(work, visit, turns)` runs backward, head first, and returns the work as visits left it: the weights,
-        and what visits need. A tied parameter is visited with its home stage, with the sum of its gradients.
+        loss: the objective without the losses of layers, f32 scalar.
+        out: everything else that the model returns.
+        pull: `pull(work, visit, turns)` runs backward, head first, and returns the backward state after all hooks:
+            the weights, and what the hooks need. A tied parameter comes with its home stage, with the sum of its
+            gradients.
     """
 
     loss: jax.Array
@@ -61,13 +62,13 @@ def forward(
     ctx: Context,
     buffers: Nested,
 ) -> Forward:
-    """Computes the objective, and prepares the backward pass.
+    """Compute the objective, and prepare the backward pass.
 
     Args:
         model: a chain of stages.
-        layout: where the weights are.
-        memory: where what is kept of each unit of a whole stack goes; a section of a stack says that itself. The remat
-            policy decides what is kept.
+        layout: placement and sharding of the weights.
+        memory: where residuals of an unsplit stack go; a range of layers has its own setting. The remat policy
+            decides which residuals are saved.
         weights: the groups "parameter" and "frozen".
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
@@ -85,8 +86,8 @@ def forward(
             carry, outs[name], stage_pulls[name] = stages.forward(name, carry)
     out = model.merged(outs)
     assert out.loss is not None
-    # The last carry is the last stage's loss, where cotangents begin. Losses of the stack's units, which the
-    # objective has too, join the backward pass at their units.
+    # The last carry is the last stage's loss, where cotangents start. The objective also has the losses of the
+    # stack's layers, which join the backward pass at their layers.
     return Forward(out.loss, out, _ChainPull(stages, carry, stage_pulls, stack_pulls))
 
 
@@ -95,10 +96,10 @@ class _ChainPull:
     """The backward pass of `forward`.
 
     Attributes:
-      stages: of the forward pass.
-      loss: the last stage's.
-      stage_pulls: by name, of the stages outside of stacks.
-      stack_pulls: by name, of the stacks.
+        stages: the forward pass through the stages.
+        loss: loss of the last stage.
+        stage_pulls: by name, the backward passes of the stages outside the stacks.
+        stack_pulls: by name, the backward passes of the stacks.
     """
 
     stages: StagePass
@@ -107,7 +108,7 @@ class _ChainPull:
     stack_pulls: dict[str, StackPull]
 
     def __call__(self, work: Work, visit: Visit, turns: Turns = _NO_TURNS) -> Work:
-        """See `Pull`."""
+        """Run the backward pass; see `Pull`."""
         stages = self.stages
         first_stage = next(iter(stages.model.stages))
         first_stack = next(iter(stages.model.stacks), None)
@@ -117,7 +118,7 @@ class _ChainPull:
         for name in reversed(stages.model.stages):
             if name in stages.model.stacks:
                 work, ct, stack_sums = self.stack_pulls[name](work, ct, Visits(visit, turns))
-                # Sections of a stack share the same parameters, whose update waits for the first section.
+                # Layer ranges of one stack share these parameters, so their update waits for the first range.
                 shared_sums = sums.add(shared_sums, stack_sums) if shared_sums else stack_sums
                 if shared_sums and name == first_stack:
                     shared_grads = stages.sharded("shared", shared_sums)
@@ -129,8 +130,8 @@ class _ChainPull:
                 continue
             work = visit(work, name, grads, None)
             if name != first_stage:
-                # The visit ends before the stack's loop begins: what the head's update holds is as large
-                # as its table.
+                # The barrier makes the hook finish before the stack's loop starts: the head's update holds as much
+                # memory as its table.
                 stage_params, ct = jax.lax.optimization_barrier((work["parameter"][name], ct))
                 work = {**work, "parameter": {**work["parameter"], name: stage_params}}
         return work

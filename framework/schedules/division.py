@@ -1,7 +1,8 @@
-"""The division of a group into the pieces that are updated one after the other, and of a tensor into blocks of rows.
+"""Splits a parameter group into chunks that are updated one after the other, and a tensor into row blocks.
 
-A piece is the least that the optimizer's reach allows: rows of one tensor where each element is updated by itself, one
-tensor where its elements depend on each other, else a whole unit. What is small is updated together.
+A chunk is the smallest part that the optimizer's update locality allows: rows of one tensor if the update is
+elementwise, one tensor if its elements depend on each other, otherwise a whole layer. Small parameters share one
+chunk.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from framework.learner.learner import Learner
 from framework.learner.units import Bundle, Group
 from framework.optimizers.reach import Reach
 
-# The most elements of a block of rows.
+# Maximum number of elements in a row block.
 BLOCK = 1 << 21
-# Bytes of a unit's tensor, below which it is not worth a loop of its own.
+# A layer's tensor below this size in bytes is not worth its own loop.
 _SMALL = 1 << 20
-# A block's rows are a multiple: the tile of the narrowest dtype.
+# The rows of a block are a multiple of this: the tile of the narrowest dtype.
 _ROWS = 32
 
 
 class Piece(NamedTuple):
-    """Parameters of a group that are updated at once, and how: all units mapped, unit by unit, or by blocks of rows."""
+    """A chunk: parameters of a group, and whether to update all layers vmapped, layer by layer, or in row blocks."""
 
     paths: tuple[str, ...]
     by: Literal["all", "unit", "rows"]
 
 
 def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
-    """Divides a group into pieces.
+    """Split a group into chunks.
 
     Args:
-        learner, group: whose parameters.
-        specs: the TensorSpecs of the bundle that is to be updated.
+        learner, group: the learner, and the parameter group to split.
+        specs: TensorSpecs of the weights, gradients, optimizer state and averages to update.
     """
     reach = learner.reach(group)
-    # Some optimizers name their state otherwise when they see a part of their parameters.
+    # Some optimizers name their state differently when they see only part of their parameters.
     if reach == "unit" or not learner.state_of(group).separable():
         return [Piece(group.paths, "unit")]
-    # Whatever is in host memory goes through a loop, or all of it would come to the device at once.
+    # Offloaded leaves always go through a loop; otherwise all of them would be on the device at the same time.
     moved_paths = _moved_paths(specs)
     unit_specs = flatten(learner.unit_specs(group))
     large_paths = [path for path in group.paths if path in moved_paths or _is_large(unit_specs[path])]
@@ -60,12 +61,12 @@ def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
 
 
 def is_hosted(spec: TensorSpec) -> bool:
-    """Whether a leaf lives in host memory."""
+    """Return whether a leaf is in host memory."""
     return spec.memory_kind != "device"
 
 
 def num_blocks(shape: tuple[int, ...]) -> int:
-    """The fewest blocks of equally many rows that hold at most BLOCK elements each; 1 where rows do not divide so."""
+    """Return the smallest number of equal row blocks of at most BLOCK elements; 1 if rows do not divide evenly."""
     rows = shape[0]
     # Rounded up.
     fewest = -(-math.prod(shape) // BLOCK)
@@ -78,7 +79,7 @@ def num_blocks(shape: tuple[int, ...]) -> int:
 
 
 def _moved_paths(specs: Bundle) -> set[str]:
-    """The paths of the parameters of which something is in host memory, weights, gradients, state or averages."""
+    """Return the paths of the parameters whose weights, gradients, optimizer state or averages are in host memory."""
     weights, grads, entry, average = specs
     paths: set[Any] = {spec.owner for spec in jax.tree.leaves(entry) if is_hosted(spec)}
     for part in (weights, grads, average):
@@ -89,7 +90,7 @@ def _moved_paths(specs: Bundle) -> set[str]:
 
 
 def _is_large(unit_spec: TensorSpec) -> bool:
-    """Whether a unit's tensor is worth a loop of its own; vectors never are."""
+    """Return whether a layer's tensor is worth its own loop; vectors never are."""
     return len(unit_spec.shape) > 1 and unit_spec.num_bytes >= _SMALL
 
 
@@ -99,14 +100,14 @@ def _is_cut(
     *,
     is_stacked: bool,
 ) -> bool:
-    """Whether a tensor is updated by blocks of its rows.
+    """Return whether a tensor is updated in row blocks.
 
     Args:
-        spec: of the parameter.
-        reach: the optimizer's.
-        is_stacked: whether its axes are [units, rows, columns], else [rows, columns].
+        spec: spec of the parameter.
+        reach: update locality of the optimizer.
+        is_stacked: whether its axes are [layers, rows, columns] instead of [rows, columns].
     """
     column_axis = 2 if is_stacked else 1
-    # A row that is cut over devices is not whole inside `shard_map`, where blocks of rows are taken.
+    # Blocks are taken inside `shard_map`, where a row that is sharded over devices is incomplete.
     row_is_whole = not any(spec.mesh_axes[column_axis:])
     return reach == "element" or (reach == "row" and row_is_whole)

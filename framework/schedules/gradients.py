@@ -1,4 +1,4 @@
-"""What becomes of the gradients of a stage, or of one unit, in every schedule: ties, shardings, and the tally."""
+"""Processing of the gradients of a stage or layer in every schedule: tied weights, shardings, and statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from framework.layout import MeshAxes, Nested, flatten, unflatten
 from framework.learner.learner import Learner
 from framework.learner.units import Decision
 
-# --- ties ------------------------------------------------------------------------------------------------------------
+# --- tied weights ----------------------------------------------------------------------------------------------------
 
 
 def with_tied_weights(
@@ -22,13 +22,13 @@ def with_tied_weights(
     params: Nested,
     homes: Mapping[str, Any],
 ) -> Nested:
-    """A stage's parameters, and those that it reads by ties.
+    """Add the tied weights that a stage reads to its own parameters.
 
     Args:
         ties: see `Chain`.
-        stage: the name of the reader.
-        params: its own parameters of a group, "parameter" or "frozen".
-        homes: parameters of that group by path. A tie is trained or frozen as the parameter is that it reads.
+        stage: name of the stage that reads the weights.
+        params: its own parameters in one group, "parameter" or "frozen".
+        homes: parameters of that group by path. A tie is trained or frozen like the parameter that it refers to.
     """
     weights = dict(params)
     for reader, home in ties.items():
@@ -39,11 +39,11 @@ def with_tied_weights(
 
 
 class TiedGradients(NamedTuple):
-    """A stage's gradients, those of ties apart.
+    """A stage's gradients, with those of tied weights kept separate.
 
     Attributes:
-      grads: of the stage's own parameters.
-      ties: sums of gradients of parameters that live in other stages, by the path of the parameter.
+        grads: gradients of the stage's own parameters.
+        ties: sums of gradients of parameters that belong to other stages, by the parameter's path.
     """
 
     grads: Nested
@@ -56,21 +56,27 @@ def split_tied(
     grads: Nested,
     tie_grads: Mapping[str, jax.Array],
 ) -> TiedGradients:
-    """Takes the gradients of ties out of those of the stage that reads them, and adds them to `tie_grads`, the sums of
-    stages before; see `TiedGradients`."""
+    """Move the gradients of tied weights from the gradients of the stage that reads them to the sums in `tie_grads`.
+
+    Args:
+        ties: see `Chain`.
+        stage: name of the stage that reads the weights.
+        grads: the stage's gradients, including those of tied weights.
+        tie_grads: sums over the stages processed so far, by the home parameter's path.
+    """
     grad_by_path = flatten(grads)
     tie_sums = dict(tie_grads)
     for reader, home in ties.items():
         reader_stage, key = reader.split("/", 1)
         if reader_stage == stage and key in grad_by_path:
             grad = grad_by_path.pop(key)
-            # Several stages may read one parameter.
+            # Several stages may read the same parameter.
             tie_sums[home] = tie_sums[home] + grad if home in tie_sums else grad
     return TiedGradients(unflatten(grad_by_path), tie_sums)
 
 
 def add_tied(stage: str, tied: TiedGradients) -> TiedGradients:
-    """Adds the gradients of ties whose parameters live in `stage` to its own."""
+    """Add the gradients of tied weights whose parameters belong to `stage` to its own gradients."""
     grad_by_path = flatten(tied.grads)
     tie_sums = dict(tied.ties)
     for home, grad in tied.ties.items():
@@ -81,36 +87,36 @@ def add_tied(stage: str, tied: TiedGradients) -> TiedGradients:
     return TiedGradients(unflatten(grad_by_path), tie_sums)
 
 
-# --- where gradients are ---------------------------------------------------------------------------------------------
+# --- sharding --------------------------------------------------------------------------------------------------------
 
 
 def sharded_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
-    """The gradient where its parameter's shards are, which is where partial sums of devices are added up.
+    """Constrain a gradient to its parameter's sharding, where the devices' partial sums are added up.
 
     Args:
-        grad: of a parameter, or of one unit of a stacked one.
+        grad: gradient of a parameter, or of one layer of a stacked parameter.
         axes: the mesh axes of the parameter's dimensions.
-        mesh: of the layout.
+        mesh: the device mesh of the layout.
     """
-    # On one device there is nothing to lay out, and the program stays that of no mesh at all.
+    # On one device there is nothing to shard, and the program stays the same as without a mesh.
     if mesh.size == 1:
         return grad
-    # A unit's gradient has no leading axis of units, its stacked parameter has one.
+    # A layer's gradient lacks the leading layer axis of its stacked parameter.
     num_leading = len(axes) - grad.ndim
     sharding = NamedSharding(mesh, PartitionSpec(*axes[num_leading:]))
     return jax.lax.with_sharding_constraint(grad, sharding)
 
 
-# --- the tally -------------------------------------------------------------------------------------------------------
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 
 class Tally(TypedDict):
-    """What is known of the gradients so far; scalars on the device.
+    """Statistics of the gradients so far; scalars on the device.
 
     Attributes:
-      ok: whether all were finite, and the step counts.
-      squares: the sum of their squares, f32 or wider.
-      updated: int32, how many stages and units had finite gradients, those before them included.
+        ok: whether all gradients were finite, and the step counts.
+        squares: sum of their squares, f32 or wider.
+        updated: int32, number of stages and layers whose gradients were finite, as were all gradients before them.
     """
 
     ok: jax.Array
@@ -119,26 +125,34 @@ class Tally(TypedDict):
 
 
 class Judged(NamedTuple):
-    """The sum of squares of one stage's or unit's gradients; whether these and all before them were finite."""
+    """Result of a finiteness check of one stage's or layer's gradients.
+
+    Attributes:
+        squares: sum of the squares of these gradients.
+        ok: whether these and all gradients before them were finite.
+    """
 
     squares: jax.Array
     ok: jax.Array
 
 
 def judge(learner: Learner, ok: jax.Array, grads: Nested) -> Judged:
-    """Judges gradients; `ok` is of those before them."""
+    """Check whether gradients are finite and sum up their squares; `ok` is the result for the gradients before them."""
     squares = jnp.square(learner.norm(grads))
-    # Once not ok, always not ok: what comes later in the backward pass is made of the same cotangents.
+    # Once not ok, it stays not ok: later gradients of the backward pass depend on the same cotangents.
     return Judged(squares, ok & jnp.isfinite(squares))
 
 
 def counted(tally: Tally, judged: Judged) -> Tally:
-    """The tally with one more stage or unit. The squares of units' norms add up to that of the whole norm."""
+    """Add one more stage or layer to the statistics.
+
+    The squared norms of the layers add up to the square of the global norm.
+    """
     squares = tally["squares"] + judged.squares
     updated = tally["updated"] + judged.ok
     return Tally(ok=judged.ok, squares=squares, updated=updated)
 
 
 def with_tally(decision: Decision, tally: Tally) -> Decision:
-    """The decision of a step whose updates went with the backward pass: norm and verdict are those of the tally."""
+    """Return the decision of a step that updates during its backward pass, with the norm and `ok` of the statistics."""
     return decision._replace(norm=jnp.sqrt(tally["squares"]), ok=tally["ok"])

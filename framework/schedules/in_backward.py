@@ -1,9 +1,9 @@
-"""The update is part of the backward pass: a unit is updated as soon as its gradient is there, which is then gone.
+"""Updates each layer in the backward pass, as soon as its gradient is ready, and then frees the gradient.
 
-No program holds more than one unit's gradients, and nothing waits for their norm: clipping is by tensor, by the norm of
-the step before, or exact by a second backward pass (`learner.clip_mode`). A unit whose gradient is not finite is not
-updated, nor are those after it; the units before it were, and the metric `updated_units` says how many (LOMO, Lv et al.
-2023, arXiv 2306.09782; AdaLomo, arXiv 2310.10195).
+No program holds the gradients of more than one layer, and nothing waits for the global norm. Clipping is per tensor,
+by the norm of the previous step, or exact with a second backward pass (`learner.clip_mode`). If a layer's gradient is
+not finite, neither this layer nor the ones after it are updated. The layers before it have been updated; the metric
+`updated_units` counts them (LOMO, Lv et al. 2023, arXiv 2306.09782; AdaLomo, arXiv 2310.10195).
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
 from framework.schedules.visits import Turns, Visit, Work
 
-# A key of the work of a backward pass whose units' state moves ahead: the UnitState of the unit that was
-# updated last.
+# Key of the backward state when layer state is prefetched: the UnitState of the layer that was updated last.
 _UNIT = "unit state"
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
-    """Raises ValueError when the learner wants what an update in the backward pass cannot give."""
+    """Check that the learner works with an update in the backward pass.
+
+    Raises:
+        ValueError: the learner accumulates gradients, or its clip mode needs the norm of all gradients first.
+    """
     if learner.accumulate > 1:
         raise ValueError(
             f"learner.accumulate = {learner.accumulate} with {setting}: the first microbatch's "
             "gradients are gone when the second comes; expected 1, or memory.update = streamed with memory.gradients = "
             "pinned_host"
         )
-    # A second backward pass has the norm of all gradients from the first.
+    # With two_pass, the first backward pass provides the norm of all gradients to the second.
     if learner.clipping.needs_all_gradients and learner.clip_mode != "two_pass":
         raise ValueError(
             f"learner.clip_mode = {learner.clip_mode} with {setting}: the norm of all gradients is known only "
@@ -51,7 +54,7 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
 
 
 def _turns(ahead: StateAhead) -> Turns:
-    """Fetches and stores the state of a stack's units: the work has that of the unit that was updated last."""
+    """Return loop hooks that fetch and store layer state; the backward state holds that of the layer updated last."""
 
     def begin_loop(work: Work, stack: str, index: jax.Array) -> Work:
         return {**work, _UNIT: ahead.fetched(work, stack, index)}
@@ -62,7 +65,7 @@ def _turns(ahead: StateAhead) -> Turns:
 
     def end_loop(work: Work, stack: str) -> Work:
         stored = ahead.stored(work, stack, work[_UNIT])
-        # The next stack's units have other shapes, so the key goes with the loop.
+        # The next stack's layers have other shapes, so the key is dropped after the loop.
         return {group: tree for group, tree in stored.items() if group != _UNIT}
 
     return Turns(begin_loop, begin_unit, end_loop)
@@ -74,7 +77,7 @@ def build_step(
     layout: StateLayout,
     memory: Memory,
 ) -> Step:
-    """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
+    """Return the training step; see `after_backward.build_step`, and `check` and `streamed.check` for the errors."""
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
@@ -90,10 +93,11 @@ def build_step(
         norm = zero
         if learner.clip_mode == "two_pass":
             measured = pull({**weights, "squares": zero}, _measuring(learner))
-            # A backward loop carries the weights and gives them back, though nothing changed them.
+            # The backward loop carries the weights and returns them, although nothing changed them.
             weights = {group: measured[group] for group in weights}
             norm = jnp.sqrt(measured["squares"])
-        # In one pass the norm is not known yet: with zero for it, the loss alone decides whether the step counts.
+        # In a single pass the norm is not known yet: it is set to zero, so that only the loss decides whether the
+        # step counts.
         decision = learner.decide(loss, norm, state["counter"])
         work = {
             **weights,
@@ -125,8 +129,8 @@ def _state_ahead(
     memory: Memory,
     platform: str,
 ) -> StateAhead | None:
-    """What moves the state of whole units; None: each unit's update takes its state from the stacks, piece by piece."""
-    # On CPU moving whole units is not for the link but for the loop: XLA would copy a stack that one
+    """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
+    # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
     # operation reads and another one writes.
     if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "unit"):
         return StateAhead(learner, layout, moves_all=True)
@@ -134,12 +138,12 @@ def _state_ahead(
 
 
 def _tally(work: Work) -> Tally:
-    """The tally of a work that updates go with."""
+    """Return the gradient statistics in the state of a backward pass that updates."""
     return Tally(ok=work["ok"], squares=work["squares"], updated=work["updated"])
 
 
 def _measuring(learner: Learner) -> Visit:
-    """Adds the square of a unit's gradient norm to the work, and lets the gradients go."""
+    """Return a hook that adds a layer's squared gradient norm to the backward state, and drops the gradients."""
 
     def visit(
         work: Work,
@@ -147,7 +151,7 @@ def _measuring(learner: Learner) -> Visit:
         grads: Nested,
         index: jax.Array | None,
     ) -> Work:
-        # The squares of units' norms add up to that of the whole norm.
+        # The squared norms of the layers add up to the square of the global norm.
         squares = work["squares"] + jnp.square(learner.norm(grads))
         return {**work, "squares": squares}
 
@@ -156,7 +160,7 @@ def _measuring(learner: Learner) -> Visit:
 
 @dataclass(frozen=True)
 class _Updating:
-    """A visit that updates a unit by its gradients, unless these, or those of a unit before it, are not finite."""
+    """A hook that updates a layer by its gradients, unless these, or those of a layer before it, are not finite."""
 
     learner: Learner
     layout: StateLayout
@@ -164,13 +168,13 @@ class _Updating:
     decision: Decision
 
     def __call__(self, work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
-        """See `Visit`."""
+        """Update the stage or layer; see `Visit`."""
         learner = self.learner
         judged = judge(learner, work["ok"], grads)
         leaving: dict[str, Moving] = {}
 
         def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
-            # Stages outside of stacks have no unit whose state could come ahead.
+            # Stages outside stacks have no layer whose state could be prefetched.
             if self.ahead is not None and index is not None:
                 unit_state = work[_UNIT]
                 new_stacks, leaving[group.label] = self.ahead.update(group, update, bundle, decision, unit_state)
@@ -195,7 +199,7 @@ class _Updating:
             "ema": ema,
             **counted(_tally(work), judged),
         }
-        # The new state waits here for the next unit's turn, when it is stored.
+        # The new state waits here until the next layer's turn stores it.
         if leaving and index is not None:
             updated[_UNIT] = UnitState(leaving, index)
         return updated

@@ -1,4 +1,4 @@
-"""What `config.memory` says: where state lives, when the update happens, what is recomputed."""
+"""The `memory` section of the config: where state is stored, when the update happens, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from framework.config import component
 from framework.layers import remat as remat_policies
 from framework.schedules.placement import Placement
 
-# memory.gradients: no gradient is kept.
+# The value of memory.gradients with which no gradients are stored.
 AT_ONCE = "none"
 
 
 @component
 class Memory:
-    """The levers that trade time for memory; none of them changes the result.
+    """Settings that trade time for memory; none of them changes the result.
 
-    What may be in host memory takes four values: "device"; "pinned_host", everything; "pinned_host:20", the first 20
-    layers of the stack; "pinned_host:0.6", that part of its layers, rounded. With a number, the other layers, the
-    embedding and the head stay on the device.
+    Placement fields take four kinds of values: "device"; "pinned_host", which offloads everything; "pinned_host:20",
+    the first 20 layers of the stack; "pinned_host:0.6", that fraction of its layers, rounded. With a number, the
+    other layers, the embedding and the head stay on the device.
 
     Args:
-        update: when and in what pieces: "after_backward" is the plain schedule, the whole backward pass, then the whole
-            update; "streamed" updates a piece at a time, with its optimizer state alone on the device; "in_backward"
-            updates each unit as soon as the backward pass has its gradient, which then is gone; "layer_programs" runs
-            the step as a few small programs, one layer after the other, instead of one large one.
-        gradients: "pinned_host" writes each unit's gradients to host memory as the backward pass makes them; needs
-            update = "streamed" or "layer_programs". "none", with the latter, keeps no gradient: each unit is updated at
-            once, with the limits of "in_backward".
-        optimizer_state: "pinned_host" keeps optimizer state (master weights and moments) in host memory between steps;
-            vectors, scalars and leaves under 1 MiB stay on the device.
-        prefetch: what of the state in host memory comes to the device at once under update = "in_backward". "piece": a
-            tensor, or a part of one, when the unit's gradients are there. "unit": all of a unit's, asked for when the
-            unit's backward pass begins and sent back while the next one's runs, so that the transfers have computation
-            to hide behind. It costs the state of two units on the device.
-        parameters: "pinned_host" keeps the weights there too, frozen ones included; a layer's come to the device when
-            its turn comes. Not with update = "after_backward".
-        activations: "pinned_host" keeps there what `remat` keeps of each unit for the backward pass: its input, under
-            full. Not with update = "after_backward".
+        update: when the update happens, and in which chunks. "after_backward" is the plain schedule: the whole
+            backward pass, then the whole update. "streamed" updates one chunk at a time, and only that chunk's
+            optimizer state is on the device. "in_backward" updates each layer as soon as its gradient is ready, and
+            then frees the gradient. "layer_programs" runs the step layer by layer, as a few small programs instead of
+            one large one.
+        gradients: where gradients are stored until the update. "pinned_host" writes each layer's gradients to host
+            memory during the backward pass; needs update = "streamed" or "layer_programs". "none", only with
+            "layer_programs", stores no gradients: each layer is updated immediately, with the limits of
+            "in_backward".
+        optimizer_state: where optimizer state (master weights and moments) is stored between steps. With
+            "pinned_host", vectors, scalars and leaves under 1 MiB stay on the device.
+        prefetch: how much offloaded state update = "in_backward" fetches at a time. "piece": a tensor, or a part of
+            one, once the layer's gradients are ready. "unit": all of a layer's state. The fetch starts with the
+            layer's backward pass, and the new state is written back during the next layer's backward pass, so that
+            computation hides the transfers. This keeps the state of two layers on the device.
+        parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
+            fetched just before the layer runs. Not with update = "after_backward".
+        activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
+            are the layers' inputs. Not "pinned_host" with update = "after_backward".
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
-            save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; by the layer full:20,dots:12; see
+            save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; per layer as in full:20,dots:12; see
             framework.layers.remat.
-        auto: `plimsoll train` chooses the other fields before it compiles anything, with mesh and learner.accumulate:
-            the fastest that fit the devices at hand. What the command line sets is left alone, and so is what a config
-            sets beside auto itself. `plimsoll plan --auto` shows the choice.
+        auto: autotune the other fields, together with mesh and learner.accumulate. `plimsoll train` chooses the
+            fastest settings that fit the available devices before it compiles anything. Settings from the command
+            line are not changed, nor are those that a config sets in addition to auto. `plimsoll plan --auto` shows
+            the choice.
     """
 
     def __init__(
@@ -73,26 +76,30 @@ class Memory:
 
     @property
     def updates_at_once(self) -> bool:
-        """Whether the programs of layers update each unit when its gradient is there (gradients = none)."""
+        """Return whether layer programs update each layer as soon as its gradient is ready (gradients = none)."""
         return self.gradients.text == AT_ONCE
 
 
 def _gradients(text: str, update: str) -> Placement:
-    """Where gradients live. Raises ValueError where the schedule has no place for them there."""
+    """Parse the placement of gradients.
+
+    Raises:
+        ValueError: the schedule cannot store gradients there.
+    """
     if text == AT_ONCE:
         if update != "layer_programs":
             raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
         return Placement(AT_ONCE)
     placement = Placement.of("gradients", text)
-    # Under after_backward all gradients are on the device at once, and under in_backward each is gone once
-    # its unit is updated: only the other two write them to buffers.
+    # after_backward has all gradients on the device, and in_backward frees each one after its layer's update: only
+    # the other two schedules write them to buffers.
     if placement.uses_host and update not in ("streamed", "layer_programs"):
         raise ValueError(f"memory.gradients = {text} needs memory.update = streamed or layer_programs, given {update}")
     return placement
 
 
 def _check_needs_own_backward(name: str, placement: Placement, update: str) -> None:
-    """Raises ValueError for a field whose host memory needs a backward pass that goes unit by unit."""
+    """Raise ValueError if a field uses host memory without the layer-by-layer backward pass that this needs."""
     if placement.uses_host and update == "after_backward":
         raise ValueError(
             f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
@@ -101,7 +108,7 @@ def _check_needs_own_backward(name: str, placement: Placement, update: str) -> N
 
 
 def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
-    # Only a state that is on the host has to come, and only in_backward takes it a unit at a time.
+    # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
     if prefetch == "unit" and (update != "in_backward" or not optimizer_state.uses_host):
         raise ValueError(
             "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
@@ -110,7 +117,7 @@ def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> N
 
 
 def _check_remat(remat: str, activations: Placement, update: str) -> None:
-    # The error names the field, which the policies' own check does not know.
+    # The error names the field, which the check of the policies does not know.
     try:
         spans = remat_policies.spans(remat)
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""The update of a piece in a loop over its units, or over blocks of their rows.
+"""The update of a chunk in a loop over its layers, or over blocks of their rows.
 
-Rows are blocks of each device's own shard, so they are taken inside `shard_map`: [L, R, C] is seen as
-[L * blocks, R / blocks, C], which moves nothing, and a block is one index of the leading dimension. (TPU slices host
-memory in one dimension only.) Weights and state are the loop's carry and are updated in place: a loop that only read a
-stack might hold a relaid copy of all of it. The next step's leaves are fetched while one step updates its own.
+Row blocks are taken inside `shard_map`, from each device's own shard: [L, R, C] is viewed as [L * blocks, R / blocks,
+C], which moves no data, and a block is one index of the leading dimension. (TPU can slice host memory only along one
+dimension.) Weights and state are the loop carry and are updated in place: a loop that only reads a stack might keep a
+copy of all of it in another layout. While one step updates its leaves, the next step's leaves are fetched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from framework.optimizers.rounding import Origin
 from framework.schedules.division import is_hosted, num_blocks
 from framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, PieceUpdate
 
-# Where a leaf has a step's units or rows, by its path and the number of the step; () for a leaf that goes whole.
+# (path, step) -> index of the step's layer or row block in a leaf; () for a leaf that is used whole.
 IndexOf = Callable[[str, jax.Array], Any]
 
 
@@ -34,7 +34,7 @@ def update_in_shards(
     decision: Decision,
     start: jax.Array,
 ) -> FlatUpdate:
-    """`update_in_loop` of a piece by rows, with each device updating the rows of its own shard."""
+    """Update a chunk in row blocks; each device updates the rows of its own shard. See `update_in_loop`."""
     parts = [{path: PartitionSpec(*spec.mesh_axes) for path, spec in part.items()} for part in piece.specs]
     axes = FlatBundle(*parts)
     replicated = PartitionSpec()
@@ -56,21 +56,22 @@ def update_in_loop(
     *,
     in_shards: bool = False,
 ) -> FlatUpdate:
-    """Updates a piece unit by unit, or block of rows by block of rows.
+    """Update a chunk layer by layer, or row block by row block.
 
     Args:
-        piece: what is updated, and how.
-        flat: the piece's leaves, each where its spec says.
+        piece: the chunk's update.
+        flat: the chunk's leaves, each in the memory of its spec.
         decision: see `Learner.decide`.
-        start: the index of the first unit, int32: all units are updated, or this one. It may be no constant: a slice of
-            host memory would be simplified to one in two dimensions.
+        start: index of the first layer, int32. All layers are updated, or only this one. It must not be a constant:
+            XLA would simplify a slice of host memory at a constant index to a slice in two dimensions.
         in_shards: whether arrays are a device's own shards.
     """
     weight_path = next(iter(flat.weights))
-    # A piece by rows has one parameter, whose shape says how many blocks there are.
+    # A chunk that is split by rows has one parameter, whose shape determines the number of blocks.
     shape = flat.weights[weight_path].shape[piece.stacked :]
     blocks = num_blocks(shape) if piece.rows else 1
-    # By rows, what is not shaped like the parameter (a counter) is the unit's: read and written for each block.
+    # In row blocks, state that is not shaped like the parameter (a counter) belongs to the layer: each block reads
+    # and writes it.
     unit_leaves = {}
     if piece.rows:
         unit_leaves = {path: x for path, x in flat.entry.items() if x.shape[piece.stacked :] != shape}
@@ -101,19 +102,19 @@ def update_in_loop(
 
 @dataclass(frozen=True)
 class _PieceLoop:
-    """The loop over the units of a piece, or over the blocks of their rows.
+    """The loop over the layers of a chunk, or over the blocks of their rows.
 
     Attributes:
-      piece: what is updated, and how.
-      weight_path: of the piece's first parameter; by rows it has no other.
-      shape: of that parameter, without the axis of units; in shards, of the shard.
-      blocks: how many blocks of rows a unit has.
-      start: the index of the first unit.
-      decision: see `Learner.decide`.
-      grads: the gradients, [units * blocks, ...].
-      unit_leaves: old leaves of the optimizer state that are not cut in blocks. All blocks of a unit read these, not
-        what the block before wrote.
-      in_shards: whether arrays are a device's own shards.
+        piece: the chunk's update.
+        weight_path: path of the chunk's first parameter, which is the only one when it is split by rows.
+        shape: shape of that parameter without the layer axis; the shard's shape when in shards.
+        blocks: number of row blocks per layer.
+        start: index of the first layer.
+        decision: see `Learner.decide`.
+        grads: the gradients, [layers * blocks, ...].
+        unit_leaves: old leaves of the optimizer state that are not split into blocks. All blocks of a layer read
+            these old values, not the values that the previous block wrote.
+        in_shards: whether arrays are a device's own shards.
     """
 
     piece: PieceUpdate
@@ -127,10 +128,11 @@ class _PieceLoop:
     in_shards: bool
 
     def run(self, state: FlatUpdate) -> FlatUpdate:
-        """Updates `state`, whose leaves are [units * blocks, ...], in all steps."""
+        """Run all steps on `state`, whose leaves are [layers * blocks, ...]."""
         steps = next(iter(self.grads.values())).shape[0]
         ahead = self._taken(state, jnp.int32(0), ahead=True)
-        # Where leaves are fetched ahead, the last step comes after the loop, which would fetch some for nothing.
+        # With prefetching, the last step runs after the loop: inside the loop it would prefetch leaves that nothing
+        # uses.
         turns = steps if steps > 1 and not any(ahead) else steps - 1
         if turns:
             state, ahead = jax.lax.fori_loop(0, turns, self._body, (state, ahead))
@@ -140,7 +142,7 @@ class _PieceLoop:
 
     def _body(self, step: jax.Array, carry: tuple[FlatUpdate, FlatBundle]) -> tuple[FlatUpdate, FlatBundle]:
         state, ahead = carry
-        # Elsewhere than on CPU the next step's leaves are on their way while this one updates its own.
+        # Except on CPU, the next step's leaves are fetched while this step updates its own.
         if self.piece.writes_first:
             state = self._step(step, state, ahead)
             return state, self._taken(state, step + 1, ahead=True)
@@ -153,7 +155,7 @@ class _PieceLoop:
         state: FlatUpdate,
         ahead: FlatBundle,
     ) -> FlatUpdate:
-        """Updates one unit or block; `ahead` are its leaves that were fetched in the step before."""
+        """Update one layer or block; `ahead` holds the leaves that the previous step prefetched."""
         late = self._taken(state, step, ahead=False)
         leaves = FlatBundle(*(x | y for x, y in zip(late, ahead, strict=True)))
         new = self.piece.unit(leaves, self._decision_at(step))
@@ -171,9 +173,9 @@ class _PieceLoop:
         *,
         ahead: bool,
     ) -> FlatBundle:
-        """A step's leaves on the device: those that come ahead of their turn, or the others."""
+        """Return a step's leaves on the device: the prefetched ones if `ahead`, otherwise the others."""
         specs = self.piece.specs
-        # A unit's counter is the old one for each block, whatever the blocks before wrote.
+        # Each block uses the layer's old counter, whatever earlier blocks wrote.
         entry = state.entry | self.unit_leaves
         return FlatBundle(
             _fetched(_coming(specs.weights, ahead), state.weights, step, self._stack_index),
@@ -183,26 +185,26 @@ class _PieceLoop:
         )
 
     def _stack_index(self, path: str, step: jax.Array) -> Any:
-        """Where weights, averages and whatever is in host memory have a step's units or rows."""
+        """Return the index of a step's layer or rows in weights, averages and all offloaded leaves."""
         return self.start * self.blocks + step
 
     def _grads_index(self, path: str, step: jax.Array) -> Any:
-        """Where gradients have them; those on the device are of one unit, if that alone is updated."""
+        """Return the index in the gradients. On the device they hold only one layer if only one layer is updated."""
         if not is_hosted(self.piece.specs.grads[path]):
             return step
         return self._stack_index(path, step)
 
     def _entry_index(self, path: str, step: jax.Array) -> Any:
-        """Where the optimizer state has them; () for a leaf that is no stack and goes whole."""
+        """Return the index in the optimizer state; () for a leaf that is not stacked and is used whole."""
         if path in self.unit_leaves:
             return self.start + step // self.blocks if self.piece.stacked else ()
         return self._stack_index(path, step)
 
     def _decision_at(self, step: jax.Array) -> Decision:
-        """The decision for the unit and the block that are updated in a step, which noise is drawn by.
+        """Return the decision for the layer and block of a step.
 
-        Noise is drawn by layer and by the block's place in its tensor, so that neither units that are updated alone
-        nor blocks and shards change it.
+        Noise is drawn by layer and by the block's position in its tensor, so that the noise does not depend on
+        whether layers are updated separately, nor on blocks or shards.
         """
         decision = self.decision
         if self.piece.stacked:
@@ -212,13 +214,13 @@ class _PieceLoop:
         return decision
 
     def _origin(self, step: jax.Array) -> Origin:
-        """Where a block of the only parameter begins, in the whole tensor of a unit."""
+        """Return the position of a row block of the only parameter in a layer's whole tensor."""
         spec = self.piece.specs.weights[self.weight_path]
         block_rows = self.shape[0] // self.blocks
         first: list[Any] = [step % self.blocks * block_rows]
         first += [0] * len(self.shape[1:])
         axes = spec.mesh_axes[self.piece.stacked :] if self.in_shards else ()
-        # In shards, rows are counted from the shard's beginning.
+        # In shards, indices start at the shard's offset in the tensor.
         for dim, names in enumerate(axes):
             offset = jax.lax.axis_index(names) * self.shape[dim] if names else 0
             first[dim] += offset
@@ -231,10 +233,10 @@ def _in_blocks(
     blocks: int,
     stacked: bool,
 ) -> jax.Array:
-    """A leaf [units, rows, ...], or [rows, ...] if not stacked, as [units * blocks, rows of a block, ...]."""
+    """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
     units = x.shape[0] if stacked else 1
     unit_shape = x.shape[1:] if stacked else x.shape
-    # Rows are split within a leading dimension, which moves no byte.
+    # Splitting a leading dimension moves no data.
     if blocks == 1:
         return x.reshape(units, *unit_shape)
     return x.reshape(units * blocks, unit_shape[0] // blocks, *unit_shape[1:])
@@ -245,10 +247,11 @@ def _in_shapes(leaves: Flat, like: Flat) -> Flat:
 
 
 def _coming(specs: Flat, ahead: bool) -> Flat:
-    """The specs of the leaves that are fetched a step ahead, or of the others.
+    """Return the specs of the leaves that are fetched one step ahead, or of the others.
 
-    Ahead come host leaves, but not those of single bytes, which some optimizers have. XLA for TPU (libtpu 0.0.42)
-    cannot read these ahead in a loop that writes them: "A cycle is detected while visiting instruction %dynamic_slice".
+    Offloaded leaves are fetched ahead, except those with one-byte elements, which some optimizers have. XLA for TPU
+    (libtpu 0.0.42) cannot prefetch these in a loop that writes them: "A cycle is detected while visiting instruction
+    %dynamic_slice".
     """
 
     def comes_ahead(spec: TensorSpec) -> bool:
@@ -263,7 +266,7 @@ def _fetched(
     step: jax.Array,
     index_of: IndexOf,
 ) -> Flat:
-    """A step's units or rows of the stacks that have specs, on the device."""
+    """Fetch a step's layer or rows to the device, for all stacks that have specs."""
     leaves = {}
     for path, spec in specs.items():
         index = index_of(path, step)
@@ -280,7 +283,7 @@ def _written(
     step: jax.Array,
     index_of: IndexOf,
 ) -> Flat:
-    """The stacks with a step's new units or rows in them."""
+    """Write a step's new layer or rows into the stacks."""
     new_stacks = {}
     for path, leaf in new.items():
         stored_leaf = store_leaf(specs[path], leaf)

@@ -1,4 +1,4 @@
-"""The update of one piece of a group, on leaves by path: of all its units at once, or of one unit or block of rows."""
+"""The update of one chunk, on leaves by path: for all layers at once, or for one layer or row block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Flat = dict[str, Any]
 
 
 class FlatBundle(NamedTuple):
-    """A `Bundle` whose trees are dicts by path, or what belongs to each of its leaves."""
+    """A `Bundle` whose trees are dicts by path; also holds per-leaf data, such as specs, in the same structure."""
 
     weights: Flat
     grads: Flat
@@ -42,17 +42,17 @@ class FlatUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceUpdate:
-    """The update of one piece.
+    """The update of one chunk.
 
     Attributes:
-      update: of one unit.
-      entry_structure: the treedef of the piece's optimizer state.
-      specs: TensorSpecs of the piece's leaves.
-      stacked: whether leaves have a leading axis of units.
-      rows: whether the piece is updated by blocks of rows.
-      single: whether one unit alone is updated: gradients are its own, without an axis of units.
-      writes_first: whether the next step's leaves are read after those of one were written: XLA for CPU would copy a
-        stack that is read beside.
+        update: the update of one layer.
+        entry_structure: the treedef of the chunk's optimizer state.
+        specs: TensorSpecs of the chunk's leaves.
+        stacked: whether leaves have a leading layer axis.
+        rows: whether the chunk is updated in row blocks.
+        single: whether only one layer is updated; its gradients then have no layer axis.
+        writes_first: whether a step's results are written before the next step's leaves are read. XLA for CPU would
+            copy a stack that is read while it is written.
     """
 
     update: UnitUpdate
@@ -64,7 +64,7 @@ class PieceUpdate:
     writes_first: bool
 
     def unhosted(self, grads: Flat) -> Flat:
-        """The gradients that are not in host memory."""
+        """Return the gradients that are not in host memory."""
         return {path: grad for path, grad in grads.items() if not is_hosted(self.specs.grads[path])}
 
     def at_once(
@@ -73,7 +73,7 @@ class PieceUpdate:
         flat: FlatBundle,
         decision: Decision,
     ) -> FlatUpdate:
-        """Updates all units at once; `group` has the piece's parameters alone."""
+        """Update all layers at once; `group` holds only the chunk's parameters."""
 
         def update(bundle: Bundle, decision: Decision) -> Update:
             return all_units(group, self.update, bundle, decision)
@@ -81,7 +81,7 @@ class PieceUpdate:
         return self._apply(update, flat, decision)
 
     def unit(self, flat: FlatBundle, decision: Decision) -> FlatUpdate:
-        """Updates one unit, or one block of its rows."""
+        """Update one layer, or one block of its rows."""
 
         def update(bundle: Bundle, decision: Decision) -> Update:
             return self.update(*bundle, decision)
@@ -94,10 +94,10 @@ class PieceUpdate:
         flat: FlatBundle,
         decision: Decision,
     ) -> FlatUpdate:
-        """Calls `update` with nested trees."""
+        """Call `update` with nested trees."""
         entry_leaves = [flat.entry[path] for path in self.specs.entry]
         entry = jax.tree.unflatten(self.entry_structure, entry_leaves)
-        # Optimizer state has a structure of its own (optax's NamedTuples); the others are nested dicts.
+        # Optimizer state keeps its own structure (optax's NamedTuples); the others are nested dicts.
         bundle = unflatten(flat.weights), unflatten(flat.grads), entry, unflatten(flat.average)
         new_weights, new_entry, new_average = update(bundle, decision)
         return FlatUpdate(flatten(new_weights), flatten(new_entry), flatten(new_average))

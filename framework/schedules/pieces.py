@@ -1,7 +1,7 @@
-"""An update that goes through a group's weights and state a piece at a time; only pieces come to the device.
+"""An update that goes through a group's weights and state chunk by chunk; only chunks are on the device.
 
-What a piece is, `division.py` says, and how one is updated, `piece_update.py` and `piece_loop.py`; here pieces take
-their turns.
+`division.py` splits a group into chunks; `piece_update.py` and `piece_loop.py` update a single chunk. This file runs
+the chunks one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, Piece
 
 
 class _PreparedPiece(NamedTuple):
-    """The update of a piece, and its leaves."""
+    """The update of a chunk, and the chunk's leaves."""
 
     update: PieceUpdate
     leaves: FlatBundle
@@ -43,21 +43,21 @@ def update_group(
     decision: Decision,
     index: jax.Array | None = None,
 ) -> Update:
-    """Updates a group, with the numbers of `all_units`.
+    """Update a group, with the same numbers as `all_units`.
 
     Args:
-        learner, mesh, group: whose.
-        bundle: weights, gradients, optimizer state and averages, each where `specs` says.
+        learner, mesh, group: the learner, the device mesh, and the parameter group to update.
+        bundle: weights, gradients, optimizer state and averages, each in the memory of its spec.
         specs: TensorSpecs in the structure of the bundle.
         decision: see `Learner.decide`.
-        index: update this unit only, the gradients being those of this unit alone; None means all units.
+        index: index of the only layer to update; the gradients are then that layer's only. None updates all layers.
     """
     old_weights, _, old_entry, old_average = bundle
-    # Every piece starts from the old counters: those that pieces share, each writes with the same value.
+    # Every chunk starts from the old counters; chunks that share a counter all write the same value.
     old = FlatBundle(*(flatten(part) for part in bundle))
     flat_specs = FlatBundle(*(flatten(part) for part in specs))
     updated = FlatUpdate(old.weights, old.entry, old.average)
-    # The new weights of the pieces so far that were updated in a loop.
+    # New weights of the chunks that were updated in a loop so far.
     updated_weights: list[Flat] = []
     for piece in pieces_of(learner, group, specs):
         prepared = _prepared(
@@ -92,22 +92,22 @@ def _in_turn(
     index: jax.Array | None,
     last_but_one: Flat,
 ) -> tuple[FlatUpdate, Flat]:
-    """Updates a piece unit by unit, or by rows: (what is new, `last_but_one`).
+    """Update a chunk layer by layer, or in row blocks: (new values, `last_but_one`).
 
     Args:
-        prepared: the piece.
-        mesh: of the layout.
+        prepared: the chunk.
+        mesh: the device mesh of the layout.
         decision, index: see `update_group`.
-        last_but_one: the new weights of the last piece but one; {} for none.
+        last_but_one: new weights of the chunk before the previous one; {} if there is none.
     """
     update, leaves = prepared
-    # The compiler would fetch everything as early as it can. State is fetched by this index: not before
-    # its gradients are there, nor before the last piece but one is done.
+    # The compiler would fetch everything as early as possible. State is fetched at this index, which the barrier
+    # makes available only when its gradients are ready and the chunk before the previous one is done.
     start = jnp.int32(0) if index is None else index
     device_grads = update.unhosted(leaves.grads)
     start, (device_grads, last_but_one) = jax.lax.optimization_barrier((start, (device_grads, last_but_one)))
     leaves = leaves._replace(grads=leaves.grads | device_grads)
-    # Blocks are those of a device's own rows; the partitioner would gather the leaf to slice it.
+    # Row blocks are taken from each device's own rows; the partitioner would all-gather the leaf to slice it.
     if update.rows and mesh.size > 1:
         new = update_in_shards(update, mesh, leaves, decision, start)
     else:
@@ -126,14 +126,14 @@ def _prepared(
     *,
     single: bool,
 ) -> _PreparedPiece:
-    """The update of a piece, and its leaves.
+    """Return the update of a chunk, and the chunk's leaves.
 
     Args:
-        learner, mesh, group: whose.
-        piece: of the group.
+        learner, mesh, group: the learner, the device mesh, and the parameter group.
+        piece: a chunk of the group.
         entry: the group's optimizer state.
-        old, specs: the group's leaves and their TensorSpecs.
-        single: whether one unit alone is updated.
+        old, specs: the group's leaves, and their TensorSpecs.
+        single: whether only one layer is updated.
     """
     piece_entry = learner.state_of(group).part(piece.paths, entry)
     averaged_paths = tuple(path for path in piece.paths if path in old.average)
@@ -151,6 +151,6 @@ def _prepared(
 
 
 def _selected(flat: FlatBundle, paths: tuple[tuple[str, ...], ...]) -> FlatBundle:
-    """The leaves of a bundle that have these paths, given for each of its parts."""
+    """Select the leaves of a bundle at the paths given for each of its parts."""
     parts = zip(flat, paths, strict=True)
     return FlatBundle(*({path: leaves[path] for path in part_paths} for leaves, part_paths in parts))

@@ -1,4 +1,4 @@
-"""What of a group of arrays lives in host memory: nothing, everything, or the first layers of the stack."""
+"""Placements: which arrays of a group are offloaded (none, all, or the first N layers of the stack)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _EXPECTED = "expected device, pinned_host, pinned_host:LAYERS or pinned_host:FRA
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a group of arrays lives.
+    """The placement of a group of arrays in device or host memory.
+
+    Without `layers` and `fraction`, everything is in one memory, including the stages outside the stacks. With
+    either, those stages stay on the device.
 
     Attributes:
-      text: as a config says it.
-      layers: the number of layers, from the first, that are in host memory.
-      fraction: the same as a part of a stack's layers, over 0 and up to 1.
-
-    With neither number, everything is in one place: the stages outside of stacks too, which with a number stay on the
-    device.
+        text: the value in the config.
+        layers: how many layers, from the first, are in host memory.
+        fraction: the same as a fraction of the stack's layers, over 0 and up to 1.
     """
 
     text: str = DEVICE
@@ -31,7 +31,7 @@ class Placement:
 
     @staticmethod
     def of(field: str, text: str) -> Placement:
-        """Reads "device", "pinned_host", "pinned_host:20" (layers) or "pinned_host:0.6" (a fraction of them).
+        """Parse "device", "pinned_host", "pinned_host:20" (layers) or "pinned_host:0.6" (a fraction of the layers).
 
         Raises:
             ValueError: the text is none of these; the error names the field.
@@ -47,33 +47,33 @@ class Placement:
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything is in host memory."""
+        """Return whether anything is in host memory."""
         return self.text.startswith(HOST)
 
     @property
     def is_partial(self) -> bool:
-        """Whether layers of stacks alone are in host memory."""
+        """Return whether only some layers of the stacks are in host memory."""
         return self.layers is not None or self.fraction is not None
 
     @property
     def hosts_everything(self) -> bool:
-        """Whether the stages outside of stacks are in host memory too."""
+        """Return whether the stages outside the stacks are in host memory too."""
         return self.text == HOST
 
     def hosted_units(self, field: str, stack: Stack) -> int:
-        """The number of a stack's units, from the first, that are in host memory.
+        """Return how many of a stack's units, from the first, are in host memory.
 
         Args:
-            field: of the config, for the error.
-            stack: whose units; a unit has one layer, or as many as the pattern.
+            field: name of the config field, for the error message.
+            stack: the stack; each unit is one period of its layer pattern.
 
         Raises:
-            ValueError: the stack has fewer layers than the number says, or the number cuts a unit.
+            ValueError: the stack has fewer layers than the number, or the number splits a unit.
         """
         if not self.is_partial:
             return stack.num_units if self.hosts_everything else 0
         if stack.is_first:
-            # Numbers are of the layers of the stack behind, with whose first layer this one goes.
+            # Layer counts refer to the main stack; the layers before it follow the main stack's first layer.
             return stack.num_units
         if self.fraction is not None:
             return round(self.fraction * stack.num_units)
@@ -82,15 +82,15 @@ class Placement:
 
 
 def units_of_layers(setting: str, layers: int, stack: Stack) -> int:
-    """The number of units that have so many layers.
+    """Convert a number of layers to a number of units (periods of the layer pattern).
 
     Args:
-        setting: that gives the number, for the error.
-        layers: their number.
-        stack: whose units.
+        setting: the setting that contains the number, for the error message.
+        layers: the number of layers.
+        stack: the stack that has the units.
 
     Raises:
-        ValueError: the stack has fewer layers, or the number cuts a unit.
+        ValueError: the stack has fewer layers, or the number splits a unit.
     """
     unit_layers = len(stack.unit.layers)
     num_layers = stack.num_units * unit_layers

@@ -1,4 +1,4 @@
-"""Where the stacks of a model are cut: wherever `config.memory` says another thing of the next layer."""
+"""Splits a stack into ranges of layers that share the same memory settings."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
 def policies(memory: Memory, stack: Stack) -> list[str]:
-    """What the backward pass recomputes of each unit of a whole stack, from the first on.
+    """Return the remat policy of each layer of a whole stack, in order.
 
     Raises:
-        ValueError: memory.remat is of more layers, or of fewer, than the stack has, or its numbers cut a unit.
+        ValueError: memory.remat covers more or fewer layers than the stack has, or its numbers split a repetition of
+            the layer pattern.
     """
     unit_policies: list[str] = []
     num_units = stack.num_units
     if stack.is_first:
-        # Numbers are of the layers of the stack behind, with whose first layer this one goes.
+        # Layer counts refer to the main stack; the layers before it follow the main stack's first layer.
         return [stack.policy(remat.spans(memory.remat)[0].policy)] * num_units
     setting = f"memory.remat = {memory.remat}"
     for span in remat.spans(memory.remat):
@@ -40,22 +41,25 @@ def policies(memory: Memory, stack: Stack) -> list[str]:
 
 
 def sections_of(model: Chain, memory: Memory) -> list[Section]:
-    """The sections of all stacks in which every layer lives and is recomputed alike; [] where no stack needs them.
+    """Split all stacks into ranges of layers with the same placements and remat policy.
+
+    Return [] if no stack needs a range of its own.
 
     Raises:
-        ValueError: the placements or policies are of other numbers of layers than a stack has.
+        ValueError: the placements or policies name other numbers of layers than a stack has.
     """
     sections = []
     for name, stack in model.stacks.items():
         sections += _sections_of_stack(name, stack, memory)
     is_cut = not all(section.is_whole for section in sections)
-    # A whole stack needs a section where numbers say what the context's policy, or the stages outside, do not.
+    # An unsplit stack also needs a range if its settings come from layer counts: neither the context's policy nor the
+    # stages outside the stack have them.
     counts_layers = remat.spans(memory.remat) != [remat.Span(memory.remat, None)]
     return sections if is_cut or counts_layers or memory.activations.is_partial else []
 
 
 def _sections_of_stack(name: str, stack: Stack, memory: Memory) -> list[Section]:
-    """The sections of one stack, from the first unit on."""
+    """Return the layer ranges of one stack, in order."""
     unit_policies = policies(memory, stack)
     placements = {field: getattr(memory, field) for field in PLACED_FIELDS}
     hosted_units = {field: placement.hosted_units(field, stack) for field, placement in placements.items()}

@@ -1,11 +1,11 @@
-"""A stack's forward and backward pass within one program: loops over its units, or over groups of them.
+"""Forward and backward pass of a stack within one program: loops over its layers, or over groups of layers.
 
-Going forward, a scan keeps what the remat policy keeps of each unit; going back, a loop gives each unit's gradient to
-the visits, which may write it away or update the unit. The loop's carry holds the parameters, as visits may change
-them.
+A "layer" is one iteration of the loop: one period of the stack's pattern. The forward scan saves the residuals that
+the remat policy selects. The backward loop passes each layer's gradients to the hooks, which may store them or update
+the layer. The loop carry holds the parameters, because hooks may change them.
 
-What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
-put back in the backward loop, so no copies of them are stacked.
+The residuals are the leaves of `jax.vjp`'s result that are not arguments of the layer. The arguments (above all the
+layer's weights) are put back in the backward loop, so no copies of them are stacked.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from framework.schedules.visits import Visits, Work
 
 
 class StackGradients(NamedTuple):
-    """What the backward pass over a stack, or a group of its units, hands on.
+    """The result of the backward pass over a stack, or over a group of its layers.
 
     Attributes:
-      work: as visits left it.
-      ct: the cotangent of the input.
-      shared: the sum, over the units so far, of the gradients of the parameters that all units share.
+        work: the backward state after the hooks.
+        ct: the cotangent of the input.
+        shared: sum, over the layers so far, of the gradients of the parameters that all layers share.
     """
 
     work: Work
@@ -43,13 +43,13 @@ class StackGradients(NamedTuple):
     shared: Nested
 
 
-# (what the units after these handed on, visits) -> what these hand on.
+# (result of the layers after these, hooks) -> result of these layers.
 UnitsPull = Callable[[StackGradients, Visits], StackGradients]
 StackPull = Callable[[Work, Cotangent, Visits], StackGradients]
 
 
 class StackForward(NamedTuple):
-    """What the forward pass of a stack hands on: its output, its Out and its backward pass."""
+    """The result of a stack's forward pass: its output, its `Out`, and its backward pass."""
 
     output: Carry
     out: Out
@@ -57,12 +57,12 @@ class StackForward(NamedTuple):
 
 
 class _Units(NamedTuple):
-    """A group of units, or all of them, after their forward pass.
+    """A group of layers, or all layers, after the forward pass.
 
     Attributes:
-      output: of the last unit.
-      outs: the units' Outs, stacked.
-      residuals: of the units, stacked.
+        output: output of the last layer.
+        outs: the layers' `Out`s, stacked.
+        residuals: the layers' residuals, stacked.
     """
 
     output: Carry
@@ -71,21 +71,21 @@ class _Units(NamedTuple):
 
 
 class _ForwardCarry(NamedTuple):
-    """The carry of the forward loop: the next unit's input, and its hosted weights on their way to the device."""
+    """The carry of the forward loop: the next layer's input, and its offloaded weights, which are being fetched."""
 
     x: Carry
     fetched: Flat
 
 
 class _BackwardCarry(NamedTuple):
-    """The carry of the backward loop over units.
+    """The carry of the backward loop over layers.
 
     Attributes:
-      work: the weights, and what visits change.
-      ct: the cotangent of the output of the unit whose turn comes next.
-      shared_sums: the sum of the shared parameters' gradients so far.
-      y: the output of the unit whose turn comes next, where units are inverted; else None.
-      fetched: that unit's hosted weights, on their way to the device, by path.
+        work: the weights, and the rest of the state that hooks change.
+        ct: the cotangent of the output of the layer that runs next.
+        shared_sums: sum of the shared parameters' gradients so far.
+        y: output of the layer that runs next, where layers are inverted; else None.
+        fetched: that layer's offloaded weights, which are being fetched, by path.
     """
 
     work: Work
@@ -97,15 +97,15 @@ class _BackwardCarry(NamedTuple):
 
 @dataclass(frozen=True)
 class StackPass:
-    """One stack's forward and backward pass, a unit at a time.
+    """Layer-by-layer forward and backward pass of one stack.
 
     Attributes:
-      stages: the pass through the model that this is a part of.
-      name: the stack's, as a stage.
-      stack: the stack.
-      ctx: the stack's context.
-      units: any one of its units.
-      group_size: the units of a group; without groups, all units are one group.
+        stages: the pass through the model that contains this one.
+        name: the stack's stage name.
+        stack: the stack.
+        ctx: the stack's context.
+        units: the pass of any one of its layers.
+        group_size: number of layers per group; without groups, all layers form one group.
     """
 
     stages: StagePass
@@ -117,14 +117,15 @@ class StackPass:
 
     @staticmethod
     def of(stages: StagePass, name: str, carry: Carry) -> StackPass:
-        """The pass of a stack; shared parameters are fetched once `carry`, of the stage before, is there."""
+        """Create the pass of a stack, and fetch shared parameters when `carry`, the previous stage's output, is
+        ready."""
         stack = stages.model.stacks[name]
         ctx = stack.context(name, stages.ctx)
-        # What all units share is fetched once, before the loop: each unit needs all of it.
+        # Shared parameters are fetched once, before the loop: every layer needs all of them.
         shared = stages.inputs("shared", carry) if stack.shared else StageWeights({}, {})
         stacks = stacks_of(stages.weights, name)
         function = stack.unit_function(merge(stacks["parameter"], stacks["frozen"]), ctx)
-        # Without groups, all units are one group.
+        # Without groups, all layers form one group.
         group_size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
         units = UnitPass(
             unit=UnitFunctions(name, stack, function),
@@ -141,9 +142,9 @@ class StackPass:
     # --- the stack ---------------------------------------------------------------------------------------------------
 
     def forward(self, carry: Carry) -> StackForward:
-        """Runs the stack on the output of the stage before."""
+        """Run the stack on the output of the previous stage."""
         x, pull_enter = jax.vjp(self.stack.enter, carry)
-        # Without groups nothing reads the starts, and the compiler drops them.
+        # Without groups nothing reads `group_starts`, and the compiler drops it.
         group_starts = jnp.arange(0, self.stack.num_units, self.group_size)
         stacks = stacks_of(self.stages.weights, self.name)
         if self.units.in_groups:
@@ -157,7 +158,7 @@ class StackPass:
 
         def pull(work: Work, ct: Cotangent, visits: Visits) -> StackGradients:
             (ct,) = pull_leave(ct)
-            # In float32 at least: in bfloat16 each addition would lose up to 1/512 of the sum.
+            # At least float32: in bfloat16 each addition would lose up to 1/512 of the sum.
             shared_sums = sums.zeros(self.units.shared.trainable)
             gradients = pull_units(StackGradients(work, ct, shared_sums), visits)
             (ct,) = pull_enter(gradients.ct)
@@ -165,7 +166,7 @@ class StackPass:
 
         return StackForward(x, self.stack.combine(outs), pull)
 
-    # --- groups of units ---------------------------------------------------------------------------------------------
+    # --- groups of layers --------------------------------------------------------------------------------------------
 
     def _groups_forward(
         self,
@@ -173,7 +174,7 @@ class StackPass:
         stacks: Nested,
         group_starts: jax.Array,
     ) -> tuple[Carry, Out, UnitsPull]:
-        """Runs the stack group by group and keeps each group's input alone: (output, stacked Outs, backward pass)."""
+        """Run the stack group by group, saving only each group's input: (output, stacked Outs, backward pass)."""
         hosted = jax.tree.map(self.units.goes_to_host, x)
 
         def group(x: Carry, first: jax.Array) -> tuple[Carry, tuple[Out, Carry]]:
@@ -181,7 +182,7 @@ class StackPass:
             return units.output, (units.outs, moved(hosted, x, jax.memory.Space.Host))
 
         x, (outs, group_inputs) = jax.lax.scan(group, x, group_starts)
-        # The scan over groups stacks the units' results as [groups, units of a group, ...].
+        # The scan over groups stacks the layers' results as [groups, layers per group, ...].
         num_units = self.stack.num_units
         outs = jax.tree.map(lambda leaf: leaf.reshape(num_units, *leaf.shape[2:]), outs)
 
@@ -197,11 +198,11 @@ class StackPass:
         gradients: StackGradients,
         visits: Visits,
     ) -> StackGradients:
-        """Runs the stack backward group by group; in a group, its units run forward again.
+        """Run the stack backward group by group; each group first runs its layers forward again.
 
         Args:
-            group_starts: the index of each group's first unit.
-            input_of: the input of the group of that number, on the device.
+            group_starts: index of each group's first layer.
+            input_of: returns the input of the group with the given number, on the device.
             gradients, visits: see `UnitsPull`.
         """
 
@@ -209,15 +210,15 @@ class StackPass:
             index = group_starts.size - 1 - step
             x = input_of(index)
             x, ct = jax.lax.optimization_barrier((x, gradients.ct))
-            # The weights of the loop's carry: visits have not changed those of this group yet, and the
-            # forward pass's stacks would have to be kept beside these.
+            # Weights come from the loop carry: hooks have not changed this group's weights yet, and using the forward
+            # pass's stacks would keep a second copy of them alive.
             stacks = stacks_of(gradients.work, self.name)
             units = self._units_forward(x, stacks, group_starts[index])
             return self._units_backward(units, group_starts[index], gradients._replace(ct=ct), visits)
 
         return jax.lax.fori_loop(0, group_starts.size, body, gradients)
 
-    # --- the units of a group, or all of them ------------------------------------------------------------------------
+    # --- the layers of a group, or all of them -----------------------------------------------------------------------
 
     def _units_forward(
         self,
@@ -225,18 +226,18 @@ class StackPass:
         stacks: Nested,
         first: jax.Array,
     ) -> _Units:
-        """Runs a group's units.
+        """Run a group's layers forward.
 
         Args:
-            x: the input of the first one.
-            stacks: "parameter" and "frozen" of all units, stacked.
-            first: the index of the first one.
+            x: input of the first layer.
+            stacks: "parameter" and "frozen" of all layers, stacked.
+            first: index of the first layer.
         """
         last_step = self.group_size - 1
 
         def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, PlacedResiduals]]:
-            # The next unit's hosted weights come to the device while this one is computed with. The last
-            # unit's are asked for once more, as each turn of a loop does the same.
+            # The next layer's offloaded weights are fetched while this layer computes. The last layer's weights are
+            # fetched a second time, as every iteration of a loop does the same.
             next_fetched = self.units.prefetch(stacks, first + jnp.minimum(i + 1, last_step))
             index = first + i
             unit_params, x = self.units.take_weights(stacks, index, carry.fetched, carry.x)
@@ -255,13 +256,13 @@ class StackPass:
         gradients: StackGradients,
         visits: Visits,
     ) -> StackGradients:
-        """Runs a group's units backward, and visits each.
+        """Run a group's layers backward, and call the hooks for each.
 
         Args:
-            units: of the forward pass.
-            first: the index of the first unit.
-            gradients: as the units after these left them.
-            visits: called for each unit.
+            units: the group's forward pass.
+            first: index of the first layer.
+            gradients: result of the layers after these.
+            visits: hooks that are called for each layer.
         """
         name = self.name
         work, ct, shared_sums = gradients
@@ -283,19 +284,19 @@ class StackPass:
         step: jax.Array,
         carry: _BackwardCarry,
     ) -> _BackwardCarry:
-        """The turn of one unit in the loop of `_units_backward`; the last unit's is step 0."""
+        """Run one iteration of the loop of `_units_backward`; step 0 is the last layer."""
         name = self.name
         work = carry.work
         i = self.group_size - 1 - step
-        # Hosted weights of the unit below come while this one is computed with, as in the forward pass.
+        # Offloaded weights of the layer below are fetched while this layer computes, as in the forward pass.
         next_fetched = self.units.prefetch(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
-        # A turn may write to the stacks that this unit's weights are taken from.
+        # The hook runs first: it may write to the stacks from which this layer's weights are sliced.
         work = visits.turns.begin_unit(work, name, first + i)
         ready = (carry.ct, carry.y)
         unit_params, (ct, y) = self.units.take_weights(stacks_of(work, name), first + i, carry.fetched, ready)
         result = self.units.backward(unit_params, unit_at(residuals, i), first + i, y, ct)
         shared_sums = sums.add(carry.shared_sums, result.shared_grads)
-        # A stack that is frozen as a whole has no gradients.
+        # A completely frozen stack has no gradients.
         if result.grads:
             grads = self.stages.sharded(name, result.grads)
             work = visits.visit(work, name, grads, first + i)

@@ -1,4 +1,4 @@
-"""One pass through a model's stages: the weights that a stage reads, stages outside of stacks, and their gradients."""
+"""One pass through a model's stages: the weights that a stage reads, stages outside the stacks, and their gradients."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from framework.schedules.visits import Work
 
 
 class StageWeights(NamedTuple):
-    """What a stage reads, tied parameters included: what is differentiated, and what is not."""
+    """The weights that a stage reads, tied ones included, split into differentiated and frozen ones."""
 
     trainable: Nested
     frozen: Nested
 
 
 class StageGradients(NamedTuple):
-    """What the backward pass of a stage hands on: its gradients, and the cotangent of its input."""
+    """The result of a stage's backward pass: its gradients, and the cotangent of its input."""
 
     grads: Nested
     ct: Cotangent
@@ -39,12 +39,12 @@ StagePull = Callable[[Cotangent], StageGradients]
 
 
 class StageForward(NamedTuple):
-    """What the forward pass of a stage hands on.
+    """The result of a stage's forward pass.
 
     Attributes:
-      output: of the stage; the loss, of the last one.
-      out: metrics and buffers.
-      pull: its backward pass.
+        output: output of the stage; for the last stage, the loss.
+        out: metrics and buffers.
+        pull: the stage's backward pass.
     """
 
     output: Carry
@@ -57,13 +57,13 @@ class StagePass:
     """One pass through a model's stages.
 
     Attributes:
-      model: a chain of stages.
-      mesh: of the layout.
-      specs: of what each stage reads, by stage and path.
-      offloads: whether what is kept of units goes to host memory, where no section says so.
-      weights: the groups "parameter" and "frozen".
-      ctx: the context of the batch.
-      buffers: the model's, by stage.
+        model: a chain of stages.
+        mesh: the device mesh of the layout.
+        specs: specs of the parameters that each stage reads, by stage and path.
+        offloads: whether residuals of layers go to host memory, for stacks that are not split into ranges.
+        weights: the groups "parameter" and "frozen".
+        ctx: the context of the batch.
+        buffers: the model's buffers, by stage.
     """
 
     model: Chain
@@ -83,18 +83,18 @@ class StagePass:
         ctx: Context,
         buffers: Nested,
     ) -> StagePass:
-        """The pass of a batch; arguments as those of `backward.forward`."""
+        """Create the pass of a batch; the arguments are those of `backward.forward`."""
         specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
         return StagePass(model, layout.mesh, specs, memory.activations.hosts_everything, weights, ctx, buffers)
 
     def inputs(self, name: str, carry: Carry) -> StageWeights:
-        """Brings a stage's parameters, tied ones included, to the device once `carry` is there."""
+        """Fetch a stage's parameters, tied ones included, to the device once `carry` is ready."""
         stage_weights = {}
         for group in ("parameter", "frozen"):
             params = self.weights[group]
             stage_weights[group] = with_tied_weights(self.model.ties, name, params.get(name, {}), flatten(params))
-        # The compiler would fetch host weights as early as it can. So each is read by an index that is
-        # not known before `carry` is there.
+        # The compiler would fetch offloaded weights as early as possible. So each is read at an index that is not
+        # known before `carry` is ready.
         first, _ = jax.lax.optimization_barrier((jnp.int32(0), carry))
         trainable = self._fetched(name, stage_weights["parameter"], first)
         frozen = self._fetched(name, stage_weights["frozen"], first)
@@ -106,18 +106,18 @@ class StagePass:
         weights: Nested,
         first: jax.Array,
     ) -> Nested:
-        """A stage's weights on the device; `first` is a zero that the compiler cannot see through."""
+        """Return a stage's weights on the device; `first` is a zero that the compiler cannot constant-fold."""
         device_leaves = {}
         for path, leaf in flatten(weights).items():
             spec = self.specs[name][path]
             if spec.memory_kind != "device":
-                # As a stack of one, of which the first is taken: a plain copy would not depend on the index.
+                # Viewed as a stack of one and indexed: a plain copy would not depend on the index.
                 leaf = fetch_leaf(spec, unit_at(leaf[None], first))
             device_leaves[path] = leaf
         return unflatten(device_leaves)
 
     def forward(self, name: str, carry: Carry) -> StageForward:
-        """Runs a stage outside of the stacks."""
+        """Run a stage outside the stacks."""
         buffers = self.buffers.get(name, {})
         trainable, frozen = self.inputs(name, carry)
 
@@ -133,24 +133,25 @@ class StagePass:
         grads: Nested,
         tie_grads: dict[str, jax.Array],
     ) -> TiedGradients:
-        """Settles a stage's gradients by tied parameters, which belong to the parameter's home stage.
+        """Assign gradients of tied weights to their home stage.
 
         Args:
-            name: the stage's.
-            grads: the stage's gradients, those of ties included.
-            tie_grads: the sums of ties' gradients, by the path of the home parameter.
+            name: name of the stage.
+            grads: the stage's gradients, including those of tied weights.
+            tie_grads: sums of the gradients of tied weights, by the path of the home parameter.
 
         Returns:
-            The gradients of the parameters that live in this stage, sharded as these are, and the ties' that still wait
-            for their home.
+            The gradients of the parameters that belong to this stage, sharded like them, and the gradients of tied
+            weights whose home stage is still to come.
         """
         tied = split_tied(self.model.ties, name, grads, tie_grads)
-        # Stages run head first, and a home comes before its readers, so all ties of this stage are there.
+        # The backward pass runs head first, and a home stage precedes its readers, so all gradients for this stage
+        # are complete.
         tied = add_tied(name, tied)
         return tied._replace(grads=self.sharded(name, tied.grads))
 
     def sharded(self, name: str, grads: Nested) -> Nested:
-        """Gradients of a stage, or of one unit of a stack, sharded as their parameters are."""
+        """Constrain gradients of a stage, or of one layer of a stack, to the shardings of their parameters."""
         specs = self.specs[name]
         sharded_grads = {}
         for path, grad in flatten(grads).items():

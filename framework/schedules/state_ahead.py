@@ -1,13 +1,13 @@
-"""A whole unit's state on its way while the backward pass computes, for updates in the backward pass.
+"""Prefetch of a whole layer's state during the backward pass, for updates in the backward pass.
 
-On TPU it is the state in host memory that moves, where memory.prefetch = unit. On CPU weights and all their state move,
+On TPU, with memory.prefetch = unit, state in host memory is moved. On CPU the weights and all their state are moved,
 out of the stacks and back into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another
-one writes it, which an update in place comes to (with 256 layers the step took nine times as long).
+one writes it, as an in-place update does (with 256 layers the step took nine times as long).
 
-Each turn of the backward loop begins with two transfers: the new state of the unit before goes to the host, and the old
-state of this unit comes from there. Both have the unit's whole backward pass to hide behind. The unit is then updated
-by arrays that are on the device, and its new state waits for the next turn. This costs the state of two units on the
-device, where `pieces` holds two pieces.
+Each iteration of the backward loop starts with two transfers: the previous layer's new state goes to the host, and
+this layer's old state comes from the host. The layer's whole backward pass hides both transfers. The layer is then
+updated with arrays that are already on the device, and its new state waits for the next iteration. This keeps the
+state of two layers on the device, whereas `pieces` keeps two chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Flat = dict[str, Any]
 
 
 class Moving(NamedTuple):
-    """What moves of one unit's weights and their state, or its specs, for one group of parameters, by path."""
+    """The leaves, or specs, of one layer's weights and state that are moved, for one parameter group, by path."""
 
     weights: Flat
     entry: Flat  # optimizer state
@@ -34,11 +34,11 @@ class Moving(NamedTuple):
 
 
 class UnitState(NamedTuple):
-    """One unit's state that moves, on the device.
+    """The moved state of one layer, on the device.
 
     Attributes:
-      groups: by the label of the group of parameters.
-      index: int32 scalar, the unit's.
+        groups: the moved leaves, by the label of the parameter group.
+        index: int32 scalar, index of the layer.
     """
 
     groups: dict[str, Moving]
@@ -47,11 +47,11 @@ class UnitState(NamedTuple):
 
 @dataclass(frozen=True)
 class StateAhead:
-    """Moves the state of a stack's units between the stacks, on the host or not, and the device.
+    """Moves the state of a stack's layers between the stacks, on the host or not, and the device.
 
     Attributes:
-      moves_all: whether weights, and state that is on the device already, move too, and no stack is read before it is
-        written.
+        moves_all: whether weights, and state that is already on the device, are moved too, and no stack is read
+            before it is written.
     """
 
     learner: Learner
@@ -64,7 +64,7 @@ class StateAhead:
         stack: str,
         index: jax.Array,
     ) -> UnitState:
-        """The state of the unit at `index`, on its way to the device."""
+        """Start fetching the state of the layer at `index` to the device."""
         groups = {}
         for group, specs in self._groups(stack):
             stacks = self._stacks(work, group)
@@ -81,7 +81,7 @@ class StateAhead:
         stack: str,
         unit: UnitState,
     ) -> Nested:
-        """The work with a unit's new state on its way to the stacks."""
+        """Start writing a layer's new state to the stacks; return the new backward state."""
         new_stacks = {}
         for group, specs in self._groups(stack):
             stacks = self._stacks(work, group)
@@ -100,8 +100,11 @@ class StateAhead:
         unit: UnitState,
         index: jax.Array,
     ) -> tuple[Nested, UnitState]:
-        """The work with a unit's new state on its way to the stacks, and the state of the unit at `index` on its way
-        from there."""
+        """Start writing a layer's new state to the stacks, and fetching the state of the layer at `index` from them.
+
+        Returns:
+            (new backward state, state of the layer at `index`).
+        """
         new_stacks = {}
         arriving = {}
         for group, specs in self._groups(stack):
@@ -109,7 +112,7 @@ class StateAhead:
             leaving = unit.groups[group.label]
             part_stacks: list[Flat] = []
             part_leaves: list[Flat] = []
-            # Weights, optimizer state and averages are exchanged apart, each with half of its own bytes first.
+            # Weights, optimizer state and averages are exchanged separately; each moves half of its own bytes first.
             for part in zip(specs, stacks, leaving, strict=True):
                 changed_stacks, arriving_leaves = self._exchange(*part, unit.index, index)
                 part_stacks.append(changed_stacks)
@@ -126,32 +129,32 @@ class StateAhead:
         decision: Decision,
         state: UnitState,
     ) -> tuple[Update, Moving]:
-        """Updates one unit whose state has arrived, with the numbers of `all_units`.
+        """Update one layer whose state has arrived, with the same numbers as `all_units`.
 
         Args:
             group: parameters of a stack.
-            update: of one unit.
-            bundle: stacked weights, the gradients of that unit alone, stacked optimizer state and averages.
+            update: the update of one layer.
+            bundle: stacked weights, the gradients of only that layer, stacked optimizer state and averages.
             decision: see `Learner.decide`.
-            state: the unit's.
+            state: the layer's moved state.
 
         Returns:
-            (new stacks of weights, optimizer state and averages, in which what moves is still the old one; what of the
-            unit leaves).
+            (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
+            the layer's new moved leaves, to be stored later).
         """
         weights, unit_grads, entry, average = bundle
         weight_specs, entry_specs, average_specs = self._specs(group)
         arrived = state.groups[group.label]
         index = state.index
         new_weights, new_entry, new_average = update(
-            # Weights in host memory are fetched here: they move ahead only where all does, on CPU.
+            # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
             _unit_of(weight_specs, weights, arrived.weights, index),
             unit_grads,
             _unit_of(entry_specs, entry, arrived.entry, index),
             _unit_of(average_specs, average, arrived.average, index),
             decision._replace(layer=decision.layer + index),
         )
-        # What stays on the device is written at once, what moves at the next turn.
+        # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
         new_stacks = (
             _with_staying(weight_specs, weights, new_weights, arrived.weights, index),
             _with_staying(entry_specs, entry, new_entry, arrived.entry, index),
@@ -172,24 +175,25 @@ class StateAhead:
         leaving_index: jax.Array,
         arriving_index: jax.Array,
     ) -> tuple[Flat, Flat]:
-        """(the stacks with the leaves of the unit that leaves, the leaves of the unit that arrives).
+        """Write the leaving layer's leaves, and fetch the arriving layer's: (new stacks, arriving leaves).
 
-        A stack is not read while it is written: the compiler does not know that two units lie apart. To and from the
-        host half of the bytes leave first and the other half arrive first, which keeps the link busy both ways.
+        No stack is read and written at the same time, because the compiler does not know that two layers do not
+        overlap. For transfers to and from the host, half of the bytes are read first and the other half is written
+        first, which keeps the link busy in both directions.
         """
-        # Where all moves nothing crosses a link: everything is written before anything is read.
+        # If everything is moved, nothing crosses a link: all leaves are written before any is read.
         arrives_first = set[str]() if self.moves_all else _half(specs)
         first_specs = {path: specs[path] for path in specs if path in arrives_first}
         arriving = _fetched(first_specs, stacks, arriving_index)
         new_stacks = _stored(specs, stacks, leaving, leaving_index)
-        # Read from the new stacks, so that the compiler has to write first.
+        # Reading from the new stacks forces the compiler to write first.
         last_specs = {path: specs[path] for path in specs if path not in arrives_first}
         arriving |= _fetched(last_specs, new_stacks, arriving_index)
-        # In the order of the specs, whichever came first.
+        # In the order of the specs, whichever was fetched first.
         return new_stacks, {path: arriving[path] for path in specs}
 
     def _groups(self, stack: str) -> list[tuple[Group, Moving]]:
-        """The groups of a stack's parameters, and the specs of their state that moves."""
+        """Return the groups of a stack's parameters, with the specs of their moved leaves."""
 
         def moving(specs: Nested) -> Flat:
             flat_specs = flatten(specs)
@@ -208,12 +212,12 @@ class StateAhead:
         return groups
 
     def _specs(self, group: Group) -> tuple[Nested, Nested, Nested]:
-        """The specs of the stacks of weights, of optimizer state and of averages."""
+        """Return the specs of the stacks of weights, of optimizer state and of averages."""
         weight_specs, _, entry_specs, average_specs = bundle_specs(self.layout, self.learner, group, {})
         return weight_specs, entry_specs, average_specs
 
     def _stacks(self, work: Nested, group: Group) -> Moving:
-        """All stacks of a group's weights and state, whether they move or not."""
+        """Return all stacks of a group's weights and state, moved or not."""
         weights = self.learner.select(work["parameter"], group)
         entry = work["optimizer"][group.stage][group.label]
         average = self.learner.select(work["ema"], group) if work["ema"] else {}
@@ -221,11 +225,11 @@ class StateAhead:
 
 
 def _with_stacks(work: Nested, stack: str, stacks: dict[str, Moving]) -> Nested:
-    """The work with these stacks, by the label of the group of parameters."""
-    # A stack that is frozen as a whole has neither trainable weights nor optimizer state.
+    """Replace stacks in the backward state with these, given by the label of the parameter group."""
+    # A completely frozen stack has neither trainable weights nor optimizer state.
     if not stacks:
         return work
-    # Leaves that do not belong to these groups stay as they are.
+    # Leaves that do not belong to these groups keep their values.
     weights = flatten(work["parameter"][stack])
     entries = dict(work["optimizer"][stack])
     averages = flatten(work["ema"].get(stack, {}))
@@ -252,7 +256,7 @@ def _unit_of(
     arrived: Flat,
     index: jax.Array,
 ) -> Nested:
-    """One unit of some stacks: what has arrived as it is, the other leaves fetched."""
+    """Return one layer of some stacks: its prefetched leaves as they are, the other leaves fetched now."""
     flat_specs = flatten(specs)
 
     unit_leaves = {}
@@ -271,19 +275,19 @@ def _with_staying(
     arrived: Flat,
     index: jax.Array,
 ) -> Nested:
-    """The stacks with a unit's new leaves, but for those that had arrived: they leave for the host in the next turn."""
+    """Write a layer's new leaves into the stacks, except prefetched ones, which the next iteration writes."""
     staying = {path: leaf for path, leaf in flatten(unit).items() if path not in arrived}
     new_stacks = _stored(flatten(specs), flatten(stacks), staying, index)
     return in_structure(stacks, new_stacks)
 
 
 def _leaving(unit: Nested, arrived: Flat) -> Flat:
-    """The new leaves of a unit whose old ones had arrived."""
+    """Return the new values of a layer's prefetched leaves."""
     return {path: leaf for path, leaf in flatten(unit).items() if path in arrived}
 
 
 def _fetched(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
-    """One unit's leaves, on their way to the device."""
+    """Start fetching one layer's leaves to the device."""
     unit_leaves = {}
     for path, spec in specs.items():
         leaf = unit_at(stacks[path], index)
@@ -297,7 +301,7 @@ def _stored(
     unit: Flat,
     index: jax.Array,
 ) -> Flat:
-    """The stacks with a unit's leaves, those of hosted stacks on their way to the host."""
+    """Write a layer's leaves into the stacks; leaves of offloaded stacks are transferred to the host."""
     new_stacks = dict(stacks)
     for path, leaf in unit.items():
         stored_leaf = store_leaf(specs[path], leaf)
@@ -306,11 +310,11 @@ def _stored(
 
 
 def _half(specs: Flat) -> set[str]:
-    """Paths of about half of the bytes, the largest leaf among them."""
+    """Choose paths that make up about half of the bytes, including the largest leaf."""
     taken_bytes = 0
     left_bytes = 0
     paths = set()
-    # Each leaf goes to the side that has less so far.
+    # Each leaf goes to the half with fewer bytes so far.
     largest_first = sorted(specs.items(), key=lambda item: -item[1].num_bytes)
     for path, spec in largest_first:
         if taken_bytes <= left_bytes:

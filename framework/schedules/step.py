@@ -1,4 +1,4 @@
-"""Parts of every schedule's step: types, context, microbatches, and the state and metrics that it returns."""
+"""Building blocks of every schedule's step: types, contexts, microbatches, and the final state and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def training_context(
     layout: StateLayout,
     remat: str,
 ) -> Context:
-    """The context of one step: its key is the run's, folded by the step; rows are numbered in the global batch."""
+    """Return the context of one training step.
+
+    The step's key is the run's key folded with the step number. Rows are numbered within the global batch.
+    """
     run_key = jax.random.wrap_key_data(counter["rng"])
     step_key = jax.random.fold_in(run_key, counter["step"])
     rows = jnp.arange(batch["weights"].shape[0])
@@ -40,7 +43,7 @@ def training_context(
         batch=batch,
         rng=step_key,
         rows=rows,
-        # A batch without a counted target has the loss zero, not NaN.
+        # Clamped to 1, so that a batch without counted targets has loss zero, not NaN.
         num_targets=jnp.maximum(counted_targets, 1.0),
         num_sequences=num_sequences,
         counts=counts,
@@ -52,7 +55,7 @@ def training_context(
 
 
 def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Context:
-    """The context of everything that is no training: no dropout, sums instead of means."""
+    """Return the context for anything but training: no dropout, sums instead of means."""
     return Context(
         batch=batch,
         num_targets=jnp.float32(1.0),
@@ -63,8 +66,10 @@ def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Cont
 
 
 def microbatches(batch: Any, count: int, ctx: Context) -> Any:
-    """Splits arrays [B, ...] into [count, B / count, ...]. Strided: each device keeps its own rows, and every
-    microbatch holds an equal part of them."""
+    """Split arrays [B, ...] into [count, B / count, ...].
+
+    The split is strided: each device keeps its own rows, and every microbatch holds an equal share of them.
+    """
 
     def split(x: jax.Array) -> jax.Array:
         part_rows = x.shape[0] // count
@@ -85,19 +90,19 @@ def finish(
     out: Out,
     **changed: Nested,
 ) -> tuple[State, Metrics]:
-    """The new state and the metrics of a step whose update is done.
+    """Return the new state and the metrics of a step after its update.
 
     Args:
-        learner, state: whose step, and the state it began with.
+        learner, state: the learner, and the state before the step.
         update: new parameters, optimizer state and averages.
-        decision: what was decided; where not ok, buffers stay and the step counts as skipped.
-        loss, out: of the whole batch.
-        changed: other groups of the state that are new.
+        decision: the step's decision. If it is not ok, buffers keep their old values and the step counts as skipped.
+        loss, out: loss and `Out` of the whole batch.
+        changed: other groups of the state that have new values.
     """
     params, optimizer, ema = update
     counter = state["counter"]
     ok = decision.ok
-    # A bad batch is not to leave its traces in buffers either.
+    # A skipped batch must not change the buffers either.
     buffers = jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state["buffer"])
     new_counter = {
         **counter,

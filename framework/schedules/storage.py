@@ -1,9 +1,9 @@
-"""A stack held in parts and as a whole: how a state is stored is a matter of the run.
+"""Conversion between whole stacks and stacks stored in parts.
 
-What a checkpoint holds are whole stacks. A run holds them in parts where its layers do not all live in one place: with
-`memory.update = layer_programs` a group of the state has for its stack a list of trees, one for each unit; elsewhere a
-tree for each section of units that live alike, under the section's name. Each part's leaves have a leading axis of its
-units. Between whole stacks and parts, arrays pass through host memory, a leaf at a time.
+Checkpoints hold whole stacks. A run stores a stack in parts when its layers are not all in the same memory. With
+`memory.update = layer_programs` a group of the state holds each stack as a list of trees, one per layer. Otherwise it
+holds one tree per range of layers with the same memory settings, under the range's name. Each part's leaves have a
+leading layer axis. Conversion goes through host memory, one leaf at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from framework.schedules.memory import Memory
 STACK = "stack"
 # The stage of the layers before the stack, see `framework.models.causal_lm`.
 FIRST = "first"
-# The fields of `Memory` that say where a group of the state lives.
+# The field of `Memory` that places each group of the state.
 _PLACES = {
     "parameter": "parameters",
     "frozen": "parameters",
@@ -35,14 +35,14 @@ _PLACES = {
 
 
 class StackPart(NamedTuple):
-    """Some units of a stack, whose arrays a run holds together.
+    """Consecutive layers of a stack that a run stores together.
 
     Attributes:
-      stack: the stage's name in the model.
-      first: the index of the first unit.
-      count: the number of units.
-      stage: the key of the part in a group of the state.
-      number: its index in the list under that key; None where there is no list.
+        stack: the stage's name in the model.
+        first: index of the first layer.
+        count: number of layers.
+        stage: the part's key in a group of the state.
+        number: its index in the list under that key; None if there is no list.
     """
 
     stack: str
@@ -53,22 +53,23 @@ class StackPart(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The first keys of the paths of its leaves, below the group."""
+        """Return the common prefix of the part's leaf paths, below the group."""
         return self.stage if self.number is None else f"{self.stage}/{self.number}"
 
     def of(self, tree: Nested) -> Nested:
-        """The part's tree in a group of the state."""
+        """Return the part's tree from a group of the state."""
         return tree[self.stage] if self.number is None else tree[self.stage][self.number]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts in which a run holds the stacks of its state.
+    """The parts in which a run stores the stacks of its state.
 
     Attributes:
-      parts: of all stacks that are in parts, in order.
-      hosted_units: by group of the state and stack, the number of units, from the first, that are in host memory; a
-        group that is missing is where the specs of the whole stacks have it.
+        parts: the parts of all stacks that are stored in parts, in order.
+        hosted_units: by (group of the state, stack), how many layers, from the first, are in host memory; like all
+            layer counts here in periods of the stack's pattern. A missing group stays where the specs of the whole
+            stacks place it.
     """
 
     parts: tuple[StackPart, ...]
@@ -76,7 +77,7 @@ class Parts:
 
     @staticmethod
     def of_units(model: Chain, memory: Memory) -> Parts:
-        """Every unit of the stack, and of the layers before it, by itself, in a list."""
+        """Return one part, in a list, for each layer of the stack and of the layers before it."""
         parts = []
         for name, stack in model.stacks.items():
             parts += [StackPart(name, index, 1, name, index) for index in range(stack.num_units)]
@@ -84,28 +85,28 @@ class Parts:
 
     @staticmethod
     def of_sections(model: Chain, memory: Memory, sections: list[Section]) -> Parts:
-        """The sections of the stacks of a model; [] for whole stacks."""
+        """Return one part for each layer range of the model's stacks; none for whole stacks."""
         parts = tuple(StackPart(section.home, section.first, section.count, section.name) for section in sections)
         return Parts(parts, _hosted_units(model, memory))
 
     def of_stack(self, stack: str) -> list[StackPart]:
-        """The parts of one stack; [] where it is whole."""
+        """Return the parts of one stack; [] if it is whole."""
         return [part for part in self.parts if part.stack == stack]
 
     @property
     def stacks(self) -> list[str]:
-        """The names of the stacks that are in parts."""
+        """Return the names of the stacks that are stored in parts."""
         return list(dict.fromkeys(part.stack for part in self.parts))
 
     def place(self, path: str, unit: int) -> tuple[str, int]:
-        """Where a run has a unit's values of a leaf of the whole stack.
+        """Find a layer's values of a leaf of the whole stack.
 
         Args:
-            path: of the leaf below its group, stack/block0/... .
-            unit: the index of the unit in the stack.
+            path: path of the leaf below its group, stack/block0/... .
+            unit: index of the layer in the stack.
 
         Returns:
-            (path of the leaf in the run, the unit's index in that leaf).
+            (path of the leaf in the run, index of the layer in that leaf).
         """
         stack, path_in_stack = path.split("/", 1)
         for part in self.of_stack(stack):
@@ -116,7 +117,7 @@ class Parts:
     # --- specs -------------------------------------------------------------------------------------------------------
 
     def specs(self, whole: Nested) -> Nested:
-        """The specs of a state in parts, by group, from those of whole stacks."""
+        """Convert specs of whole stacks, by group, to the specs of the state in parts."""
         return {group: self._specs_of_group(group, tree) for group, tree in whole.items()}
 
     def _specs_of_group(self, group: str, tree: Nested) -> Nested:
@@ -129,7 +130,7 @@ class Parts:
     def _specs_of_part(self, group: str, part: StackPart, tree: Nested) -> Nested:
         hosted_units = self.hosted_units.get((group, part.stack))
         is_hosted = hosted_units is None or part.first + part.count <= hosted_units
-        # Gradients are part of the state only in host memory: on the device they live within a step.
+        # Gradient buffers are part of the state only in host memory: on the device they exist only within a step.
         if group == "gradient" and not is_hosted:
             return {}
 
@@ -140,7 +141,7 @@ class Parts:
         return jax.tree.map(of_part, tree)
 
     def _replaced(self, tree: Nested, parts: dict[StackPart, Nested]) -> Nested:
-        """A group of the state with parts in the place of its whole stacks."""
+        """Replace the whole stacks in a group of the state with their parts."""
         if not parts:
             return tree
         replaced: Nested = {}
@@ -156,10 +157,10 @@ class Parts:
         return replaced
 
     def before_cut(self, layout: StateLayout) -> Nested:
-        """The specs that `cut` takes: what is to be cut is in host memory.
+        """Return the specs that `cut` expects: the stacks to be split are in host memory.
 
         Args:
-            layout: of the whole stacks.
+            layout: the layout of the whole stacks.
         """
 
         def hosted(tree: Nested) -> Nested:
@@ -174,7 +175,7 @@ class Parts:
     # --- inside jit --------------------------------------------------------------------------------------------------
 
     def concatenated(self, state: Nested) -> Nested:
-        """Inside jit: a state in parts, by group, as one of whole stacks, which are copies beside the parts."""
+        """Inside jit: join a state in parts, by group, into whole stacks, which are copies in addition to the parts."""
         joined_state = {}
         for group, tree in state.items():
             part_stages = {part.stage for part in self.parts}
@@ -189,11 +190,11 @@ class Parts:
     # --- arrays ------------------------------------------------------------------------------------------------------
 
     def joined(self, state: Nested, layout: StateLayout) -> Nested:
-        """A state in parts as one of whole stacks, which are copies in host memory.
+        """Join a state in parts into whole stacks, which are copies in host memory.
 
         Args:
-            state: by group.
-            layout: of the whole stacks.
+            state: the state in parts, by group.
+            layout: the layout of the whole stacks.
         """
         return {group: self._joined_group(tree, layout.specs[group], layout) for group, tree in state.items()}
 
@@ -212,11 +213,11 @@ class Parts:
         return joined_stages
 
     def cut(self, state: Nested, layout: StateLayout) -> Nested:
-        """A state of whole stacks, which are in host memory and gone afterwards, in parts.
+        """Split a state of whole stacks in host memory into parts, and delete the whole stacks.
 
         Args:
-            state: by group.
-            layout: of the parts.
+            state: the state of whole stacks, by group.
+            layout: the layout of the parts.
         """
         return {group: self._cut_group(tree, layout.specs[group], layout) for group, tree in state.items()}
 
@@ -234,14 +235,14 @@ class Parts:
         specs: Nested,
         layout: StateLayout,
     ) -> Iterator[tuple[StackPart, Nested]]:
-        """Yields the parts of a stack, each with its tree."""
+        """Yield the parts of a stack, each with its tree."""
         parts = self.of_stack(stack)
         specs_of_parts = {part: flatten(part.of(specs)) for part in parts}
         leaves_of_parts: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
         for path, leaf in flatten(tree).items():
             for part in parts:
                 leaves_of_parts[part][path] = _cut_leaf(leaf, part, specs_of_parts[part][path], layout)
-            # A leaf at a time, so that host memory need not hold whole stacks and parts together.
+            # Freed leaf by leaf, so that host memory need not hold all whole stacks and all parts at the same time.
             leaf.delete()
         for part in parts:
             leaves = [leaves_of_parts[part][path] for path in specs_of_parts[part]]
@@ -249,7 +250,7 @@ class Parts:
 
 
 def _hosted_units(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
-    """See `Parts.hosted_units`."""
+    """Return the value of `Parts.hosted_units`."""
     hosted_units = {}
     for stack_name, stack in model.stacks.items():
         for group, field in _PLACES.items():
@@ -259,11 +260,11 @@ def _hosted_units(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
 
 
 def _joined_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLayout) -> jax.Array:
-    """A leaf of a whole stack, in host memory, from those of its parts."""
+    """Join the parts of a leaf into a leaf of the whole stack, in host memory."""
     sharding = layout.sharding(replace(spec, memory_kind="pinned_host"))
     shards_by_part = [[shard.data for shard in part.addressable_shards] for part in parts]
     stack_shards = []
-    # The axis of units is never sharded, so a device's shard of the stack is made of its own shards of the parts.
+    # The layer axis is never sharded, so a device's shard of the stack is made of its own shards of the parts.
     for number, shard in enumerate(parts[0].addressable_shards):
         part_arrays = [np.asarray(shards[number]) for shards in shards_by_part]
         stack_array = np.concatenate(part_arrays)
@@ -273,12 +274,12 @@ def _joined_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLa
 
 
 def _cut_leaf(leaf: jax.Array, part: StackPart, spec: TensorSpec, layout: StateLayout) -> jax.Array:
-    """A part of a leaf of a whole stack, in the memory that `spec` says."""
+    """Copy a part of a whole stack's leaf to the memory kind of `spec`."""
     part_shards = []
     for shard in leaf.addressable_shards:
         sharding = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=spec.memory_kind)
         part_view = np.asarray(shard.data)[part.first : part.first + part.count]
-        # A copy: JAX may use a NumPy array's memory as it is, and this view's is that of the whole stack.
+        # JAX may use a NumPy array's memory without copying it, and this view shares the memory of the whole stack.
         part_array = np.array(part_view)
         part_shards.append(jax.device_put(part_array, sharding))
     return jax.make_array_from_single_device_arrays(spec.shape, layout.sharding(spec), part_shards)

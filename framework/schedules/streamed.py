@@ -1,10 +1,10 @@
-"""The update goes through the model a piece at a time: of what lives in host memory only one piece (and the next one,
-on its way) is on the device.
+"""The update runs one chunk at a time: of the offloaded state, only the current and the next chunk are on the device.
 
-Gradients are either taken as in after_backward, or, where weights, gradients or activations are in host memory, a unit
-at a time: each is written into its buffer as the backward pass makes it, and their norm is summed on the way. In both
-cases the norm is known before anything is updated, so clipping and skipping are exact, with one backward pass. Buffers
-in host memory are a group of the state: donated, written in place, and not part of a checkpoint.
+If weights, gradients or activations are in host memory, gradients are computed layer by layer: each is written to its
+buffer during the backward pass, which also sums up their norm. Otherwise they are computed as in after_backward. In
+both cases the norm is known before anything is updated, so clipping and skipping are exact, with a single backward
+pass. Buffers in host memory are a group of the state: they are donated, written in place, and not saved in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def update_streamed(
     grads: Nested,
     decision: Decision,
 ) -> Update:
-    """Updates as `update_whole` does, with the same results. Gradients are where the layout has them (else on the
-    device)."""
+    """Update with the same results as `update_whole`, in chunks.
+
+    Gradients are in the memory that the layout gives them, or on the device if the layout has none.
+    """
     grad_specs = _gradient_specs(learner, layout)
 
     def run(
@@ -59,17 +61,21 @@ def bundle_specs(
     group: Group,
     gradients: Nested,
 ) -> Bundle:
-    """The specs of a group's weights, gradients (as given), optimizer state and averages."""
+    """Return the specs of a group's weights, gradients (as given), optimizer state and averages."""
     specs = layout.specs
     weights = learner.select(specs["parameter"], group)
-    # Optimizer state is by stage and group already; the others are selected from trees of all parameters.
+    # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
     entry = specs["optimizer"][group.stage][group.label]
     average = learner.select(specs["ema"], group) if specs["ema"] else {}
     return weights, gradients, entry, average
 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
-    """Raises ValueError when loops would take slices of host memory of GPUs: their compiler cannot."""
+    """Check that loops do not slice host memory on GPUs, which XLA's GPU compiler cannot compile.
+
+    Raises:
+        ValueError: state or activations are in host memory, and the platform is a GPU.
+    """
     hosted = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations.uses_host
     if hosted and platform == "gpu":
         placements = {name: getattr(memory, name) for name in PLACED_FIELDS}
@@ -87,14 +93,14 @@ def build_step(
     layout: StateLayout,
     memory: Memory,
 ) -> Step:
-    """The training step; see `after_backward.build_step`, and `check` for what is raised."""
+    """Return the training step; see `after_backward.build_step`, and `check` for the errors."""
     platform = layout.mesh.devices.flat[0].platform
     check(layout, memory, platform)
     learner.try_reach()
     hosted_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
     weights_are_hosted = bool(hosted_groups & {"parameter", "frozen"})
     gradients_are_hosted = "gradient" in hosted_groups
-    # Where nothing has to move during the backward pass, jax.value_and_grad takes it.
+    # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
     if not (weights_are_hosted or gradients_are_hosted or memory.activations.uses_host):
         return after_backward.build_step(model, learner, layout, memory, update=update_streamed)
     backward_pass = _BackwardPass(model, learner, layout, memory)
@@ -106,7 +112,7 @@ def build_step(
         with jax.named_scope("update"):
             decision = learner.decide(loss, norm, state["counter"])
             update = update_streamed(learner, layout, {**state, **work}, grads, decision)
-        # Gradients on the device are not part of the state, and end here.
+        # Gradients on the device are not part of the state, so they are dropped here.
         changed = {group: tree for group, tree in work.items() if group in state}
         if "gradient" in changed:
             changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
@@ -124,18 +130,18 @@ def build_step(
 
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
-    """The specs of the buffers of all gradients; those in host memory are part of the state."""
+    """Return the specs of the buffers of all gradients; those in host memory are part of the state."""
     return {**learner.gradient_specs(), **layout.specs.get("gradient", {})}
 
 
 class _Gradients(NamedTuple):
-    """What a step's backward pass hands on.
+    """The result of a step's backward pass.
 
     Attributes:
-      loss: f32 scalar, of the whole batch.
-      out: metrics of the whole batch, and the buffers as it leaves them.
-      norm: f32 scalar, of all gradients together.
-      work: the gradients, as "gradient", and the groups of the state that the backward pass carries.
+        loss: f32 scalar, of the whole batch.
+        out: metrics of the whole batch, and the buffers after it.
+        norm: f32 scalar, norm of all gradients together.
+        work: the gradients, as "gradient", and the groups of the state that the backward pass carries.
     """
 
     loss: jax.Array
@@ -145,7 +151,7 @@ class _Gradients(NamedTuple):
 
 
 class _Microbatch(NamedTuple):
-    """One microbatch: its arrays, the rows' numbers in the global batch, and its own number, int32."""
+    """One microbatch: its arrays, its rows' numbers in the global batch, and its index, int32."""
 
     batch: Nested
     rows: jax.Array | None
@@ -153,7 +159,7 @@ class _Microbatch(NamedTuple):
 
 
 class _PartResult(NamedTuple):
-    """What one microbatch adds to a step: its loss and metrics, and the squares' sum of the gradients so far."""
+    """Loss and metrics of one microbatch, and the sum of squares of the gradients accumulated so far."""
 
     loss: jax.Array
     metrics: Metrics
@@ -161,7 +167,7 @@ class _PartResult(NamedTuple):
 
 
 class _AddedLeaf(NamedTuple):
-    """A gradient, summed with those of earlier microbatches, and the buffer that has it."""
+    """A gradient, summed with those of earlier microbatches, and the buffer that holds the sum."""
 
     grad: jax.Array
     buffer: jax.Array
@@ -169,7 +175,7 @@ class _AddedLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _BackwardPass:
-    """Takes gradients a unit at a time, into their buffers, summed over the learner's microbatches."""
+    """Computes gradients layer by layer into their buffers, summed over the learner's microbatches."""
 
     model: Chain
     learner: Learner
@@ -177,7 +183,7 @@ class _BackwardPass:
     memory: Memory
 
     def __call__(self, state: State, ctx: Context) -> _Gradients:
-        """Takes the gradients of ctx.batch."""
+        """Compute the gradients of ctx.batch."""
         count = self.learner.accumulate
         hosted_buffers = state.get("gradient", {})
         buffers = dict(hosted_buffers)
@@ -198,7 +204,7 @@ class _BackwardPass:
             parts = _Microbatch(batch_parts, rows_parts, jnp.arange(count))
             (work, layer_state), results = jax.lax.scan(part, carry, parts)
             loss, metrics = jax.tree.map(jnp.sum, (results.loss, results.metrics))
-            # Each microbatch measures the sum so far, and the last one all of it.
+            # Each microbatch measures the sum so far, so the last one has the total.
             squares = results.squares[-1]
         out = Out(metrics=metrics, layer_state=layer_state)
         return _Gradients(loss, out, jnp.sqrt(squares), work)
@@ -209,17 +215,17 @@ class _BackwardPass:
         carry: tuple[Work, Nested],
         micro: _Microbatch,
     ) -> tuple[tuple[Work, Nested], _PartResult]:
-        """Adds one microbatch's gradients to those of earlier ones, and measures the sum."""
+        """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         work, buffers = carry
         micro_ctx = replace(ctx, batch=micro.batch, rows=micro.rows)
         loss, out, pull = forward(self.model, self.layout, self.memory, work, micro_ctx, buffers)
         work = pull({**work, "squares": jnp.zeros_like(loss)}, self._visit(micro.number))
-        # The carry of the scan has no squares: each microbatch begins its own sum.
+        # Not part of the scan's carry: each microbatch starts a new sum.
         squares = work.pop("squares")
         return (work, out.layer_state), _PartResult(loss, out.metrics, squares)
 
     def _visit(self, number: jax.Array) -> Visit:
-        """What adds a unit's gradients to their buffers, for the microbatch of that number."""
+        """Return the hook that adds a layer's gradients to their buffers, for the microbatch with that index."""
         specs = _gradient_specs(self.learner, self.layout)
 
         def visit(
@@ -236,7 +242,8 @@ class _BackwardPass:
                 summed_grads = jax.tree.map(lambda _, leaf: leaf.grad, specs[stage], added)
                 new_buffers = jax.tree.map(lambda _, leaf: leaf.buffer, specs[stage], added)
                 squares = work["squares"] + jnp.square(self.learner.norm(summed_grads))
-            # The sum of squares of the whole is that of its parts, so no pass over all gradients is needed.
+            # The sum of squares of all gradients is the sum over their parts, so no separate pass over them is
+            # needed.
             gradient = {**work["gradient"], stage: new_buffers}
             return {**work, "gradient": gradient, "squares": squares}
 
@@ -250,20 +257,20 @@ class _BackwardPass:
         number: jax.Array,
         index: jax.Array | None,
     ) -> _AddedLeaf:
-        """Adds a gradient to its buffer, of a stack at the unit's index.
+        """Add a gradient to its buffer; for a stack, at the layer's index.
 
         Args:
-            spec: the buffer's.
-            buffer: the sum of the microbatches so far; in the first one, what the last step left there.
-            grad: of this microbatch.
-            number: the microbatch's.
-            index: the unit's; None outside of stacks.
+            spec: spec of the buffer.
+            buffer: sum of the microbatches so far; in the first microbatch, leftovers of the previous step.
+            grad: gradient of this microbatch.
+            number: index of the microbatch.
+            index: index of the layer; None outside of stacks.
         """
         grad = grad.astype(spec.dtype)
         if self.learner.accumulate > 1:
             stored_sum = buffer if index is None else unit_at(buffer, index)
             stored_sum = fetch_leaf(spec, stored_sum)
-            # Buffers are not cleared between steps: the first microbatch takes zero for what they hold.
+            # Buffers are not cleared between steps, so the first microbatch treats their contents as zero.
             grad = grad + jnp.where(number == 0, jnp.zeros_like(stored_sum), stored_sum)
         if index is not None:
             return _AddedLeaf(grad, with_unit(buffer, store_leaf(spec, grad), index))
@@ -271,9 +278,10 @@ class _BackwardPass:
         has_halves = shard_rows >= max(2, spec.shape[0])
         if spec.memory_kind == "device" or not has_halves:
             return _AddedLeaf(grad, store_leaf(spec, grad))
-        # In two parts, by an index that is no constant: written at once it would be a new array beside the old.
+        # Written in two halves, at an index that is not a constant: a single write would create a new array in
+        # addition to the old one.
         start, _ = jax.lax.optimization_barrier((jnp.int32(0), grad))
-        # A table is no stack of units, so its rows are halved.
+        # A table is not a stack of layers, so its rows are split in half.
         half = grad.shape[0] // 2
         for first_row, rows in ((start, grad[:half]), (start + half, grad[half:])):
             buffer = jax.lax.dynamic_update_slice_in_dim(buffer, store_leaf(spec, rows), first_row, 0)

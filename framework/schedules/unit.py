@@ -1,8 +1,9 @@
-"""What one unit of a stack computes, forward and backward, and one stage: no loop, and no placement.
+"""The computation of one layer of a stack, forward and backward, and of one stage, without loops or placement.
 
-`schedules/stack_pass.py` calls this in loops within one program, `schedules/layerwise/functions.py` makes a program of
-each call. Which arrays are where, and when they come and go, is up to them. What becomes of the gradients is in
-`schedules/gradients.py`.
+A "layer" is what the stack's loop iterates over: one period of its pattern (class `Unit`). `schedules/stack_pass.py`
+calls these functions in loops within one program; `schedules/layerwise/functions.py` compiles a program for each
+call. The callers decide where arrays are stored and when they are moved. `schedules/gradients.py` processes the
+gradients.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from framework.layers.stack import Stack
 from framework.layout import Nested, TensorSpec, merge, move_to_host
 from framework.models.chain import Chain
 
-Carry = Any  # the pytree of activations that flows from one stage or unit to the next
-Cotangent = Any  # the gradient of the loss by a carry, in the structure of that carry
-Loss = jax.Array | None  # f32 scalar, a unit's term of the objective; None where units have none
+Carry = Any  # the pytree of activations that flows from one stage or layer to the next
+Cotangent = Any  # the gradient of the loss with respect to a carry, in the structure of that carry
+Loss = jax.Array | None  # f32 scalar, a layer's term of the objective; None where layers have none
 
-# --- what a unit reads, and what is kept of it -----------------------------------------------------------------------
+# --- arguments and residuals of a layer ------------------------------------------------------------------------------
 
 
 class UnitConstants(NamedTuple):
-    """What one unit reads and is not differentiated by.
+    """Inputs of one layer that are not differentiated.
 
     Attributes:
-      frozen: the unit's frozen parameters.
-      frozen_shared: the frozen ones of the parameters that all units share.
-      buffers: the unit's.
-      ctx: the unit's.
+        frozen: the layer's frozen parameters.
+        frozen_shared: the frozen parameters that all layers share.
+        buffers: the layer's buffers.
+        ctx: the layer's context.
     """
 
     frozen: Nested
@@ -45,26 +46,27 @@ class UnitConstants(NamedTuple):
 
 
 class UnitArguments(NamedTuple):
-    """All that one unit is a function of, besides its input."""
+    """All arguments of one layer except its input."""
 
-    params: Nested  # the unit's trainable parameters
-    shared: Nested  # the trainable ones of the parameters that all units share
+    params: Nested  # the layer's trainable parameters
+    shared: Nested  # the trainable parameters that all layers share
     constants: UnitConstants
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class UnitResiduals:
-    """What is kept of a unit, or of stacked units, for the backward pass.
+    """Residuals that one or more layers save for the backward pass.
 
-    A pytree of `leaves`. The other fields are learnt when the unit is traced; as metadata of a pytree they leave the
-    scan, or the program, in which that happens, together with the arrays.
+    A pytree of `leaves`. The other fields become known when the layer is traced. As pytree metadata they leave the
+    scan, or the program, together with the arrays.
 
     Attributes:
-      leaves: what the unit's pull-back holds besides the unit's arguments. Without a pull-back: the leaves of the
-        unit's input, from which it runs forward again; of its output, from which it is inverted; or nothing.
-      pull_back: what puts the pull-back together again.
-      loss: the ShapeDtypeStruct of the unit's loss, or None.
+        leaves: what the layer's pull-back holds in addition to the layer's arguments. Without a pull-back: the leaves
+            of the layer's input, from which it runs forward again; of its output, from which it is inverted; or
+            nothing.
+        pull_back: rebuilds the pull-back from the leaves and the arguments.
+        loss: the ShapeDtypeStruct of the layer's loss, or None.
     """
 
     leaves: list[Any]
@@ -72,28 +74,28 @@ class UnitResiduals:
     loss: jax.ShapeDtypeStruct | None
 
     def with_leaves(self, leaves: list[Any]) -> Self:
-        """The same of other leaves: moved ones, say."""
+        """Return the same residuals with other leaves, for example after moving them."""
         return replace(self, leaves=leaves)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """(leaves by their paths, metadata), for jax."""
+        """Return (leaves by path, metadata), as JAX requires."""
         keyed_leaves = [(SequenceKey(i), leaf) for i, leaf in enumerate(self.leaves)]
         return keyed_leaves, (self.pull_back, self.loss)
 
     @classmethod
     def tree_unflatten(cls, metadata: Any, leaves: Any) -> Self:
-        """The inverse of `tree_flatten_with_keys`, for jax."""
+        """Invert `tree_flatten_with_keys`, as JAX requires."""
         pull_back, loss = metadata
         return cls(list(leaves), pull_back, loss)
 
 
 class UnitForward(NamedTuple):
-    """What one unit hands on after its forward pass.
+    """The result of one layer's forward pass.
 
     Attributes:
-      output: of the unit.
-      out: loss, metrics and buffers.
-      residuals: what its backward pass needs.
+        output: output of the layer.
+        out: loss, metrics and buffers.
+        residuals: what the backward pass needs.
     """
 
     output: Carry
@@ -102,13 +104,13 @@ class UnitForward(NamedTuple):
 
 
 class UnitBackward(NamedTuple):
-    """What one unit hands on after its backward pass.
+    """The result of one layer's backward pass.
 
     Attributes:
-      x: its input, where units are inverted; else None.
-      grads: of its trainable parameters.
-      shared_grads: of the trainable parameters that all units share.
-      ct: the cotangent of its input.
+        x: the layer's input, where layers are inverted; else None.
+        grads: gradients of its trainable parameters.
+        shared_grads: gradients of the trainable parameters that all layers share.
+        ct: the cotangent of its input.
     """
 
     x: Carry
@@ -122,12 +124,12 @@ class UnitBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitFunctions:
-    """One unit of a stack; the same function for all of them.
+    """The computation of any layer of a stack; all layers use the same function.
 
     Attributes:
-      name: the stack's, as a stage; names the unit's buffers in profiles and plans.
-      stack: that the unit is of.
-      function: of `Stack.unit_function`.
+        name: the stack's stage name; it also names the layer's buffers in profiles and plans.
+        stack: the stack that contains the layer.
+        function: the result of `Stack.unit_function`.
     """
 
     name: str
@@ -141,7 +143,7 @@ class UnitFunctions:
         x: Carry,
         constants: UnitConstants,
     ) -> tuple[tuple[Carry, Loss], Out]:
-        """((output, loss), Out), as a function of what is differentiated."""
+        """Return ((output, loss), Out) as a function of the differentiated arguments."""
         weights = merge(params, constants.frozen)
         shared_weights = merge(shared, constants.frozen_shared)
         with jax.named_scope(self.name):
@@ -149,12 +151,12 @@ class UnitFunctions:
         return (y, out.loss), out
 
     def forward(self, arguments: UnitArguments, x: Carry) -> UnitForward:
-        """Runs the unit on its input `x`, and keeps nothing."""
+        """Run the layer on its input `x` without saving residuals."""
         (y, loss), out = self._run(arguments.params, arguments.shared, x, arguments.constants)
         return UnitForward(y, out, UnitResiduals([], None, _shapes(loss)))
 
     def forward_with_residuals(self, arguments: UnitArguments, x: Carry) -> UnitForward:
-        """Runs the unit on its input `x`, and keeps what the remat policy says for `backward`."""
+        """Run the layer on its input `x`, and save the residuals that the remat policy selects for `backward`."""
 
         def run(params: Nested, shared: Nested, x: Carry) -> tuple[tuple[Carry, Loss], Out]:
             return self._run(params, shared, x, arguments.constants)
@@ -169,12 +171,12 @@ class UnitFunctions:
         residuals: UnitResiduals,
         ct: Cotangent,
     ) -> UnitBackward:
-        """Runs the unit backward, from what `forward_with_residuals` kept.
+        """Run the layer backward, from the residuals of `forward_with_residuals`.
 
         Args:
-            arguments: as the forward pass had them.
-            residuals: on the device.
-            ct: the cotangent of the unit's output.
+            arguments: the arguments of the forward pass.
+            residuals: the layer's residuals, on the device.
+            ct: the cotangent of the layer's output.
         """
         assert residuals.pull_back is not None
         loss_ct = _loss_cotangent(residuals.loss)
@@ -189,11 +191,11 @@ class UnitFunctions:
         loss: jax.ShapeDtypeStruct | None,
         ct: Cotangent,
     ) -> UnitBackward:
-        """Runs the unit backward, from its output `y`: its input is computed on the way.
+        """Run the layer backward from its output `y`, computing its input in the process.
 
         Args:
-            arguments: as the forward pass had them.
-            y: the unit's output.
+            arguments: the arguments of the forward pass.
+            y: the layer's output.
             loss: see `UnitResiduals`.
             ct: the cotangent of `y`.
         """
@@ -220,15 +222,15 @@ def run_stage(
     ctx: Context,
     buffers: Nested,
 ) -> tuple[Carry, Out]:
-    """Runs a stage outside of stacks: its output (the loss, of the last one) and its Out.
+    """Run a stage outside the stacks: (its output, or the loss if it is the last stage; its `Out`).
 
     Args:
-        model: whose stage.
-        name: the stage's.
-        params: all that it reads, on the device.
-        carry: the output of the stage before.
-        ctx: the model's.
-        buffers: the stage's.
+        model: the model that contains the stage.
+        name: name of the stage.
+        params: all parameters that the stage reads, on the device.
+        carry: the output of the previous stage.
+        ctx: the model's context.
+        buffers: the stage's buffers.
     """
     stage = model.stages[name]
     with jax.named_scope(name):
@@ -238,18 +240,18 @@ def run_stage(
 
 
 def is_worth_offloading(x: Any) -> bool:
-    """Whether an activation, or its shape, is a large matrix: what memory.activations = pinned_host is about."""
-    # Random keys, whose dtypes are extended ones, are small.
+    """Return whether an activation, or its shape, is a matrix large enough for memory.activations = pinned_host."""
+    # Random keys, which have extended dtypes, are small.
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return False
     return move_to_host(TensorSpec(x.shape, x.dtype), "pinned_host").memory_kind != "device"
 
 
 def _shapes(tree: Any) -> Any:
-    """The ShapeDtypeStructs of a tree."""
+    """Return the ShapeDtypeStructs of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _loss_cotangent(loss: jax.ShapeDtypeStruct | None) -> Loss:
-    """One: a unit's loss is a term of the objective. None for no loss."""
+    """Return ones, because a layer's loss is a term of the objective; None if there is no loss."""
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)

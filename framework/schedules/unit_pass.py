@@ -1,5 +1,8 @@
-"""One unit of a stack within one program: its weights are taken out of the stacks when its turn comes, those in host
-memory a turn ahead, and what is kept of it goes to host memory and comes back."""
+"""Runs one layer of a stack inside a larger program, and moves its weights and residuals.
+
+The layer's weights are sliced out of the stacks just before the layer runs. Weights in host memory are fetched one
+layer ahead. Large residuals are offloaded to host memory and brought back for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ Flat = dict[str, jax.Array]  # leaves by path
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PlacedResiduals:
-    """What is kept of a unit, or of stacked units, where it is kept.
+    """Residuals of one or more layers, and the memory they are stored in.
 
     Args:
-        of_unit: see `UnitResiduals`.
-        hosted: for each of their leaves, whether it was moved to host memory.
+        of_unit: the residuals, see `UnitResiduals`.
+        hosted: for each residual leaf, whether it was moved to host memory.
     """
 
     of_unit: UnitResiduals
@@ -44,7 +47,7 @@ class PlacedResiduals:
 
 
 class UnitOutput(NamedTuple):
-    """What a unit's turn in the forward pass hands on."""
+    """The result of one layer's forward pass: its output, its `Out`, and its residuals."""
 
     output: Carry
     out: Out
@@ -53,17 +56,18 @@ class UnitOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPass:
-    """Any one unit of a stack.
+    """Forward and backward pass of any one layer of a stack.
 
     Attributes:
-      unit: what it computes.
-      ctx: the stack's context.
-      buffers: of all units, stacked.
-      shared: the parameters that all units share, on the device.
-      specs: of the stacks, by path.
-      mesh: of the layout.
-      offloads: whether large activations that are kept go to host memory.
-      in_groups: whether only inputs of groups of units are kept beyond the group's own turn.
+        unit: the computation of the layer.
+        ctx: the stack's context.
+        buffers: the buffers of all layers, stacked.
+        shared: the parameters that all layers share, on the device.
+        specs: specs of the stacked parameters, by path.
+        mesh: the device mesh of the layout.
+        offloads: whether large residuals go to host memory.
+        in_groups: whether layers run in groups (memory.remat = sqrt). Only a group's input outlives the group's own
+            pass.
     """
 
     unit: UnitFunctions
@@ -77,13 +81,13 @@ class UnitPass:
 
     @property
     def inverts(self) -> bool:
-        """Whether a unit's input is computed from its output in the backward pass."""
+        """Return whether the backward pass computes a layer's input from its output."""
         return self.ctx.remat == "invert"
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def prefetch(self, stacks: Nested, index: jax.Array) -> Flat:
-        """A unit's parameters that live in host memory, on their way to the device, by path."""
+        """Start fetching a layer's offloaded parameters to the device; return them by path."""
         unit_leaves = {}
         for stack in stacks.values():
             for path, leaf in flatten(stack).items():
@@ -98,15 +102,17 @@ class UnitPass:
         fetched: Flat,
         carry: Any,
     ) -> tuple[Nested, Any]:
-        """Takes a unit's parameters when its turn comes, not before: (unit, carry).
+        """Slice out a layer's parameters just before the layer runs: (parameters, carry).
+
+        The optimization barrier keeps the compiler from slicing them earlier.
 
         Args:
-            stacks: "parameter" and "frozen" of all units, stacked.
-            index: the unit's.
-            fetched: its parameters of `prefetch`.
-            carry: what is there when its turn comes.
+            stacks: "parameter" and "frozen" of all layers, stacked.
+            index: index of the layer.
+            fetched: the layer's offloaded parameters, from `prefetch`.
+            carry: values that are ready when the layer runs; the slices depend on them.
         """
-        # Hosted leaves have come during the turn before; the others are slices of their stacks.
+        # Offloaded leaves arrived while the previous layer ran; the others are slices of their stacks.
         leaves_by_group = {}
         for group, stack in stacks.items():
             leaves_by_group[group] = {
@@ -115,7 +121,7 @@ class UnitPass:
             }
         unit = {}
         for group, leaves in leaves_by_group.items():
-            # The first of a stacked spec's axes is that of the units.
+            # The first axis of a stacked spec is the layer axis.
             row_major_leaves = {
                 path: _row_major(leaf, self.specs[path].mesh_axes[1:], self.mesh) for path, leaf in leaves.items()
             }
@@ -123,9 +129,14 @@ class UnitPass:
         return jax.lax.optimization_barrier((unit, carry))
 
     def _arguments(self, unit_params: Nested, index: jax.Array) -> UnitArguments:
-        """What the unit at `index` is a function of, given its parameters ("parameter" and "frozen")."""
+        """Return all arguments of the layer at `index` except its input.
+
+        Args:
+            unit_params: the layer's parameters, by group: "parameter" and "frozen".
+            index: index of the layer.
+        """
         buffers = unit_at(self.buffers, index)
-        # Its random stream depends on its index alone, so that dropout is the same forward and backward.
+        # The random stream depends only on the index, so that dropout is the same forward and backward.
         ctx = self.unit.stack.unit_context(self.ctx, index)
         constants = UnitConstants(unit_params["frozen"], self.shared.frozen, buffers, ctx)
         return UnitArguments(unit_params["parameter"], self.shared.trainable, constants)
@@ -138,13 +149,13 @@ class UnitPass:
         index: jax.Array,
         x: Carry,
     ) -> UnitOutput:
-        """Runs the unit at `index` on its input `x`; `unit_params` are of `take_weights`."""
+        """Run the layer at `index` on its input `x`, with the `unit_params` that `take_weights` returned."""
         arguments = self._arguments(unit_params, index)
         if self.inverts:
             y, out, residuals = self.unit.forward(arguments, x)
             return UnitOutput(y, out, PlacedResiduals(residuals, ()))
         y, out, residuals = self.unit.forward_with_residuals(arguments, x)
-        # What is kept within a group is needed at once, by the group's own backward pass.
+        # Residuals within a group stay on the device: the group's own backward pass needs them right away.
         moves = not self.in_groups
         hosted = [moves and self.goes_to_host(leaf) for leaf in residuals.leaves]
         residuals = residuals.with_leaves(moved(hosted, residuals.leaves, jax.memory.Space.Host))
@@ -158,14 +169,14 @@ class UnitPass:
         y: Carry,
         ct: Cotangent,
     ) -> UnitBackward:
-        """Runs the unit at `index` backward.
+        """Run the layer at `index` backward.
 
         Args:
-            unit_params: of `take_weights`.
-            residuals: of the unit.
-            index: the unit's.
-            y: its output, where units are inverted; else None.
-            ct: the cotangent of its output.
+            unit_params: the layer's parameters, from `take_weights`.
+            residuals: the layer's residuals.
+            index: index of the layer.
+            y: the layer's output, where layers are inverted; else None.
+            ct: the cotangent of the layer's output.
         """
         arguments = self._arguments(unit_params, index)
         if self.inverts:
@@ -174,31 +185,33 @@ class UnitPass:
         return self.unit.backward(arguments, residuals.of_unit.with_leaves(leaves), ct)
 
     def goes_to_host(self, x: jax.Array) -> bool:
-        """Whether an activation that is kept goes to host memory, and the remat policy did not move it already."""
+        """Return whether to offload a residual: it is worth it, and the remat policy has not already moved it."""
         if not self.offloads or not is_worth_offloading(x):
             return False
         return jax.typeof(x).memory_space != jax.memory.Space.Host
 
 
 def stacks_of(work: Work, name: str) -> Nested:
-    """A stack's parameters, by group; {} for a group that has none."""
+    """Return a stack's parameters by group; {} for a group that has none."""
     return {group: work[group].get(name, {}) for group in ("parameter", "frozen")}
 
 
 def moved(moves: Any, tree: Any, space: Any) -> Any:
-    """The tree with those leaves in that memory space that `moves`, a tree of bools, says."""
+    """Move the leaves for which `moves`, a tree of bools, is true to the given memory space."""
     return jax.tree.map(lambda move, leaf: jax.device_put(leaf, space) if move else leaf, moves, tree)
 
 
 def _row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
-    """Lays one unit's weight out as stacks are: row-major. TPU likes some weights transposed, and would turn a whole
-    stack around before the loop that reads it; so it turns one unit's, which the barrier keeps apart. Stacks of narrow
-    matrices TPU stores otherwise itself, so as not to fill up tiles of 128.
+    """Constrain one layer's weight to the row-major layout of the stacks.
+
+    XLA for TPU prefers some weights transposed, and would transpose the whole stack before the loop that reads it.
+    With this constraint it transposes only one layer's slice, which the barrier keeps separate. Stacks of narrow
+    matrices are exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
 
     Args:
         x: the weight, without the stack's leading axis.
         axes: the mesh axes of its dimensions.
-        mesh: of the layout.
+        mesh: the device mesh of the layout.
     """
     if x.ndim < 2 or x.shape[-1] % 128:
         return x
@@ -208,6 +221,6 @@ def _row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
 
     if mesh.size == 1 or not any(axes):
         return row_major(x)
-    # Of each device's shard: the partitioner cannot split the constraint, and would gather the whole weight for it.
+    # Applied per shard: the partitioner cannot split the constraint, and would all-gather the weight for it.
     spec = PartitionSpec(*axes)
     return jax.shard_map(row_major, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)

@@ -1,4 +1,4 @@
-"""What a schedule hangs into a backward pass that goes unit by unit: visits of gradients, and turns of units."""
+"""Hooks that a schedule runs during a layer-by-layer backward pass: for gradients, and for the layer loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import jax
 
 from framework.layout import Nested
 
-Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
-# (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable
-# parameters, those of a unit without the leading axis. Called once for each unit and once for each other stage.
+Work = dict[str, Any]  # backward state: "parameter", "frozen", and whatever the hooks change
+# The gradient hook: (backward state, stage, gradients, layer index or None) -> backward state. The gradients have the
+# structure of the stage's trainable parameters; a layer's gradients have no leading axis. It is called once for each
+# layer of a stack and once for each stage outside a stack.
 Visit = Callable[
     [
         Work,
@@ -24,15 +25,15 @@ Visit = Callable[
 
 
 class Turns(NamedTuple):
-    """Functions that a backward loop over a stack's units calls besides `visit`; they may add keys to the work.
+    """Hooks that the backward loop over a stack's layers calls in addition to `visit`.
 
-    Where units are in groups (memory.remat = sqrt), the loop is each group's.
+    They may add keys to the backward state. With memory.remat = sqrt, each group of layers has its own loop.
 
     Attributes:
-      begin_loop: (work, stack, index of the first unit) -> work, called before the loop.
-      begin_unit: (work, stack, index of the unit) -> work, called when a unit's turn begins; its visit has what this
-        adds.
-      end_loop: (work, stack) -> work, called after the loop.
+        begin_loop: (work, stack, index of the first layer) -> work, called before the loop.
+        begin_unit: (work, stack, index of the layer) -> work, called before a layer runs backward. The layer's
+            `visit` sees what this hook adds.
+        end_loop: (work, stack) -> work, called after the loop.
     """
 
     begin_loop: Callable[[Work, str, jax.Array], Work] = lambda work, stack, index: work
@@ -41,7 +42,7 @@ class Turns(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """All that a schedule hangs into one backward pass."""
+    """All hooks of one backward pass."""
 
     visit: Visit
     turns: Turns = Turns()

@@ -1,4 +1,4 @@
-"""The backward pass by the programs of layers, from the head to the embedding, and the visits of its gradients."""
+"""The backward pass by layer programs, from the head to the embedding, and what happens to its gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from framework.schedules.unit import Carry, Cotangent
 
 
 class Purpose(NamedTuple):
-    """What a backward pass is for; by default gradients wait for an update.
+    """The purpose of a backward pass; by default it stores gradients for a later update.
 
     Attributes:
-      decision: each stage and unit is updated at once, by this decision.
-      measures: nothing but the tally is changed: a second backward pass needs everything else again.
+        decision: if given, each stage and layer is updated immediately, by this decision.
+        measures: whether the pass only computes gradient statistics; a second backward pass then needs everything
+            else again.
     """
 
     decision: Decision | None = None
@@ -35,12 +36,14 @@ class Purpose(NamedTuple):
 
 
 class BackwardStart(NamedTuple):
-    """What a microbatch's backward pass starts from.
+    """The inputs of a microbatch's backward pass.
 
     Attributes:
-      residuals: of each unit; a backward pass that does not measure puts None in place of what it has used.
-      ct: the cotangent of what comes out of the stack.
-      tie_grads: what ties add to the embedding's gradients, by path; a backward pass that does not measure empties it.
+        residuals: residuals of each layer; a backward pass that does not only measure replaces those it has used with
+            None.
+        ct: the cotangent of the stack's output.
+        tie_grads: gradients of tied weights, to be added to the embedding's, by path; a backward pass that does not
+            only measure empties it.
     """
 
     residuals: list[Residuals]
@@ -50,13 +53,13 @@ class BackwardStart(NamedTuple):
 
 @dataclass
 class BackwardCarry:
-    """What flows from unit to unit of a backward pass. Each field is replaced once it is used, which lets it go.
+    """Values that a backward pass carries from layer to layer. Replacing a field after its use frees the arrays.
 
     Attributes:
-      ct: the cotangent of the output of the unit whose turn comes next.
-      tally: of the gradients so far; None while there are more microbatches to come.
-      before: where units are inverted, the residuals of that unit.
-      shared_sums: the sum of the shared parameters' gradients so far.
+        ct: the cotangent of the output of the layer that runs next.
+        tally: statistics of the gradients so far; None while more microbatches follow.
+        before: where layers are inverted, the residuals of the layer that runs next.
+        shared_sums: sum of the shared parameters' gradients so far.
     """
 
     ct: Cotangent
@@ -66,10 +69,10 @@ class BackwardCarry:
 
 
 class BackwardPass(Pass[LayerFunctions]):
-    """The backward passes of one step, whose `updates` say what becomes of the gradients."""
+    """The backward passes of one step; its `updates` store the gradients or update by them."""
 
     updates: UpdatePass
-    head_grads: Nested  # until the head is visited
+    head_grads: Nested  # until the head's gradients are processed
 
     def backward(
         self,
@@ -77,17 +80,17 @@ class BackwardPass(Pass[LayerFunctions]):
         tally: Tally | None,
         purpose: Purpose,
     ) -> Tally | None:
-        """Runs from the head to the embedding; returns the tally.
+        """Run from the head to the embedding; return the gradient statistics.
 
         Args:
-            start: of the forward pass and the head.
+            start: results of the forward pass and of the head.
             tally: see `BackwardCarry`.
-            purpose: what becomes of the gradients.
+            purpose: what happens to the gradients.
         """
         carry = BackwardCarry(start.ct, tally, start.residuals[-1])
         self._visit_head(carry, purpose)
         if purpose.measures:
-            # The cotangent is donated to the first unit's program, and needed once more.
+            # Copied: the first layer's program donates the cotangent, and the second backward pass needs it again.
             carry.ct = self.run("copy", _copies, carry.ct, out=self.f.specs.carry)
         for number in reversed(range(len(self.f.units.groups))):
             self._group_backward(number, start.residuals, carry, purpose)
@@ -99,14 +102,14 @@ class BackwardPass(Pass[LayerFunctions]):
         return carry.tally
 
     def _visit_head(self, carry: BackwardCarry, purpose: Purpose) -> None:
-        """Visits the head, whose gradients are there since its turn."""
+        """Process the head's gradients, which `head_step` has computed."""
         if self.head_grads:
             self._judge(carry, self.head_grads)
             self.visit(Part("head"), self.head_grads, carry.tally, purpose)
             self.head_grads = self.head_grads if purpose.measures else {}
 
     def _judge(self, carry: BackwardCarry, grads: Nested) -> None:
-        """Adds gradients to the tally, by a program of its own."""
+        """Add gradients to the statistics, with a separate program."""
         f = self.f
         if carry.tally is not None:
             carry.tally = self.run("judge", f.updates.judged, carry.tally, grads, out=f.specs.everywhere)
@@ -118,7 +121,7 @@ class BackwardPass(Pass[LayerFunctions]):
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> None:
-        """Runs the group of units of that number backward; a group of one, without memory.remat = sqrt."""
+        """Run the group of layers with that index backward; without memory.remat = sqrt a group is a single layer."""
         units = self.f.units
         group = units.groups[number]
         first, size = group
@@ -126,7 +129,7 @@ class BackwardPass(Pass[LayerFunctions]):
         if not purpose.measures:
             residuals[first] = None
         for index in range(first + size - 1, first - 1, -1):
-            # The last unit of this group is the time to ask for what was kept of the next one.
+            # During the last layer of this group, the residuals of the next group are fetched.
             if index == first and first and not units.inverts:
                 self.want_residuals(units.groups[number - 1].first, residuals)
             unit_residuals = group_residuals.pop() if size > 1 or not purpose.measures else group_residuals[0]
@@ -136,7 +139,7 @@ class BackwardPass(Pass[LayerFunctions]):
             del grads
 
     def want_residuals(self, index: int, residuals: list[Residuals]) -> None:
-        """Asks for what was kept of a unit to come with the next program."""
+        """Request that the next program fetches a layer's residuals."""
         self.run.want(Part.unit(index).residuals, residuals[index])
 
     def _group_residuals(
@@ -146,12 +149,12 @@ class BackwardPass(Pass[LayerFunctions]):
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> list[Residuals]:
-        """What is kept of each unit of a group; where units are inverted, the unit's output."""
+        """Return the residuals of each layer of a group; where layers are inverted, the layer's output."""
         if self.f.units.inverts:
             return [carry.before]
         if group.count == 1:
             return [residuals[group.first]]
-        # The cotangent has the structure of what flows between units, which residuals have not.
+        # The cotangent has the structure of the activations between layers, which residuals do not have.
         return self._run_group_again(group, residuals[group.first], jax.tree.structure(carry.ct), purpose.measures)
 
     def _run_group_again(
@@ -161,17 +164,18 @@ class BackwardPass(Pass[LayerFunctions]):
         carry_structure: Any,
         measures: bool,
     ) -> list[Residuals]:
-        """What the backward pass of a group of units needs, by a forward pass from its input."""
-        # No other name may refer to the input: it is to be gone when the first unit has run.
+        """Run a group of layers forward from its input, and return the residuals for its backward pass."""
+        # No other name may refer to the input: it has to be freed once the first layer has run.
         first = group.first
         x = jax.tree.unflatten(carry_structure, self.run.take(Part.unit(first).residuals, group_input).leaves)
         end = first + group.count
         group_residuals: list[Residuals] = []
         if measures:
-            # Inputs are donated to the next unit's program, and this one is needed once more.
+            # Copied: inputs are donated to the next layer's program, and the second backward pass needs this one
+            # again.
             x = self.run("copy", _copies, x, out=self.f.specs.carry)
         for index in range(first, end):
-            # The backward pass begins with the last unit, whose weights are there.
+            # The backward pass starts with the last layer, whose weights are already on the device.
             next_index = index + 1 if index + 1 < end else -1
             x, unit_residuals, _ = self.unit_forward(index, x, self.f.units.keeping(index, "now"), next_index)
             group_residuals.append(unit_residuals)
@@ -184,8 +188,8 @@ class BackwardPass(Pass[LayerFunctions]):
         tally: Tally | None,
         purpose: Purpose,
     ) -> None:
-        """Updates by gradients, or lets them wait."""
-        # What is frozen as a whole has none.
+        """Update by gradients, or store them for a later update."""
+        # Completely frozen parts have no gradients.
         if not grads:
             return
         if purpose.decision is None:
@@ -195,7 +199,7 @@ class BackwardPass(Pass[LayerFunctions]):
         assert tally is not None
         params = None
         if part.stage == STACK and self.loaded.index == part.index:
-            # The unit's weights are on the device since its backward pass.
+            # The layer's weights are still on the device from its backward pass.
             params = self.loaded.weights["parameter"]
             self.loaded = NO_UNIT
         self.updates.update(part, grads, purpose.decision._replace(ok=tally["ok"]), params)
@@ -203,7 +207,7 @@ class BackwardPass(Pass[LayerFunctions]):
     # --- programs of the backward pass -------------------------------------------------------------------------------
 
     def head_step(self, x: Carry) -> tuple[Cotangent, dict[str, jax.Array], LossAndMetrics]:
-        """Runs the head, forward and backward: (cotangent, gradients of ties, loss and metrics)."""
+        """Run the head forward and backward: (cotangent, gradients of tied weights, loss and metrics)."""
         f = self.f
         part = Part("head")
         weights = self.stage_weights("head")
@@ -216,7 +220,7 @@ class BackwardPass(Pass[LayerFunctions]):
             x,
             grad_sums,
             self.inputs,
-            # Where units are inverted, x is needed as the last unit's output.
+            # Where layers are inverted, x is still needed as the last layer's output.
             donate=(3,) if f.units.inverts else (2, 3),
             out=lambda results: (
                 f.specs.carry(results[0]),
@@ -237,7 +241,7 @@ class BackwardPass(Pass[LayerFunctions]):
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> Nested:
-        """Runs a unit backward, see `LayerFunctions.unit_backward`; returns its gradients."""
+        """Run a layer backward, see `LayerFunctions.unit_backward`; return its gradients."""
         f = self.f
         part = Part.unit(index)
         weights = self.unit_weights(index)
@@ -269,7 +273,7 @@ class BackwardPass(Pass[LayerFunctions]):
         return grads
 
     def _unit_specs(self, results: Any) -> Any:
-        """The specs of what `LayerFunctions.unit_backward` returns."""
+        """Return the specs of the results of `LayerFunctions.unit_backward`."""
         specs = self.f.specs
         return (
             specs.carry(results[0]),
@@ -280,8 +284,10 @@ class BackwardPass(Pass[LayerFunctions]):
         )
 
     def _want_beside(self, index: int, purpose: Purpose) -> None:
-        """Asks for what comes to the device with a unit's backward program: what its update takes, and weights and
-        gradients of the next unit."""
+        """Request the arrays to fetch during a layer's backward program.
+
+        These are the inputs of its update, and the weights and gradients of the next layer.
+        """
         self.want_unit(index - 1)
         if purpose.decision is not None:
             self.updates.want_state(Part.unit(index))
@@ -289,11 +295,12 @@ class BackwardPass(Pass[LayerFunctions]):
             self.updates.want_gradients(Part.unit(index - 1))
 
     def _visit_shared(self, carry: BackwardCarry, purpose: Purpose) -> None:
-        """Visits the parameters that all units share, whose gradients are complete."""
+        """Process the gradients of the parameters that all layers share, which are now complete."""
         f = self.f
         part = Part("shared")
         grad_sums = self.updates.earlier_gradients(part)
-        # The result takes the place of the sum before it; without one, of the gradients, if these are of its dtype.
+        # The result reuses the memory of the previous sum. Without one, it reuses that of the gradients, if they have
+        # the same dtype.
         donate = (1,)
         if grad_sums is None:
             donate = (0,) if f.learner.accumulate == 1 else ()
@@ -305,7 +312,7 @@ class BackwardPass(Pass[LayerFunctions]):
         carry.shared_sums = {}
 
     def _first_backward(self, index: int, carry: BackwardCarry, purpose: Purpose) -> None:
-        """Runs a unit before the stack backward, and visits it."""
+        """Run one of the layers before the stack backward, and process its gradients."""
         f = self.f
         part = Part(FIRST, index)
         is_last = index + 1 == f.num_first
@@ -338,7 +345,7 @@ class BackwardPass(Pass[LayerFunctions]):
         tie_grads: dict[str, jax.Array],
         purpose: Purpose,
     ) -> None:
-        """Runs the embedding backward, and visits it."""
+        """Run the embedding backward, and process its gradients."""
         f = self.f
         part = Part("embed")
         weights = self.stage_weights("embed")
@@ -360,7 +367,7 @@ class BackwardPass(Pass[LayerFunctions]):
         )
         del weights
         if not purpose.measures:
-            # The caller's reference would keep these, as large as the table, alive through all updates.
+            # The caller's reference would keep these alive through all updates, and they are as large as the table.
             tie_grads.clear()
         self.visit(part, grads, carry.tally, purpose)
 

@@ -1,6 +1,7 @@
-"""What the programs of `memory.update = layer_programs` compute: each a pure function of one stage or one unit.
+"""The computations of the programs of `memory.update = layer_programs`: pure functions of one stage or one layer.
 
-All arrays are on the device here. A unit's arrays have a leading axis of one, as they are parts of a stack.
+All arrays are on the device here. A layer's arrays have a leading axis of size one, because they are parts of a
+stack.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from framework.schedules.unit import (
     run_stage,
 )
 
-Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
-Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
+Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one layer
+Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, index of the microbatch
 _NO_WEIGHTS: Weights = {"parameter": {}, "frozen": {}}
 
 
 class LayerFunctions:
-    """The functions of stages and units.
+    """The functions of stages and layers.
 
     Args:
-        model, learner, layout, memory: whose step; the layout's stacks are in parts.
+        model, learner, layout, memory: the components of the step; the layout's stacks are in parts.
 
     Attributes:
-        specs: where the results are.
-        updates: what becomes of gradients.
+        specs: specs of the results.
+        updates: the functions that process gradients.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LayerFunctions:
         self.updates = UpdateFunctions(model, learner, layout, self.specs)
 
     def context(self, inputs: Inputs) -> Context:
-        """The context of a microbatch."""
+        """Return the context of a microbatch."""
         batch, counter, number = inputs
         ctx = training_context(batch, counter, self.model, self.layout, self.memory.remat)
         count = self.learner.accumulate
@@ -78,7 +79,7 @@ class LayerFunctions:
         micro_batch, rows = unit_at(parts, number)
         return replace(ctx, batch=micro_batch, rows=rows)
 
-    # --- stages outside of the stack ---------------------------------------------------------------------------------
+    # --- stages outside the stack ------------------------------------------------------------------------------------
 
     def stage(
         self,
@@ -88,7 +89,7 @@ class LayerFunctions:
         buffers: Nested,
         ctx: Context,
     ) -> tuple[Carry, Out]:
-        """Runs a stage outside of the stack, see `run_stage`."""
+        """Run a stage outside the stack; see `run_stage`."""
         params = merge(weights["parameter"], weights["frozen"])
         return run_stage(self.model, name, params, carry, ctx, buffers)
 
@@ -98,13 +99,13 @@ class LayerFunctions:
         buffers: Nested,
         inputs: Inputs,
     ) -> tuple[Carry, LossAndMetrics, Nested]:
-        """Runs the embedding: (what flows through the stack; its loss and metrics; its buffers)."""
+        """Run the embedding: (the stack's input; loss and metrics; buffers of the embedding)."""
         ctx = self.context(inputs)
         y, out = self.stage("embed", weights, None, buffers, ctx)
         return self._entered(y), (out.loss, out.metrics), out.layer_state
 
     def _entered(self, y: Carry) -> Carry:
-        """What the first unit takes, from the embedding's output."""
+        """Convert the embedding's output to the first layer's input."""
         first_stack = self.model.first or self.model.stack
         return first_stack.enter(y)
 
@@ -116,18 +117,18 @@ class LayerFunctions:
         grad_sums: Nested | None,
         inputs: Inputs,
     ) -> tuple[Cotangent, Nested, dict[str, jax.Array], LossAndMetrics, Nested]:
-        """Runs the head, forward and backward.
+        """Run the head forward and backward.
 
         Args:
-            weights: the head's, tied ones included.
-            buffers: the head's.
-            x: what comes out of the stack.
-            grad_sums: the head's gradients of earlier microbatches; None for none.
-            inputs: of the microbatch.
+            weights: the head's weights, tied ones included.
+            buffers: the head's buffers.
+            x: the output of the stack.
+            grad_sums: the head's gradients of earlier microbatches; None in the first microbatch.
+            inputs: inputs of the microbatch.
 
         Returns:
-            (cotangent of x; its gradients; what ties add to the embedding's gradients, by path; loss and metrics;
-            buffers).
+            (cotangent of x; the head's gradients; the gradients of tied weights, to be added to the embedding's, by
+            path; loss and metrics; buffers).
         """
         ctx = self.context(inputs)
 
@@ -137,7 +138,8 @@ class LayerFunctions:
 
         loss, pull, out = jax.vjp(run, weights["parameter"], x, has_aux=True)
         grads, ct = pull(jnp.ones_like(loss))
-        # A tied parameter lives in the embedding, whose turn comes last: its gradient waits until then.
+        # A tied parameter belongs to the embedding, which runs last in the backward pass: its gradient waits until
+        # then.
         tied = split_tied(self.model.ties, "head", grads, {})
         tie_grads = {home.removeprefix("embed/"): grad for home, grad in tied.ties.items()}
         grads = self.updates.added("head", tied.grads, grad_sums)
@@ -153,14 +155,14 @@ class LayerFunctions:
         tally: Tally | None,
         inputs: Inputs,
     ) -> tuple[Nested, Tally | None]:
-        """Runs the embedding backward: (its gradients, the tally); `tie_grads`: see `head_step`."""
+        """Run the embedding backward: (its gradients, gradient statistics); for `tie_grads` see `head_step`."""
 
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
             y, _ = self.stage("embed", stage_weights, None, buffers, self.context(inputs))
             return self._entered(y)
 
-        # The embedding runs forward once more, so that nothing is kept of it meanwhile.
+        # The embedding runs forward again here, so that it needs no residuals.
         _, pull = jax.vjp(run, weights["parameter"])
         (grads,) = pull(ct)
         grads_by_home = {f"embed/{path}": grad for path, grad in tie_grads.items()}
@@ -168,7 +170,7 @@ class LayerFunctions:
         grads = self.updates.added("embed", tied.grads, grad_sums)
         return grads, self.updates.judged(tally, grads)
 
-    # --- units -------------------------------------------------------------------------------------------------------
+    # --- layers ------------------------------------------------------------------------------------------------------
 
     def _unit(
         self,
@@ -180,12 +182,12 @@ class LayerFunctions:
         index: jax.Array,
         policy: str,
     ) -> tuple[UnitFunctions, UnitArguments]:
-        """A unit, and what it is a function of but its input.
+        """Return a layer, and all its arguments except its input.
 
         Args:
-            name: of the stack, as a stage.
-            weights, shared, buffers, inputs, index: as those of `unit_forward`.
-            policy: what the backward pass recomputes of the unit.
+            name: the stack's stage name.
+            weights, shared, buffers, inputs, index: as in `unit_forward`.
+            policy: the layer's remat policy.
         """
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
@@ -207,14 +209,14 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
     ) -> tuple[Carry, UnitResiduals, LossAndMetrics, Nested]:
-        """Runs a unit: (y, what is kept, loss and metrics, buffers).
+        """Run a layer: (y, residuals, loss and metrics, buffers).
 
         Args:
-            keeping: what is kept of it, and where.
-            weights, shared, buffers: the unit's, and the parameters that all units share.
-            x: its input.
-            inputs: of the microbatch.
-            index: the unit's.
+            keeping: which residuals are saved, and where.
+            weights, shared, buffers: the layer's weights and buffers, and the parameters that all layers share.
+            x: the layer's input.
+            inputs: inputs of the microbatch.
+            index: index of the layer.
         """
         unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, keeping.policy)
         if keeping.what in ("all", "now"):
@@ -245,22 +247,23 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
     ) -> tuple[Cotangent, Nested, Nested, Tally | None, UnitResiduals | None]:
-        """Runs a unit backward.
+        """Run a layer backward.
 
         Args:
-            policy: what the backward pass recomputes of the unit.
-            weights, shared, buffers: the unit's, and the parameters that all units share.
-            residuals: what `unit_forward` kept of it; where units are inverted, with its output for leaves.
-            ct: the cotangent of its output.
-            shared_sums: of the shared parameters' gradients; {} to begin with.
-            grad_sums: its gradients of earlier microbatches; None for none.
+            policy: the layer's remat policy.
+            weights, shared, buffers: the layer's weights and buffers, and the parameters that all layers share.
+            residuals: the residuals of `unit_forward`; where layers are inverted, their leaves are the layer's
+                output.
+            ct: the cotangent of the layer's output.
+            shared_sums: sums of the shared parameters' gradients; {} at the start.
+            grad_sums: the layer's gradients of earlier microbatches; None in the first microbatch.
             tally: see `UpdateFunctions.judged`.
-            inputs: of the microbatch.
-            index: the unit's.
+            inputs: inputs of the microbatch.
+            index: index of the layer.
 
         Returns:
-            (cotangent of its input; its gradients; `shared_sums` with its part; the tally; where units are inverted,
-            the residuals of the unit before it, whose output this one's input is).
+            (cotangent of the layer's input; its gradients; `shared_sums` including this layer; gradient statistics;
+            where layers are inverted, the residuals of the previous layer, whose output is this layer's input).
         """
         unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, policy)
         residuals_before: UnitResiduals | None = None
@@ -275,7 +278,7 @@ class LayerFunctions:
         tally = self.updates.judged(tally, grads)
         return result.ct, grads, shared_sums, tally, residuals_before
 
-    # --- units before the stack --------------------------------------------------------------------------------------
+    # --- layers before the stack -------------------------------------------------------------------------------------
 
     def first_forward(
         self,
@@ -286,11 +289,11 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
     ) -> tuple[Carry, LossAndMetrics, Nested]:
-        """Runs a unit of the layers before the stack: (y, loss and metrics, buffers).
+        """Run one of the layers before the stack: (y, loss and metrics, buffers).
 
         Args:
-            is_last: whether the stack comes next, whose first unit takes y.
-            weights, buffers, x, inputs, index: as those of `unit_forward`.
+            is_last: whether the stack comes next; y is then the input of the stack's first layer.
+            weights, buffers, x, inputs, index: as in `unit_forward`.
         """
         unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
         y, out, _ = unit.forward(arguments, x)
@@ -310,13 +313,13 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
     ) -> tuple[Cotangent, Nested, Tally | None]:
-        """Runs a unit of the layers before the stack backward: (cotangent of its input, its gradients, the tally).
+        """Run one of the layers before the stack backward: (cotangent of its input, gradients, gradient statistics).
 
-        The unit runs forward once more, so that nothing but its input is kept of it.
+        The layer runs forward again, so that only its input needs to be saved.
 
         Args:
-            is_last, weights, buffers, x, inputs, index: as those of `first_forward`.
-            ct, grad_sums, tally: as those of `unit_backward`.
+            is_last, weights, buffers, x, inputs, index: as in `first_forward`.
+            ct, grad_sums, tally: as in `unit_backward`.
         """
         unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
         y, _, residuals = unit.forward_with_residuals(arguments, x)
@@ -329,23 +332,23 @@ class LayerFunctions:
 
     @property
     def _first_policy(self) -> str:
-        """What the backward pass recomputes of a unit before the stack, beside running it forward once more."""
+        """Return the remat policy of the layers before the stack, which run forward again in any case."""
         assert self.model.first is not None
         policy = policies(self.memory, self.model.first)[0]
-        # There are so few that inverting them would save nothing.
+        # These layers are so few that inverting them would save nothing.
         return "full" if policy == "invert" else policy
 
     def _between_stacks(self, y: Carry, inputs: Inputs) -> Carry:
-        """What the stack's first unit takes, from what the last unit before the stack gives."""
+        """Convert the output of the last layer before the stack to the input of the stack's first layer."""
         assert self.model.first is not None
         return self.model.stack.enter(self.model.first.leave(y, self.context(inputs)))
 
 
 class EvaluationFunctions(LayerFunctions):
-    """The same stages and units without training, and the sums of a batch."""
+    """The same stages and layers without training, and the sums over a batch."""
 
     def context(self, inputs: Inputs) -> Context:
-        """The context of a microbatch: no dropout, sums instead of means."""
+        """Return the context of a microbatch: no dropout, sums instead of means."""
         batch, _, number = inputs
         ctx = evaluation_context(batch, self.model, self.layout)
         count = self.learner.accumulate
@@ -361,7 +364,7 @@ class EvaluationFunctions(LayerFunctions):
         x: Carry,
         inputs: Inputs,
     ) -> dict[str, jax.Array]:
-        """The sums over a microbatch; see `Chain.scores`."""
+        """Return the sums over a microbatch; see `Chain.scores`."""
         ctx = self.context(inputs)
         head_input = self.model.stack.leave(x, ctx)
         _, out = self.stage("head", weights, head_input, buffers, ctx)
@@ -369,10 +372,10 @@ class EvaluationFunctions(LayerFunctions):
 
 
 def _without_axis(tree: Nested) -> Nested:
-    """A unit's arrays [1, ...] as [...]."""
+    """Remove the leading axis: a layer's arrays [1, ...] -> [...]."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def _with_axis(tree: Nested) -> Nested:
-    """A unit's arrays [...] as [1, ...], as the stack in parts has them."""
+    """Add the leading axis of a stack in parts: a layer's arrays [...] -> [1, ...]."""
     return jax.tree.map(lambda x: x[None], tree)

@@ -1,4 +1,4 @@
-"""What the programs of layers keep of each unit for its backward pass, and where."""
+"""The residuals that layer programs save for each layer's backward pass, and the memory they are stored in."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from framework.schedules.memory import Memory
 from framework.schedules.sections import policies
 from framework.schedules.unit import is_worth_offloading
 
-# "all" that the unit's backward pass needs; the same for "now", which is not worth a move to the host; the unit's
-# "input"; or "nothing".
+# "all" residuals of the layer's backward pass; "now", the same, but used so soon that offloading is not worth it;
+# only the layer's "input"; or "nothing".
 What = Literal["all", "now", "input", "nothing"]
 
 
 class Keeping(NamedTuple):
-    """What a unit's forward program keeps.
+    """The residuals that a layer's forward program saves.
 
     Attributes:
-      what: see `What`.
-      policy: what the backward pass recomputes.
-      offloads: whether what is kept goes to host memory where it is large.
-      label: tells the programs of unlike units apart.
+        what: see `What`.
+        policy: the remat policy.
+        offloads: whether large residuals go to host memory.
+        label: distinguishes the programs of different kinds of layers.
     """
 
     what: What
@@ -34,11 +34,11 @@ class Keeping(NamedTuple):
 
     @property
     def program(self) -> str:
-        """The name of the forward program."""
+        """Return the name of the forward program."""
         return f"unit forward, keeps {self.what}{self.label}"
 
     def goes_to_host(self, x: Any) -> bool:
-        """Whether an activation that is kept, or one of its shape, goes to host memory."""
+        """Return whether a residual, or one of its shape, goes to host memory."""
         return self.offloads and self.what != "now" and is_worth_offloading(x)
 
 
@@ -46,11 +46,11 @@ NOTHING = Keeping("nothing")
 
 
 class UnitGroup(NamedTuple):
-    """Units of which only the input of the first is kept, until their own backward pass; or one unit.
+    """Layers that save only the input of the first one until their own backward pass; or a single layer.
 
     Attributes:
-      first: the index of the first unit.
-      count: the number of units.
+        first: index of the first layer.
+        count: number of layers.
     """
 
     first: int
@@ -59,12 +59,12 @@ class UnitGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is kept of each unit of the stack.
+    """The residuals that each layer of the stack saves.
 
     Attributes:
-      policies: what the backward pass recomputes of each unit.
-      groups: of units, in order.
-      num_offloaded: of so many units, from the first, what is kept goes to host memory.
+        policies: the remat policy of each layer.
+        groups: groups of layers, in order.
+        num_offloaded: number of layers, from the first, whose residuals go to host memory.
     """
 
     policies: tuple[str, ...]
@@ -73,7 +73,7 @@ class UnitPlan:
 
     @staticmethod
     def of(memory: Memory, stack: Stack) -> UnitPlan:
-        """The plan of a stack by the memory section."""
+        """Create the plan of a stack from the memory settings."""
         unit_policies = policies(memory, stack)
         groups = []
         first = 0
@@ -87,11 +87,11 @@ class UnitPlan:
 
     @property
     def inverts(self) -> bool:
-        """Whether units are inverted: all of them, or none."""
+        """Return whether layers are inverted: all of them, or none."""
         return self.policies[0] == "invert"
 
     def label(self, index: int) -> str:
-        """What tells the programs of a unit from those of others; "" where all units are alike."""
+        """Return the label that distinguishes a layer's programs from those of others; "" if all layers are alike."""
         policy = self.policies[index]
         words = [policy] if len(set(self.policies)) > 1 else []
         if 0 < self.num_offloaded < len(self.policies):
@@ -99,15 +99,15 @@ class UnitPlan:
         return "".join(f", {word}" for word in words)
 
     def keeping(self, index: int, what: What) -> Keeping:
-        """What is kept of a unit."""
+        """Return which residuals a layer saves, for the given `what`."""
         return Keeping(what, self.policies[index], index < self.num_offloaded, self.label(index))
 
     def kept_in_forward(self, index: int) -> Keeping:
-        """What the forward pass keeps of a unit."""
+        """Return which residuals a layer saves in the forward pass."""
         if self.inverts:
             return self.keeping(index, "nothing")
         group = next(group for group in self.groups if group.first <= index < group.first + group.count)
         if group.count == 1:
             return self.keeping(index, "all")
-        # Of a group only the input of its first unit is kept.
+        # A group saves only the input of its first layer.
         return self.keeping(index, "input" if index == group.first else "nothing")

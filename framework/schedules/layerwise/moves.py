@@ -1,4 +1,4 @@
-"""What programs of layers carry for each other: arrays that come from the host, and go there, while others compute."""
+"""Transfers that layer programs carry out for each other: while one computes, it moves arrays of others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 
 from framework.schedules.layerwise.programs import Array, Place, Programs, Tree
 
-NumberedLeaves = dict[str, Any]  # leaves of a tree by their numbers in it
+NumberedLeaves = dict[str, Any]  # leaves of a tree by their index in it
 
 
 class MoveKey(NamedTuple):
     """The name of a tree that moves between host and device.
 
     Attributes:
-      role: its name among the arguments of a program, which is the same for all units.
-      index: the unit's; None for a tree of a stage.
+        role: its name among the arguments of a program, which is the same for all layers.
+        index: index of the layer; None for a tree of a stage.
     """
 
     role: str
@@ -25,36 +25,36 @@ class MoveKey(NamedTuple):
 
 
 class Moves:
-    """Calls programs that also carry arrays between host and device for others, while they compute.
+    """Calls programs that, while they compute, also move arrays between host and device for other programs.
 
-    So a layer's arrays come while the layer before it computes, and go while the next one does; what goes is written in
-    the place of what it replaces. Which arrays are in host memory is read off the arrays.
+    A layer's arrays are fetched while the previous layer computes, and written back while the next layer computes,
+    into the memory of the arrays that they replace. The arrays themselves tell which of them are in host memory.
     """
 
     def __init__(self, programs: Programs):
         self._programs = programs
-        # All of these are by the key of a tree. Below it, leaves are by their numbers, see `_numbered`.
-        # Hosted leaves that are to come with the next call.
+        # Offloaded leaves that the next call should fetch. All dicts here are keyed by the key of a tree, and below
+        # it by the index of a leaf, see `_numbered`.
         self._wanted: dict[MoveKey, NumberedLeaves] = {}
-        # Leaves that have come, and that nobody took yet.
+        # Leaves that were fetched, and not taken yet.
         self._arrived: dict[MoveKey, NumberedLeaves] = {}
-        # New leaves that are to go with the next call.
+        # New leaves that the next call should write to the host.
         self._leaving: dict[MoveKey, NumberedLeaves] = {}
-        # The old hosted leaves whose memory these take.
+        # The old leaves in host memory that they overwrite.
         self._room: dict[MoveKey, NumberedLeaves] = {}
-        # Leaves that have gone, and that nobody asked for yet.
+        # Leaves that were written, and not requested yet.
         self._stored: dict[MoveKey, NumberedLeaves] = {}
-        # All leaves of a tree that was put, in order, with None for those that go to the host.
+        # All leaves of a tree passed to `put`, in order, with None for those that go to the host.
         self._staying: dict[MoveKey, list[Array]] = {}
 
     def want(self, key: MoveKey, tree: Tree) -> None:
-        """Asks for what of a tree is in host memory to come to the device with the next call."""
+        """Request that the next call fetches the offloaded leaves of a tree to the device."""
         hosted = _numbered(tree)
         if hosted:
             self._wanted[key] = hosted
 
     def take(self, key: MoveKey, tree: Tree) -> Tree:
-        """A tree that was asked for, on the device."""
+        """Return a requested tree on the device."""
         hosted = _numbered(tree)
         if not hosted:
             return tree
@@ -74,8 +74,7 @@ class Moves:
         new: Tree,
         old: Tree,
     ) -> None:
-        """`new`, on the device, takes the place of `old`: what of that is in host memory is written there with the next
-        call."""
+        """Replace `old` with `new`, which is on the device; the next call writes offloaded leaves to host memory."""
         leaves = jax.tree.leaves(new)
         room = _numbered(old)
         if room:
@@ -84,7 +83,7 @@ class Moves:
         self._staying[key] = [None if str(i) in room else leaf for i, leaf in enumerate(leaves)]
 
     def placed(self, key: MoveKey, like: Tree) -> Tree:
-        """What was put, where it belongs, in the structure of `like`."""
+        """Return a tree passed to `put`, each leaf in the memory that it is stored in, in the structure of `like`."""
         if key in self._leaving:
             self.flush()
         stored = self._stored.pop(key, {})
@@ -93,7 +92,7 @@ class Moves:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def flush(self) -> None:
-        """Moves what waits, without a program to do it beside."""
+        """Carry out pending transfers now, without a computation that hides them."""
         if self._wanted or self._room:
             self("move", tuple, out=())
 
@@ -105,8 +104,8 @@ class Moves:
         donate: Iterable[int] = (),
         out: Any,
     ) -> Tree:
-        """See `Programs`."""
-        # A program's arguments go by what they are, not by whose: those of all layers are the same.
+        """Run a program together with the pending transfers; see `Programs`."""
+        # Arguments are named by their role, not by their layer, so that all layers share a program.
         wanted_roles = _roles(self._wanted)
         room_roles = _roles(self._room)
         arriving = {role: self._wanted[key] for key, role in wanted_roles.items()}
@@ -116,7 +115,8 @@ class Moves:
         self._leaving = {}
         self._room = {}
 
-        # The places come first: a GPU's compiler without a GPU gives donated memory to results by their shapes alone.
+        # The host arrays to overwrite come first: without a GPU, the GPU compiler assigns donated memory to results
+        # by their shapes only.
         numbers = (0, *(number + 3 for number in donate))
         stored, arrived, results = self._programs(
             name,
@@ -136,7 +136,7 @@ class Moves:
 
 
 def _with_moves(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which also carries arrays; `name` is what profiles and the compiler call it."""
+    """Wrap `function` so that it also moves arrays; `name` appears in profiles and compiler output."""
 
     def moving(room: Tree, going: Tree, coming: Tree, *args: Tree) -> Tree:
         stored = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
@@ -148,7 +148,7 @@ def _with_moves(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _places_with_moves(arriving: Tree, room: Tree, out: Any) -> Callable[[Tree], Tree]:
-    """Where the results of a function of `_with_moves` go; `out` says it of those of the function itself."""
+    """Return the placement of a `_with_moves` function's results; `out` places those of the wrapped function."""
 
     def shardings(results: Tree) -> Tree:
         arrived = jax.tree.map(lambda x: Place(Place.of(x).sharding.with_memory_kind("device")), arriving)
@@ -159,7 +159,7 @@ def _places_with_moves(arriving: Tree, room: Tree, out: Any) -> Callable[[Tree],
 
 
 def _roles(keys: Iterable[MoveKey]) -> dict[MoveKey, str]:
-    """The keys' roles, made unique."""
+    """Return the keys' roles, made unique."""
     roles: dict[MoveKey, str] = {}
     for key in keys:
         role = key.role
@@ -168,7 +168,7 @@ def _roles(keys: Iterable[MoveKey]) -> dict[MoveKey, str]:
 
 
 def _numbered(tree: Tree) -> NumberedLeaves:
-    """The leaves of a tree that are in host memory, by their numbers."""
+    """Return the leaves of a tree that are in host memory, by their index."""
     hosted = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if Place.of(leaf).kind != "device":

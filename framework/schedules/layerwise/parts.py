@@ -1,4 +1,4 @@
-"""What a step in layers goes through: stages and units, their parts of trees, and the keys by which those move."""
+"""Stages and layers that a step by layer programs runs: their parts of trees, and the keys for moving them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from framework.schedules.storage import STACK
 
 
 class Part(NamedTuple):
-    """What one update covers: a stage, or one unit of the stack.
+    """A stage, or one layer of a stack: the unit of an update.
 
     Attributes:
-      stage: the stage's name.
-      index: the unit's, if the stage is the stack, or the layers before it; else None.
+        stage: name of the stage.
+        index: index of the layer, if the stage is the stack or the layers before it; else None.
     """
 
     stage: str
@@ -22,16 +22,16 @@ class Part(NamedTuple):
 
     @staticmethod
     def unit(index: int) -> Part:
-        """The unit of the stack at `index`."""
+        """Return the part for the layer of the stack at `index`."""
         return Part(STACK, index)
 
     def of(self, tree: Nested) -> Nested:
-        """This part of a tree by stages, of which stacks are lists of their units; {} for none."""
+        """Return this part of a tree by stages, which has stacks as lists of their layers; {} if it has none."""
         stage_tree = tree.get(self.stage, {})
         return stage_tree[self.index] if self.index is not None and stage_tree else stage_tree
 
     def put(self, tree: Nested, new: Nested) -> None:
-        """Replaces this part of a tree by stages."""
+        """Replace this part of a tree by stages."""
         if self.index is None:
             tree[self.stage] = new
         else:
@@ -39,33 +39,33 @@ class Part(NamedTuple):
 
     @property
     def weights(self) -> MoveKey:
-        """The parameters that its stage or unit reads, on their way to be computed with."""
+        """Key for the parameters that the stage or layer reads, moved to the device for its computation."""
         role = "weights" if self.stage == STACK else self.stage
         return MoveKey(role, self.index)
 
     @property
     def residuals(self) -> MoveKey:
-        """What is kept of a unit for its backward pass."""
+        """Key for the residuals of a layer."""
         return MoveKey("kept", self.index)
 
     @property
     def gradients(self) -> MoveKey:
-        """Gradients that wait for an update."""
+        """Key for gradients that wait for an update."""
         return MoveKey(f"gradient {self.stage}", self.index)
 
     @property
     def old_parameters(self) -> MoveKey:
-        """The parameters, on their way to be updated."""
+        """Key for the parameters, moved to the device for their update."""
         return self._update_key("home")
 
     @property
     def old_state(self) -> MoveKey:
-        """Optimizer state and averages, on their way to be updated."""
+        """Key for optimizer state and averages, moved to the device for their update."""
         return self._update_key("state")
 
     @property
     def updated(self) -> MoveKey:
-        """What an update returns, on its way to where it is stored."""
+        """Key for the results of an update, moved to the memory in which they are stored."""
         return self._update_key("new")
 
     def _update_key(self, content: str) -> MoveKey:

@@ -1,4 +1,4 @@
-"""Stages and units one after the other: a forward pass and an evaluation by the programs of layers."""
+"""A forward pass and an evaluation by layer programs, which run stages and layers one after the other."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from framework.schedules.storage import FIRST, STACK
 from framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
-# What is kept of a unit for its backward pass, or None once nothing needs that any more.
+# Residuals of a layer, or None when they are no longer needed.
 Residuals = UnitResiduals | None
 
 
 class LoadedUnit(NamedTuple):
-    """The unit whose weights are on the device, and those; index -1 for none."""
+    """The layer whose weights are on the device, and its weights; index -1 for none."""
 
     index: int
     weights: Weights
@@ -42,16 +42,18 @@ NO_UNIT = LoadedUnit(-1, {})
 
 
 class Pass(Generic[Functions]):
-    """A pass through stages and units, one after the other.
+    """A pass through stages and layers, one after the other.
 
-    Arrays are alive as long as Python refers to them, so what is not needed is deleted at once: `del` and fields that
-    are set to nothing are part of the memory plan.
+    Python references keep arrays alive, so each reference is dropped as soon as it is not needed: `del` statements
+    and fields that are reset are part of the memory plan.
 
     Args:
-        functions: what is computed. programs: that compute it. numbers: 0, 1, ... on the devices.
+        functions: the computations.
+        programs: the compiled programs that run them.
+        numbers: 0, 1, ... on the devices.
 
     Attributes:
-        keeps_inputs: whether a backward pass follows, which needs the inputs of the units before the stack.
+        keeps_inputs: whether a backward pass follows, which needs the inputs of the layers before the stack.
     """
 
     keeps_inputs: ClassVar[bool] = True
@@ -66,52 +68,56 @@ class Pass(Generic[Functions]):
         self.numbers = numbers
         self.run = Moves(programs)
         self.state: Nested = {}
-        # Buffers as the microbatch found them, and as it leaves them.
+        # Buffers before the microbatch, and after it.
         self.buffers: Nested = {}
         self.new_buffers: Nested = {}
         self.loaded = NO_UNIT
-        # The inputs of the units before the stack, for their backward pass.
+        # The inputs of the layers before the stack, for their backward pass.
         self.first_inputs: list[Carry] = []
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
-        """Begins a microbatch."""
+        """Start a microbatch."""
         self.buffers = buffers
         self.new_buffers = copied(buffers)
         self.inputs = inputs
 
     def weights(self, part: Part) -> Weights:
-        """The parameters that a stage, tied ones included, or a unit reads; where they live."""
+        """Return the parameters that a stage (tied ones included) or a layer reads, in the memory that stores them."""
         weights = {}
         for group in ("parameter", "frozen"):
-            # A tie's parameter lives in the embedding, which is either trained or frozen.
+            # A tied parameter belongs to the embedding, which is either trained or frozen.
             homes = flatten({"embed": self.state[group].get("embed", {})})
             params = part.of(self.state[group])
             weights[group] = with_tied_weights(self.f.model.ties, part.stage, params, homes)
         return weights
 
     def stage_weights(self, stage: str) -> Weights:
-        """The parameters that a stage reads, on the device."""
+        """Return the parameters that a stage reads, on the device."""
         part = Part(stage)
         return self.run.take(part.weights, self.weights(part))
 
     def unit_weights(self, index: int) -> Weights:
-        """A unit's weights on the device; those of the unit before are let go."""
+        """Return a layer's weights on the device, and drop those of the previous layer."""
         if self.loaded.index != index:
-            # The old weights go first: two units' would be on the device while these come.
+            # The old weights are dropped first; otherwise two layers' weights would be on the device during the
+            # fetch.
             self.loaded = NO_UNIT
             part = Part.unit(index)
             self.loaded = LoadedUnit(index, self.run.take(part.weights, self.weights(part)))
         return self.loaded.weights
 
     def want_unit(self, index: int) -> None:
-        """Asks for a unit's weights to come with the next program."""
+        """Request that the next program fetches a layer's weights."""
         if 0 <= index < self.f.num_units:
             part = Part.unit(index)
             self.run.want(part.weights, self.weights(part))
 
     def forward(self, keeping_of: Callable[[int], Keeping]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
-        """Runs all before the head: (what comes out of the stack; what is kept of each of its units; loss and metrics
-        by stage)."""
+        """Run everything before the head.
+
+        Returns:
+            (output of the stack; residuals of each of its layers; loss and metrics by stage).
+        """
         f = self.f
         run = self.run
         weights = self.stage_weights("embed")
@@ -131,7 +137,7 @@ class Pass(Generic[Functions]):
         losses: dict[str, LossAndMetrics] = {"embed": embed_loss}
         if f.num_first:
             x, losses[FIRST] = self._first_forward(x)
-        # Parameters that all units share stay on the device for the whole pass.
+        # Parameters that all layers share stay on the device for the whole pass.
         self.shared = self.stage_weights("shared")
         residuals_by_unit: list[Residuals] = []
         losses[STACK] = (None, {})
@@ -142,8 +148,8 @@ class Pass(Generic[Functions]):
         return x, residuals_by_unit, losses
 
     def _added_loss(self, earlier: LossAndMetrics, unit_loss: LossAndMetrics) -> LossAndMetrics:
-        """The loss and metrics of the units so far."""
-        # A unit may have neither a loss nor metrics.
+        """Add a layer's loss and metrics to those of the layers before it."""
+        # A layer may have neither a loss nor metrics.
         if not jax.tree.leaves(unit_loss):
             return earlier
         if not jax.tree.leaves(earlier):
@@ -151,7 +157,7 @@ class Pass(Generic[Functions]):
         return self.run("add", added, earlier, unit_loss, out=self.f.specs.everywhere)
 
     def _first_forward(self, x: Carry) -> tuple[Carry, LossAndMetrics]:
-        """Runs the units before the stack: (what the stack takes; their loss and metrics)."""
+        """Run the layers before the stack: (the stack's input; their loss and metrics)."""
         f = self.f
         loss: LossAndMetrics = (None, {})
         self.first_inputs = []
@@ -184,8 +190,7 @@ class Pass(Generic[Functions]):
         keeping: Keeping,
         next_index: int,
     ) -> tuple[Carry, UnitResiduals, LossAndMetrics]:
-        """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
-        metrics)."""
+        """Run one layer forward, and fetch the weights of the next one: (y, residuals, loss and metrics)."""
         f = self.f
         weights = self.unit_weights(index)
         self.want_unit(next_index)
@@ -205,14 +210,15 @@ class Pass(Generic[Functions]):
                 *f.specs.everywhere(results[2:]),
             ),
         )
-        # A group's second forward pass ("now") sees the buffers as the first one found them.
+        # A group's second forward pass ("now") starts from the same buffers as the first, so its new buffers are
+        # ignored.
         if buffers and keeping.what != "now":
             self.new_buffers[STACK][index] = buffers
         return y, residuals, unit_loss
 
 
 class Evaluation(Pass[EvaluationFunctions]):
-    """The loss of a batch."""
+    """Evaluation of a batch."""
 
     keeps_inputs = False
 
@@ -222,7 +228,7 @@ class Evaluation(Pass[EvaluationFunctions]):
         buffers: Nested,
         batch: Nested,
     ) -> Metrics:
-        """Sums over the batch."""
+        """Return sums over the batch."""
         f = self.f
         self.state = weights
         sums = None
@@ -232,7 +238,7 @@ class Evaluation(Pass[EvaluationFunctions]):
             head_weights = self.stage_weights("head")
             head_buffers = Part("head").of(self.buffers)
             scores = self.run("score", f.score, head_weights, head_buffers, x, self.inputs, out=f.specs.everywhere)
-            # The next microbatch needs their room.
+            # Dropped, because the next microbatch needs their memory.
             del x, head_weights
             sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)
         assert sums is not None
@@ -240,7 +246,7 @@ class Evaluation(Pass[EvaluationFunctions]):
 
 
 def copied(tree: Nested) -> Nested:
-    """New containers, down to the parts of a stack, of the same arrays."""
+    """Copy the containers of a tree, down to the lists of a stack's parts, but not its arrays."""
     return {key: list(value) if isinstance(value, list) else value for key, value in tree.items()}
 
 

@@ -1,7 +1,7 @@
-"""A step made of several compiled programs: they are compiled once by kind, called from Python, and can be rehearsed.
+"""A step that consists of several programs, each compiled once and called from Python, with support for a dry run.
 
-A rehearsal runs the same Python code with arrays that have no bytes. It compiles every kind of program that comes up,
-and counts what is alive at each call: so many bytes are needed, before any array exists.
+A dry run executes the same Python code with abstract arrays. It compiles every program that is called, and adds up
+the memory of all live arrays at each call. This gives the memory needed before any array exists.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import jax
 from framework.devices.executables import HostBytes
 from framework.layout import StateLayout, TensorSpec, path_name
 
-Kinds = dict[str, int]  # bytes of one device by memory kind
-Array = Any  # a jax.Array, or in a rehearsal a Ghost
+Kinds = dict[str, int]  # bytes per device by memory kind
+Array = Any  # a jax.Array, or in a dry run a Ghost
 Tree = Any  # a pytree of these, or of shapes
-LiveArray = tuple[str, str, int]  # label, memory kind, bytes of one device
+LiveArray = tuple[str, str, int]  # label, memory kind, bytes per device
 
 
 class Compiled(NamedTuple):
     """A compiled program.
 
     Attributes:
-      run: runs it on arrays.
-      peak: bytes that it needs on the device, arguments included.
-      about: what else the compiler said.
-      results: the shapes and the Places of its results.
-      jaxpr: what it computes.
-      host_temp: bytes of its temporaries in host memory, where the compiler knows them.
-      moved: bytes that it moves between host and device, where its text says so.
+        run: runs it on arrays.
+        peak: bytes that it needs on the device, arguments included.
+        about: further information from the compiler.
+        results: the shapes and the Places of its results.
+        jaxpr: the program's jaxpr.
+        host_temp: bytes of its temporaries in host memory, if the compiler reports them.
+        moved: bytes that it moves between host and device, if the program's text shows them.
     """
 
     run: Any
@@ -44,31 +44,31 @@ class Compiled(NamedTuple):
     moved: int = 0
 
 
-Compile = Callable[[Any, HostBytes], Compiled]  # of (jax.stages.Lowered, what of it is in host memory)
+Compile = Callable[[Any, HostBytes], Compiled]  # (jax.stages.Lowered, its bytes in host memory) -> Compiled
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array is: its sharding, and its kind of memory, which a sharding of a GPU that is not here forgets."""
+    """The placement of an array: sharding, and memory kind, which the sharding of an unattached GPU loses."""
 
     sharding: Any
     kind: str = "device"
 
     @staticmethod
     def of(x: Array) -> Place:
-        """The place of an array, or of what has its shape and sharding."""
+        """Return the place of an array, or of an object with shape and sharding."""
         if isinstance(x, Ghost):
             return x.place
         return Place(x.sharding, x.sharding.memory_kind or "device")
 
     def bytes(self, x: Array) -> int:
-        """The bytes of one device's part of an array of that shape and dtype."""
+        """Return the bytes per device of an array with the shape and dtype of `x`."""
         shard_shape = self.sharding.shard_shape(x.shape)
         return math.prod(shard_shape) * x.dtype.itemsize
 
 
 class Ghost:
-    """An array without bytes; it is alive as long as somebody refers to it or until it is donated."""
+    """An abstract array, without data; it is alive until it is donated or no references to it remain."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Ghost:
         ledger.alive[id(self)] = label, place.kind, self.nbytes
 
     def delete(self) -> None:
-        """Takes it off the ledger: it was donated, or nobody refers to it any more."""
+        """Remove it from the ledger, after it was donated or lost its last reference."""
         if self._ledger.alive.pop(id(self), None):
             self._ledger.live[self.place.kind] -= self.nbytes
 
@@ -94,17 +94,17 @@ class Ghost:
 
 
 class Ledger:
-    """What a rehearsal counts: bytes of one device, or of its host's memory.
+    """The memory tracker of a dry run; counts bytes per device, or of its host's memory.
 
     Attributes:
-      live: bytes of the arrays that are alive now, by memory kind.
-      alive: these arrays, by the ids of their ghosts.
-      calls: the programs, in order.
-      peak: bytes on the device during the worst call.
-      host_peak: bytes in host memory at most.
-      moved: bytes that went between host and device.
-      worst: the program of the worst call, and what was alive then.
-      once: the calls are made before the first step, and not in each step.
+        live: bytes of the arrays that are alive now, by memory kind.
+        alive: these arrays, by the ids of their ghosts.
+        calls: the programs, in order.
+        peak: bytes on the device during the call that needs the most.
+        host_peak: maximum bytes in host memory.
+        moved: bytes moved between host and device.
+        worst: the program of the call that needs the most, and the arrays alive during it.
+        once: whether the calls are made once before the first step, instead of in each step.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Ledger:
         self.once = False
 
     def count(self, program: Compiled, peak: int) -> None:
-        """Counts a call, during which the device has `peak` bytes."""
+        """Record a call during which the device holds `peak` bytes."""
         self.calls.append(program)
         if peak > self.peak:
             self.peak = peak
@@ -126,12 +126,12 @@ class Ledger:
 
 
 class Programs:
-    """Programs by kind.
+    """Compiled programs, by name and structure of their arguments.
 
     Args:
         jit: jax.jit with the compiler's options.
         compile: see `Compile`.
-        layout: knows the places of TensorSpecs.
+        layout: the layout, which places TensorSpecs.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Programs:
         self._layout = layout
         self._compiled: dict[Any, Compiled] = {}
         self._ledger: Ledger | None = None
-        # The devices of a CPU share a pool of threads, and in a collective each holds one until all have come: programs
-        # that run at once could wait for each other's threads, until XLA ends the process.
+        # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
+        # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.
         devices = layout.mesh.devices
         self._waits = devices.size > 1 and devices.flat[0].platform == "cpu"
 
@@ -154,11 +154,11 @@ class Programs:
         return len(self._compiled)
 
     def rehearse(self, driver: Callable[..., Any], *trees: Tree) -> Ledger:
-        """Runs `driver` with ghosts of the arrays or TensorSpecs in `trees`, and compiles what comes up on the way."""
+        """Dry-run `driver` with ghosts of the arrays or TensorSpecs in `trees`, and compile each program it calls."""
         ledger = Ledger()
         self._ledger = ledger
         try:
-            # The ghosts have no name here: the driver alone is to refer to them.
+            # The ghosts have no name here: only the driver may hold references to them.
             driver(*_ghosts(ledger, "", trees, jax.tree.map(self._place, trees)))
         finally:
             self._ledger = None
@@ -177,17 +177,17 @@ class Programs:
         donate: Iterable[int] = (),
         out: Any,
     ) -> Tree:
-        """`function(*args)` by the program of that name and that structure of arguments.
+        """Compute `function(*args)` with the program for that name and structure of arguments.
 
         Args:
-            name: says which function it is, with all that is not in the structure of its arguments.
-            function: pure.
+            name: identifies the function, with everything that the structure of its arguments does not determine.
+            function: a pure function.
             args: trees of arrays.
-            donate: numbers of the arguments that are gone afterwards.
-            out: TensorSpecs or Places of the results, or a function of their shapes that returns those; in place of
-                one, a kind of memory, where the compiler may choose the rest.
+            donate: indices of the arguments that are donated, and invalid afterwards.
+            out: TensorSpecs or Places of the results, or a function that returns them given the results' shapes.
+                Where there is only a memory kind, the compiler chooses the sharding.
         """
-        # Shapes are no part of the key: a name's arguments differ in nothing but their structure.
+        # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
         if self._ledger is None:
             results = self._compiled[key].run(*args)
@@ -204,7 +204,7 @@ class Programs:
         donate: tuple[int, ...],
         out: Any,
     ) -> None:
-        """Compiles a program; see `__call__`."""
+        """Compile a program; see `__call__`."""
 
         def abstract(ghost: Ghost) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(ghost.shape, ghost.dtype, sharding=ghost.place.sharding)
@@ -213,8 +213,8 @@ class Programs:
         if callable(out):
             out = out(jax.eval_shape(function, *abstract_args))
         places = self._result_places(function, abstract_args, out)
-        # Every argument is kept, as all are counted. Every result has a sharding, as donated memory is given to a
-        # result of the same kind of memory only where all kinds are known.
+        # Every argument is kept, because all are counted. Every result has a sharding: donated memory is only given
+        # to a result of the same memory kind if all kinds are known.
         shardings = jax.tree.map(lambda place: place.sharding, places)
         jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
         traced = jitted.trace(*abstract_args)
@@ -230,10 +230,10 @@ class Programs:
         abstract_args: Tree,
         out: Any,
     ) -> Tree:
-        """The Places of a program's results, of `out` without the function; see `__call__`."""
+        """Return the Places of a program's results, from `out`, which is no longer a function; see `__call__`."""
         if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
-            # The compiler chooses shardings when it compiles, so the program is compiled twice: the second
-            # time with those, in the memory that `out` asks for.
+            # The compiler chooses shardings when it compiles, so the program is compiled twice: the second time with
+            # these shardings, in the memory kinds of `out`.
             lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
             chosen_shardings = lowered.compile().output_shardings
 
@@ -250,16 +250,16 @@ class Programs:
         args: Tree,
         donate: tuple[int, ...],
     ) -> Tree:
-        """Counts a call of a compiled program; the ghosts of its results."""
+        """Record a call of a compiled program; return the ghosts of its results."""
         compiled = self._compiled[key]
-        # An array that is an argument twice is counted once.
+        # An array that is passed twice is counted once.
         ghost_by_id = {id(ghost): ghost for ghost in jax.tree.leaves(args)}
         ghosts = list(ghost_by_id.values())
         argument_bytes = sum(ghost.nbytes for ghost in ghosts if ghost.place.kind == "device")
-        # The program's own peak includes its arguments, and the others stay where they are beside it.
+        # The program's own peak includes its arguments; all other arrays stay allocated in addition.
         ledger.count(compiled, compiled.peak + ledger.live["device"] - argument_bytes)
         donated_ghosts = jax.tree.leaves([args[i] for i in donate])
-        # A donated host array is the room for a result, and nothing is read from it.
+        # A donated host array is the destination of a result; nothing is read from it.
         ledger.moved += _hosted_bytes(ghosts) - _hosted_bytes(donated_ghosts)
         for ghost in donated_ghosts:
             ghost.delete()
@@ -275,7 +275,7 @@ def _ghosts(
     trees: Tree,
     places: Tree,
 ) -> Tree:
-    """Ghosts of trees of shapes, labelled by name and path."""
+    """Create ghosts for trees of shapes, labeled by name and path."""
 
     def ghost(keypath: Any, x: Array, place: Place) -> Ghost:
         return Ghost(x, place, ledger, f"{name}/{path_name(keypath)}")

@@ -1,4 +1,4 @@
-"""Where the programs of layers leave their results: on the device or the host, and sharded how."""
+"""Placement of the results of layer programs: on the device or the host, and their sharding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from framework.schedules.unit import UnitResiduals
 
 @dataclass(frozen=True)
 class ResultSpecs:
-    """The specs of results, by their shapes.
+    """The specs of results, given their shapes.
 
     Attributes:
-      layout: its stacks are in parts.
+        layout: a layout whose stacks are in parts.
     """
 
     layout: StateLayout
 
     def carry(self, tree: Any, kind: MemoryKind = "device") -> Any:
-        """The specs of what flows between units: rows over data and fsdp, positions over seq."""
+        """Return the specs of activations between layers: rows are sharded over data and fsdp, positions over seq."""
 
         def spec(x: Any) -> TensorSpec:
             if x.ndim > 2:
@@ -36,17 +36,18 @@ class ResultSpecs:
         return jax.tree.map(spec, tree)
 
     def residuals(self, residuals: UnitResiduals, keeping: Keeping, carry: Any) -> UnitResiduals:
-        """The specs of what is kept of a unit: as inputs, where the policy keeps nothing else; else as the compiler
-        likes.
+        """Return the specs of a layer's residuals.
+
+        If the policy saves only inputs, residuals are sharded like them. Otherwise the compiler chooses the sharding.
 
         Args:
-            residuals: what is kept.
-            keeping: the policy, and where it is kept.
-            carry: what flows between units, [B, S, ...].
+            residuals: the layer's residuals.
+            keeping: the remat policy, and the memory of the residuals.
+            carry: the activations between layers, [B, S, ...].
         """
         leaves = residuals.leaves
         kinds: list[MemoryKind] = ["pinned_host" if keeping.goes_to_host(x) else "device" for x in leaves]
-        # With other policies the leaves are whatever a pull-back holds, of which nobody knows the axes.
+        # With other policies the leaves are whatever a pull-back holds, and their axes are unknown.
         if keeping.policy != "full" and not keeping.policy.startswith("sqrt"):
             return residuals.with_leaves(kinds)
         rows = {x.shape[:2] for x in jax.tree.leaves(carry)}
@@ -55,22 +56,22 @@ class ResultSpecs:
             if x.ndim > 2 and x.shape[:2] in rows:
                 specs.append(self.carry(x, kind))
             else:
-                # What has no rows is a constant of the unit (rotary frequencies), which all devices have.
+                # A leaf without rows is a constant of the layer (rotary frequencies), and is replicated.
                 specs.append(TensorSpec(x.shape, x.dtype, memory_kind=kind))
         return residuals.with_leaves(specs)
 
     def everywhere(self, tree: Any) -> Any:
-        """The specs of scalars, which all devices have."""
+        """Return the specs of scalars, which are replicated on all devices."""
         return jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), tree)
 
     def gradients(self, stage: str, grads: Nested) -> Nested:
-        """The specs of some of a stage's gradients: those of their parameters."""
+        """Return the specs of some of a stage's gradients: those of their parameters."""
         spec_by_path = flatten(self.part("parameter", stage))
         return unflatten({path: spec_by_path[path] for path in flatten(grads)})
 
     def part(self, group: str, stage: str) -> Nested:
-        """The specs of a stage's leaves in a group, of the first unit for the stack, as they are on the device."""
+        """Return the specs, on the device, of a stage's leaves in a group; for the stack, those of its first layer."""
         specs = self.layout.specs[group].get(stage, {})
-        # All units are alike but for where they live.
+        # All layers have the same specs except for the memory kind.
         part = specs[0] if isinstance(specs, list) else specs
         return jax.tree.map(lambda spec: replace(spec, memory_kind="device"), part)

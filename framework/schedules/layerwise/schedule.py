@@ -1,13 +1,13 @@
-"""The step as a few small programs for each kind of unit, called from Python one layer after the other.
+"""The step as a few small programs for each kind of layer, called from Python one layer after the other.
 
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
-there. The number of programs does not depend on the number of layers, so neither does the time to compile them. Each
-layer's arrays are its own (`framework.schedules.storage`), what is updated is donated, and what lives in host
-memory is carried by the programs of the layers before and after (`moves.Moves`): nothing is sliced, so it works on
-GPUs too, whose compiler cannot slice host memory.
+there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
+has its own arrays (`framework.schedules.storage`), and updated arrays are donated. The programs of the previous and
+the next layer move a layer's offloaded arrays (`moves.Moves`). Nothing is sliced, so this also works on GPUs, whose
+compiler cannot slice host memory.
 
-Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates;
-with `memory.gradients = none` each layer is updated at once, as under `in_backward` and with its limits.
+Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates.
+With `memory.gradients = none` each layer is updated immediately, as under `in_backward` and with its limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from framework.schedules.step import Metrics, State
 
 
 def check(learner: Learner, memory: Memory) -> None:
-    """Raises ValueError when learner and memory want what a step in layers cannot give."""
+    """Check that learner and memory settings work with layer programs.
+
+    Raises:
+        ValueError: a setting needs more than layer programs support.
+    """
     if memory.updates_at_once:
         in_backward.check(learner, "memory.gradients = none")
     if "offload" in memory.remat:
@@ -41,10 +45,10 @@ def check(learner: Learner, memory: Memory) -> None:
 
 
 class LayerPrograms:
-    """The step of a state whose stacks are in parts.
+    """The training step of a state whose stacks are in parts.
 
     Args:
-        model, learner, layout, memory: whose step.
+        model, learner, layout, memory: the components of the step.
         jit: jax.jit with the compiler's options.
         compile: see `Programs`.
     """
@@ -63,12 +67,13 @@ class LayerPrograms:
         self._scoring = EvaluationFunctions(model, learner, layout, memory)
         self.programs = Programs(jit, compile, layout)
         self._evaluation = Programs(jit, compile, layout)
-        # Structure and memory kinds of what was evaluated: those have their programs.
+        # Structure and memory kinds of the evaluated trees, whose programs are compiled.
         self._evaluated: set[Any] = set()
         number = TensorSpec((), "int32")
         count = max(*(stack.num_units for stack in model.stacks.values()), learner.accumulate)
         self._numbers: list[Any] = [number] * count
-        # Made once: a transfer at each call would make it wait. A plan's devices are not here, and have specs.
+        # Created once: a transfer in each call would make it wait. A plan's devices are not attached, so a plan gets
+        # specs.
         if {*layout.mesh.devices.flat} <= {*jax.devices()}:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
@@ -79,7 +84,7 @@ class LayerPrograms:
         batch: Any,
         compile: Compile | None = None,
     ) -> Ledger:
-        """Compiles all programs of a step, of the specs of state and batch; returns what it needs."""
+        """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs."""
         self.programs.compile = compile or self.programs.compile
 
         def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
@@ -88,7 +93,7 @@ class LayerPrograms:
         return self.programs.rehearse(step, self._numbers, state, batch)
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
-        """Runs one step; the old state is gone afterwards."""
+        """Run one step; the old state is invalid afterwards."""
         return LayerwiseStep(self._functions, self.programs, self._numbers)(state, batch)
 
     def evaluate(
@@ -98,7 +103,10 @@ class LayerPrograms:
         batch: Nested,
         compile: Compile | None = None,
     ) -> Any:
-        """Sums over a batch, see `Program.evaluate`; with `compile`, of specs: what that needs."""
+        """Return sums over a batch, see `Program.evaluate`.
+
+        With `compile`, only dry-run with specs, and return the memory needed.
+        """
         programs = self._evaluation
         functions = self._scoring
 
@@ -107,7 +115,7 @@ class LayerPrograms:
 
         trees = weights, buffers, batch
         leaves = jax.tree.leaves(trees)
-        # Averaged weights (learner.ema) may live elsewhere than the trained ones.
+        # Averaged weights (learner.ema) may be in another memory than the trained ones.
         kinds = tuple(x.sharding.memory_kind for x in leaves if not compile)
         key = jax.tree.structure(trees), kinds
         if compile is not None or key not in self._evaluated:

@@ -1,4 +1,4 @@
-"""A training step by the programs of layers: microbatches forward and backward, the decision, and the update."""
+"""A training step by layer programs: microbatches forward and backward, the decision, and the update."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from framework.schedules.step import Metrics, State
 
 
 class LayerwiseStep(BackwardPass):
-    """One step on its way."""
+    """A single training step."""
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
-        """Runs the whole step."""
-        # The parts of stacks are replaced one by one below, in lists of the step's own. The caller's
-        # dict would keep the old parts alive.
+        """Run the whole step."""
+        # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's dict would
+        # keep the old parts alive.
         self.state = {group: copied(tree) for group, tree in state.items()}
         del state
         self.at_once = self.f.memory.updates_at_once
         self.updates = UpdatePass(self.f, self.run, self.numbers, self.state)
         start, total = self._microbatches(batch)
-        # A program makes it: a transfer from Python would make the step wait.
+        # Created by a program, because a transfer from Python would make the step wait.
         squares = self.run("zero", jnp.zeros_like, total["loss"], out=self.f.specs.everywhere)
         if self.at_once and self.f.learner.clip_mode == "two_pass":
             _, tally = self.decide(total, squares)
@@ -47,15 +47,18 @@ class LayerwiseStep(BackwardPass):
         return self.finished(decision, total, tally)
 
     def _microbatches(self, batch: Nested) -> tuple[BackwardStart, Nested]:
-        """Runs all microbatches forward, and all but the last one backward: (what the last one's backward pass starts
-        from, the sum of losses and metrics)."""
+        """Run all microbatches forward, and all but the last one backward.
+
+        Returns:
+            (the start of the last microbatch's backward pass, the sum of losses and metrics).
+        """
         f = self.f
         total: Any = None
         self.new_buffers = self.state["buffer"]
         for number in range(f.learner.accumulate):
             self.begin(self.new_buffers, (batch, self.state["counter"], self.numbers[number]))
             x, residuals, parts = self.forward(f.units.kept_in_forward)
-            # Of units that are inverted only the last one's output is kept.
+            # Where layers are inverted, only the last layer's output is saved.
             if f.units.inverts:
                 last_unit = residuals[-1]
                 assert last_unit is not None
@@ -65,13 +68,14 @@ class LayerwiseStep(BackwardPass):
             del x
             start = BackwardStart(residuals, ct, tie_grads)
             total = self.run("total", f.updates.total, parts, total, out=f.specs.everywhere)
-            # The last microbatch's gradients complete the sum, so there the step decides.
+            # The last microbatch's gradients complete the sum, so its backward pass runs in `__call__`, together with
+            # the decision.
             if number + 1 < f.learner.accumulate:
                 self.backward(start, None, Purpose())
         return start, total
 
     def decide(self, total: Nested, squares: jax.Array) -> tuple[Decision, Tally]:
-        """(the decision, a tally to begin with)."""
+        """Return (the decision, initial gradient statistics)."""
         f = self.f
         counter = self.state["counter"]
         return self.run("decide", f.updates.decide, total["loss"], squares, counter, out=f.specs.everywhere)
@@ -82,7 +86,7 @@ class LayerwiseStep(BackwardPass):
         total: Nested,
         tally: Tally,
     ) -> tuple[State, Metrics]:
-        """The new state and the metrics."""
+        """Return the new state and the metrics."""
         f = self.f
         finish = partial(f.updates.finish, at_once=self.at_once)
         counter = self.state["counter"]

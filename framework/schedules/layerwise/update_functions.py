@@ -1,4 +1,4 @@
-"""What the programs of layers compute of gradients: their sums over microbatches, the decision, the update, metrics."""
+"""Functions of gradients in layer programs: sums over microbatches, the decision, the update, and metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LossAndMetrics = tuple[jax.Array | None, Metrics]
 
 
 class UpdateFunctions:
-    """The functions of gradients.
+    """The functions that process gradients.
 
     Args:
-        model, learner, layout: whose step; the layout's stacks are in parts.
-        specs: of what the programs return.
+        model, learner, layout: the components of the step; the layout's stacks are in parts.
+        specs: specs of the programs' results.
     """
 
     def __init__(
@@ -45,8 +45,7 @@ class UpdateFunctions:
         grads: Nested,
         grad_sums: Nested | None,
     ) -> Nested:
-        """Gradients sharded as their parameters are and in the dtype that they are summed in, added to the sums of
-        earlier microbatches."""
+        """Add gradients to the sums of earlier microbatches, in their parameters' sharding and in the sums' dtype."""
         grad_by_path = flatten(grads)
         sum_by_path = {} if grad_sums is None else flatten(grad_sums)
         for path, grad in grad_by_path.items():
@@ -58,7 +57,7 @@ class UpdateFunctions:
         return unflatten(grad_by_path)
 
     def judged(self, tally: Tally | None, grads: Nested) -> Tally | None:
-        """The tally with these gradients. None: gradients are not complete yet, as more microbatches come."""
+        """Add these gradients to the statistics; None, which means that more microbatches follow, stays None."""
         if tally is None or not grads:
             return tally
         return counted(tally, judge(self.learner, tally["ok"], grads))
@@ -69,7 +68,7 @@ class UpdateFunctions:
         squares: jax.Array,
         counter: Nested,
     ) -> tuple[Decision, Tally]:
-        """The decision, and a tally to begin with."""
+        """Return the decision, and initial gradient statistics."""
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
         return decision, Tally(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
@@ -80,7 +79,7 @@ class UpdateFunctions:
         grads: Nested,
         decision: Decision,
     ) -> Update:
-        """New parameters, optimizer state and averages of one stage, or of one unit of the stack."""
+        """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack."""
         weight_specs = self.specs.part("parameter", stage)
         entry_specs = self.specs.part("optimizer", stage)
         average_specs = self.specs.part("ema", stage)
@@ -94,7 +93,7 @@ class UpdateFunctions:
             weights = self.learner.select({stage: weight_specs}, group)
             entry = entry_specs[group.label]
             average = self.learner.select({stage: average_specs}, group) if average_specs else {}
-            # Gradients are on the device, as weights are here.
+            # Gradients are on the device, as are the weights here.
             specs = weights, weights, entry, average
             return update_group(self.learner, self.layout.mesh, group, bundle, specs, decision)
 
@@ -112,10 +111,9 @@ class UpdateFunctions:
         return params[stage], optimizer[stage], ema.get(stage, {})
 
     def total(self, parts: dict[str, LossAndMetrics], earlier: Nested | None) -> Nested:
-        """Loss and metrics of a microbatch, added to those of earlier ones. A stack's metrics are the mean over its
-        units."""
+        """Add a microbatch's loss and metrics to those of earlier ones; a stack's metrics are means over its layers."""
         outs = {}
-        # Losses of units add up; the division makes a mean of the summed metrics, as in `Stack.combine`.
+        # Losses of layers add up; the division turns the summed metrics into a mean, as in `Stack.combine`.
         for name, (loss, metrics) in parts.items():
             if name in self.num_units:
                 metrics = {key: value / self.num_units[name] for key, value in metrics.items()}
@@ -133,12 +131,20 @@ class UpdateFunctions:
         *,
         at_once: bool,
     ) -> tuple[Nested, Metrics]:
-        """(new counters, metrics). `at_once`: updates went with the backward pass."""
+        """Return (new counters, metrics).
+
+        Args:
+            counter: the state's counters.
+            decision: the step's decision.
+            total: sums of losses and metrics.
+            tally: gradient statistics of the backward pass.
+            at_once: whether the updates were part of the backward pass.
+        """
         metrics = total["metrics"]
         if at_once:
             decision = with_tally(decision, tally)
             metrics = {**metrics, "updated_units": tally["updated"]}
-        # Only counters and metrics are made here: parameters and buffers are settled by other programs.
+        # This program only returns counters and metrics; other programs return parameters and buffers.
         state = {"counter": counter, "buffer": {}}
         no_update = {}, {}, {}
         new_state, metrics = finish(self.learner, state, no_update, decision, total["loss"], Out(metrics=metrics))

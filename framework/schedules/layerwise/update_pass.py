@@ -1,4 +1,4 @@
-"""Gradients that wait for their update, and the updates of stages and units, by the programs of layers."""
+"""Storage of gradients until their update, and the updates of stages and layers, by layer programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from framework.schedules.step import State
 
 
 class UpdatePass:
-    """What becomes of one step's gradients. Arrays are alive as long as Python refers to them, see `Pass`.
+    """Stores one step's gradients and applies its updates. Python references keep arrays alive, see `Pass`.
 
     Args:
-        functions: what is computed.
-        run: calls their programs.
+        functions: the computations.
+        run: runs their programs.
         numbers: 0, 1, ... on the devices.
-        state: the step's, in containers of its own.
+        state: the step's state, in containers that belong to the step.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class UpdatePass:
         self.run = run
         self.numbers = numbers
         self.state = state
-        # Gradients that wait for their update, and which of them are on their way to the host.
+        # Gradients that wait for their update, and the parts whose gradients are being moved to the host.
         self.gradients: dict[Part, Nested] = {}
         self.leaving: set[Part] = set()
         self.updated: list[Part] = []
 
-    # --- gradients that wait -----------------------------------------------------------------------------------------
+    # --- stored gradients --------------------------------------------------------------------------------------------
 
     def keep(self, part: Part, grads: Nested) -> None:
-        """Lets gradients wait, on the host if there is a place for them."""
+        """Store gradients until their update, on the host if there are buffers for them."""
         host_place = self._host_place(part)
         if host_place:
             place = self.gradients.get(part) or host_place
@@ -52,23 +52,23 @@ class UpdatePass:
         self.gradients[part] = grads
 
     def _host_place(self, part: Part) -> Nested:
-        """The buffers in host memory for a part's gradients; {} for gradients that stay on the device."""
+        """Return the buffers in host memory for a part's gradients; {} for gradients that stay on the device."""
         return part.of(self.state.get("gradient", {}))
 
     def _placed(self, part: Part) -> Nested:
-        """Gradients that wait; where they live."""
+        """Return stored gradients, in the memory in which they are stored."""
         if part in self.leaving:
             self.leaving.remove(part)
             self.gradients[part] = self.run.placed(part.gradients, self.gradients[part])
         return self.gradients[part]
 
     def want_gradients(self, part: Part) -> None:
-        """Asks for gradients that wait, if there are any, to come with the next program."""
+        """Request that the next program fetches stored gradients, if there are any."""
         if part in self.gradients:
             self.run.want(part.gradients, self._placed(part))
 
     def earlier_gradients(self, part: Part) -> Nested | None:
-        """The gradients of earlier microbatches, on the device; None for none."""
+        """Return the gradients of earlier microbatches, on the device; None if there are none."""
         if part not in self.gradients:
             return None
         return self.run.take(part.gradients, self._placed(part))
@@ -76,11 +76,11 @@ class UpdatePass:
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def _stored_state(self, part: Part) -> tuple[Nested, Nested]:
-        """Optimizer state and averages; where they live."""
+        """Return optimizer state and averages, in the memory in which they are stored."""
         return part.of(self.state["optimizer"]), part.of(self.state["ema"])
 
     def want_state(self, part: Part) -> None:
-        """Asks for optimizer state and averages to come with the next program."""
+        """Request that the next program fetches optimizer state and averages."""
         self.run.want(part.old_state, self._stored_state(part))
 
     def update(
@@ -90,13 +90,13 @@ class UpdatePass:
         decision: Decision,
         params: Nested | None = None,
     ) -> None:
-        """Updates a stage, or a unit of the stack, by its gradients.
+        """Update a stage, or a layer of the stack, by its gradients.
 
         Args:
-            part: the stage or unit.
-            grads: on the device.
+            part: the stage or layer.
+            grads: its gradients, on the device.
             decision: see `Learner.decide`.
-            params: its trainable parameters, where they are on the device already.
+            params: its trainable parameters, if they are already on the device.
         """
         if part.index is not None:
             decision = decision._replace(layer=self.numbers[part.index])
@@ -117,22 +117,23 @@ class UpdatePass:
         run.put(part.updated, new, (stored_params, *stored_state))
         self.updated.append(part)
         if part.index is None:
-            # A table's state is as large as that of several layers: nothing is to stand beside it.
+            # The state of a table is as large as that of several layers: it is moved right away, so that nothing else
+            # is on the device in addition to it.
             del new
             run.flush()
 
     def _new_specs(self, stage: str) -> Update:
-        """The specs of what an update of a stage, or of a unit, returns."""
+        """Return the specs of the results of a stage's or layer's update."""
         specs = self.f.specs
         return specs.part("parameter", stage), specs.part("optimizer", stage), specs.part("ema", stage)
 
     def update_all(self, decision: Decision) -> None:
-        """Updates by the gradients that waited. What the next update takes comes during this one."""
+        """Update by all stored gradients; the inputs of the next update are fetched during the current one."""
         parts = list(self.gradients)
         for number, part in enumerate(parts):
             grads = self.run.take(part.gradients, self._placed(part))
             stored_grads = self.gradients.pop(part)
-            # Hosted buffers are part of the state; gradients on the device end here.
+            # Buffers in host memory are part of the state; gradients on the device are dropped here.
             if self._host_place(part):
                 part.put(self.state["gradient"], stored_grads)
             del stored_grads
@@ -142,13 +143,13 @@ class UpdatePass:
             del grads
 
     def _want_update(self, part: Part) -> None:
-        """Asks for all that an update takes to come with the next program."""
+        """Request that the next program fetches all inputs of an update."""
         self.want_gradients(part)
         self.run.want(part.old_parameters, part.of(self.state["parameter"]))
         self.want_state(part)
 
     def settle(self) -> None:
-        """Puts what was updated into the state, where it lives."""
+        """Put the updated arrays into the state, in the memory in which they are stored."""
         groups = ("parameter", "optimizer", "ema")
         for part in self.updated:
             old = tuple(part.of(self.state[group]) for group in groups)
