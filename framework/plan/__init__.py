@@ -1,8 +1,8 @@
-"""What a run will need, told before it starts: see docs/plan.md.
+"""Predicts the memory and time of a run before it starts; see docs/plan.md.
 
-The room itself can be called: `import framework as pl; pl.plan(config, target="v5e-8")` is `framework.api.plans.plan`.
-Python gives a package the name of each of its packages that is imported, so no function of `framework` could have that
-name for long.
+The package itself is callable: `import framework as pl; pl.plan(config, target="v5e-8")` calls
+`framework.api.plans.plan`. Importing a subpackage binds its name in the parent package, so a function named `plan` in
+`framework` would be overwritten as soon as this package is imported.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class _Room(ModuleType):
-    """A package that can be called."""
+    """A callable package."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Calls framework.api.plans.plan, and returns its Plan."""
-        # By its name, when it is called: that module is of a room above this one.
+        """Call framework.api.plans.plan and return its Plan."""
+        # Imported by name at call time, because that module belongs to a higher layer, which imports this one.
         return importlib.import_module("framework.api.plans").plan(*arguments, **options)
 
 

@@ -1,4 +1,4 @@
-"""What the backward pass holds at its fullest instant, by a trace of one device's share of it."""
+"""Peak memory of the backward pass, from a trace of one device's share of it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Shape = tuple[int, ...]
 
 
 def stage_of(leaf: Leaf) -> str:
-    """The stage of a leaf of the state."""
+    """Return the stage that a leaf of the state belongs to."""
     return leaf.path.split("/")[1]
 
 
 def shard_shape(layout: StateLayout, leaf: Leaf) -> Shape:
-    """The shape of a device's share of a leaf."""
+    """Return the shape of one device's shard of a leaf."""
     return layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
 
 
 def stacked_bytes(layout: StateLayout, stacks: Collection[str]) -> dict[Shape, int]:
-    """{a device's share of the shape: bytes} of the stacks' trainable parameters, those of a shape added up."""
+    """Return {shard shape: bytes per device} of the stacks' trainable parameters, summed over leaves of one shape."""
     bytes_by_shape: Counter[Shape] = Counter()
     for leaf in layout:
         if leaf.group == "parameter" and stage_of(leaf) in stacks:
@@ -42,23 +42,23 @@ def stacked_bytes(layout: StateLayout, stacks: Collection[str]) -> dict[Shape, i
 
 
 def backward_bytes(backward_pass: BackwardPass) -> Counter[str]:
-    """Bytes that a device holds at the fullest instant of the backward pass, besides state and batch."""
+    """Return the bytes by group that a device holds at the peak of the backward pass, excluding state and batch."""
     sectioned = backward_pass.sectioned
     layout = backward_pass.layout
     learner = sectioned.experiment.learner
     most = backward_pass.most_held(on_the_host=False)
     if learner.accumulate > 1:
-        # The sums of the microbatches' gradients are there all the time.
+        # The accumulated gradients of the microbatches are alive during the whole pass.
         for leaf in layout:
             if leaf.group == "parameter" and not sectioned.takes_gradients(stage_of(leaf)):
                 sum_dtype: Any = learner.gradient_dtype(leaf.spec)  # pyright: ignore[reportArgumentType]
                 num_elements = leaf.bytes_per_device // leaf.spec.dtype.itemsize
                 most["gradients"] += num_elements * sum_dtype.itemsize
     if backward_pass.platform == "cpu":
-        # The CPU's compiler copies what the optimizer keeps before it updates that.
+        # The CPU compiler copies the optimizer state before it updates it.
         most["activations"] += layout.bytes_per_device("optimizer", "device")
     if sectioned.experiment.memory.update == "in_backward":
-        # A unit's gradients wait until all of it is updated.
+        # A layer's gradients stay alive until the whole layer is updated.
         unit_sizes = []
         for name, stack in sectioned.stacks.items():
             stack_bytes = sum(stacked_bytes(layout, [name]).values())
@@ -69,7 +69,7 @@ def backward_bytes(backward_pass: BackwardPass) -> Counter[str]:
 
 @dataclass
 class BackwardPass:
-    """The gradients of one microbatch on one device; `traced` is their program."""
+    """The backward pass of one microbatch on one device; `traced` is the program that computes its gradients."""
 
     sectioned: Sectioned
     layout: StateLayout
@@ -83,13 +83,13 @@ class BackwardPass:
         stack_bytes = stacked_bytes(layout, stacks)
         taking_stacks = [name for name in stacks if self.sectioned.takes_gradients(name)]
         taken_bytes = stacked_bytes(layout, taking_stacks)
-        # By the shape of a stack's gradient, the part that leaves the device: two sections of as many units, of which
-        # one keeps its gradients there, have the same shapes.
+        # Fraction of the gradient bytes that leaves the device, by gradient shape. It can be partial, because two layer
+        # ranges with the same number of layers have the same shapes even if only one keeps its gradients on the device.
         self.taken_shares = {shape: taken_bytes.get(shape, 0) / size for shape, size in stack_bytes.items()}
         self.weight_shapes = {shard_shape(layout, leaf) for leaf in layout if leaf.group == "parameter"}
-        # Loops over units see the weights of one unit, without the axis of layers.
+        # Loops over layers see the weights of one layer, without the layer axis.
         self.weight_shapes |= {shape[1:] for shape in stack_bytes}
-        # Likewise, by the number of units, the part of what is kept of them that goes to the host.
+        # Fraction of the saved activations that is offloaded, by the number of layers in the range.
         offloading = self.sectioned.offloading_stacks
         offloads_by_count: dict[int, list[bool]] = {}
         for name, stack in stacks.items():
@@ -97,14 +97,17 @@ class BackwardPass:
         self.offloaded_shares = {count: sum(offloads) / len(offloads) for count, offloads in offloads_by_count.items()}
 
     def most_held(self, *, on_the_host: bool) -> Counter[str]:
-        """The most that the pass holds besides state and batch, in host memory or else on the device.
+        """Return the peak bytes by group of the pass, excluding state and batch.
 
-        Gradients of the stacks that are taken away are not counted.
+        Gradients that leave the device as soon as they are computed are not counted.
+
+        Args:
+            on_the_host: count host memory instead of device memory.
         """
         sectioned = self.sectioned
         jaxpr = self.traced.jaxpr
         groups = ["gradients"] * len(jaxpr.outvars)
-        # With layers alone in host memory, the gradients of the embedding and the head stay until the end.
+        # If only layers are in host memory, the gradients of the embedding and the head stay until the end.
         takes_all = all(sectioned.takes_gradients(stage) for stage in sectioned.specs["parameter"])
         return most_held(
             jaxpr,
@@ -132,7 +135,7 @@ class BackwardPass:
         )
 
     def _byte_counter(self, on_the_host: bool) -> Callable[[Any], int]:
-        """The function that says how many bytes of the memory in question an abstract value takes up."""
+        """Return a function that maps an abstract value to the bytes it occupies in host or device memory."""
 
         def nbytes(aval: Any) -> int:
             hosted_share = self._hosted_share(aval)
@@ -146,15 +149,14 @@ class BackwardPass:
         return nbytes
 
     def _hosted_share(self, aval: Any) -> float:
-        """The part of an array that is in host memory, such as of a stack of what all units keep for the backward
-        pass."""
+        """Return the fraction of an array that is in host memory, such as of the stacked residuals of all layers."""
         if on_host(aval):
             return 1.0
         if len(aval.shape) <= 2 or aval.shape in self.taken_shares:
             return 0.0
         num_batch_shards = batch_shards(self.sizes) * self.sizes["seq"]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        # Small arrays, of less than 1 MiB in one unit on all devices, stay on the device.
+        # Arrays below 1 MiB per layer, summed over all devices, are not offloaded.
         unit_bytes = math.prod(aval.shape[1:]) * num_batch_shards * itemsize
         return self.offloaded_shares.get(aval.shape[0], 0.0) if unit_bytes >= 1 << 20 else 0.0
 
@@ -162,16 +164,15 @@ class BackwardPass:
         *leading_dims, last_dim = (*aval.shape,) or (1,)
         itemsize = getattr(aval.dtype, "itemsize", 4)
         if self.platform == "tpu" and self._is_for_a_kernel(leading_dims, last_dim):
-            # What a kernel reads and writes is [..., S, H] in that order, in rows of whole
-            # registers of 128.
+            # Kernels read and write [..., S, H] in that order, with H padded to whole registers of 128 lanes.
             last_dim = -(-last_dim // 128) * 128
         if self.platform == "cpu" and jnp.issubdtype(aval.dtype, jnp.floating):
-            # Half precision is computed in float32, and stacks are converted as a whole.
+            # The CPU computes half precision in float32 and converts whole stacks at once.
             itemsize = max(itemsize, 4)
         return math.prod(leading_dims) * last_dim * itemsize
 
     def _is_for_a_kernel(self, leading_dims: list[int], last_dim: int) -> bool:
-        """Whether the last dimensions are positions, of all or of one seq shard, and something of each position."""
+        """Return whether the last two dimensions are positions (all, or one seq shard) and features per position."""
         if not isinstance(self.sectioned.model, CausalLM):
             return False
         seq_len = self.sectioned.experiment.data.seq_len

@@ -1,9 +1,9 @@
-"""Which buffers are alive at the instant of the peak: read from what the compiler writes down about a program.
+"""Buffers that are alive at a program's memory peak, parsed from the compiler's dump.
 
-With the compiler option `xla_dump_to`, XLA (for TPU, GPU and CPU alike) leaves beside the final program two texts:
-`buffer-assignment`, every value's place and size in each allocation, and `live-range`, when each value is alive, in
-steps of the schedule. The peak is the largest sum of what is alive at once; where several values share an address
-(a loop's carry, an update in place) it counts once.
+With the compiler option `xla_dump_to`, XLA (for TPU, GPU and CPU alike) writes two texts next to the final program:
+`buffer-assignment`, the offset and size of every value in each allocation, and `live-range`, the schedule steps during
+which each value is alive. The peak is the largest sum of bytes alive at once. Values that share an address (a loop's
+carry, an in-place update) count once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from framework.plan.hlo import Module
 
 DUMP_OPTION = "xla_dump_to"
-# Size, memory space ("color": 0 is device memory, fast on-chip memory and host memory have others),
-# what it holds. jaxlib 0.11 also tells an allocation's page.
+# Size, memory space ("color": 0 is device memory; fast on-chip memory and host memory have other
+# colors) and contents. jaxlib 0.11 also prints an allocation's page.
 _ALLOCATION = re.compile(r"\d+: size (\d+)(?:, page \d+)?(?:, color (\d+))?(?:, page \d+)?, (.*?):?$", re.MULTILINE)
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", re.M)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 
 class Value(NamedTuple):
-    """One value of the program: its instruction and index, its place in an allocation, and how long it lives."""
+    """One value of the program: its instruction and tuple index, position in an allocation, and live range."""
 
     name: str
     index: tuple[int, ...]
@@ -36,7 +36,7 @@ class Value(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes that are alive at the peak, and all values that share them over time, the one alive first."""
+    """Bytes that are alive at the peak, and all values that share them over time; the value at the peak comes first."""
 
     size: int
     values: list[Value]
@@ -44,15 +44,16 @@ class Block(NamedTuple):
 
 @dataclass
 class Buffers:
-    """What a program keeps in device memory.
+    """Device memory that a program uses at its peak.
 
     Attributes:
-      module: the program's text.
-      parameters: {instruction name: bytes} of arguments; an output that takes an argument's place is counted there.
-      blocks: the temporaries alive at the peak.
-      output_bytes: of the other outputs.
-      fixed_bytes: of constants and the like.
-      heap_bytes: the allocation that holds all temporaries; at least the sum of the blocks, as packing leaves gaps.
+        module: the parsed program text.
+        parameters: {instruction name: bytes} of arguments; an output that aliases an argument is counted here.
+        blocks: the temporaries alive at the peak.
+        output_bytes: bytes of outputs that alias no argument.
+        fixed_bytes: bytes of constants and similar allocations.
+        heap_bytes: size of the allocation that holds all temporaries; at least the sum of the blocks, because packing
+            leaves gaps.
     """
 
     module: Module
@@ -75,10 +76,10 @@ class Buffers:
 
 
 def read(directory: Path) -> Buffers:
-    """Reads the dump of one program.
+    """Read the dump of one program.
 
     Raises:
-        FileNotFoundError: the compiler left none (it stops before this point when a program is too big for a TPU).
+        FileNotFoundError: there is no dump (the compiler stops before writing it if a program is too big for a TPU).
     """
     buffers = Buffers(Module(_text(directory, "")))
     live_ranges: dict[tuple[str, str], tuple[int, int]] = {}
@@ -95,7 +96,7 @@ def read(directory: Path) -> Buffers:
         values = _values(text, live_ranges)
         if purpose.startswith("parameter"):
             names = [value.name for value in values]
-            # An output in an argument's place is a value of the same allocation.
+            # An output that aliases an argument is a value of the same allocation.
             argument_names = [name for name in names if name in buffers.module.parameters]
             name = argument_names[0] if argument_names else names[0]
             buffers.parameters[name] = size
@@ -110,7 +111,7 @@ def read(directory: Path) -> Buffers:
 
 
 def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> list[Value]:
-    """The values of one allocation. Those without a live range are never alive: they end before they start."""
+    """Return the values of one allocation. Values without a live range are never alive: they end before they start."""
     values = []
     for name, index, size, offset, shape in _VALUE.findall(text):
         start, end = live_ranges.get((name, index), (0, -1))
@@ -140,7 +141,7 @@ def _index(text: str) -> tuple[int, ...]:
 
 
 def _peak(values: list[Value]) -> list[Block]:
-    """The blocks alive when most bytes of an allocation are."""
+    """Return the blocks that are alive when an allocation's live bytes are at their maximum."""
     values = [value for value in values if value.size]
     # The sum grows only where a value starts.
     instants = {value.start for value in values}
@@ -156,7 +157,7 @@ def _peak(values: list[Value]) -> list[Block]:
 
 
 def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
-    """Each value with the bytes that no value before it covers; the larger ones first where they begin together."""
+    """Return each value with the bytes that no earlier value covers; of values at one offset, the largest is first."""
     covered_end = 0
     sizes = []
     for value in sorted(alive, key=lambda value: (value.offset, -value.size)):
@@ -169,15 +170,14 @@ def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
 
 
 def _history(value: Value, values: list[Value]) -> list[Value]:
-    """A value and those that hand over to it, or take over from it, at the same place: one buffer, several names."""
+    """Return a value and all values that share its buffer over time: same offset and size, adjoining live ranges."""
     chain = [value]
     candidates = []
     for candidate in values:
         is_same_place = (candidate.offset, candidate.size) == (value.offset, value.size)
         if is_same_place and candidate is not value:
             candidates.append(candidate)
-    # Values may hand over one after the other, so each round looks for those that meet one of the
-    # last round.
+    # Values may hand the buffer over in a chain, so each round looks for values that adjoin one found earlier.
     while joined := [candidate for candidate in candidates if _meets(candidate, chain)]:
         chain += joined
         candidates = [candidate for candidate in candidates if candidate not in joined]

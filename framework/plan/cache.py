@@ -1,7 +1,7 @@
-"""Reports on disk, by everything that could change one: asking again is instant.
+"""On-disk cache of plan reports, keyed by everything that could change one, so planning again is instant.
 
-The key is a hash of the resolved config, the target, the code (of the framework and of whatever the config names), the
-versions of the compilers and the flags in the environment.
+The key is a hash of the resolved config, the target, the code (of the framework and of the classes that the config
+names), the compiler versions, the flags in the environment, and the measured device rates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """Return {package: version} of the given packages, without those that are not installed."""
     installed = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -31,10 +31,15 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def path_of(config: Config, **about: Any) -> Path:
-    """The file of a report, of a resolved config and of anything else that JSON can hold: under $XDG_CACHE_HOME."""
+    """Return the cache file of a report, under $XDG_CACHE_HOME.
+
+    Args:
+        config: resolved config.
+        about: further JSON-serializable values that the report depends on.
+    """
     framework_folder = Path(__file__).parents[1]
     files = {path for path in framework_folder.rglob("*") if path.suffix in (".py", ".toml", ".textproto")}
-    # A config may name classes of the user's own, whose code decides too.
+    # A config may name user-defined classes, whose code also affects the report.
     for _, node in config.walk():
         if not isinstance(node, Config):
             continue
@@ -45,7 +50,7 @@ def path_of(config: Config, **about: Any) -> Path:
     flags = {flag: os.environ.get(flag) for flag in _FLAGS}
     parts = [config.to_dict(), about, versions(*_PACKAGES), sys.version, flags]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
-    # What was measured on this machine decides the estimated times.
+    # The estimated times depend on the rates measured on this machine.
     files |= set(rates_folder().glob("*.json"))
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
@@ -53,23 +58,23 @@ def path_of(config: Config, **about: Any) -> Path:
 
 
 def times_folder() -> Path:
-    """Where it is kept how long a target's compiler took."""
+    """Return the folder that stores the compile times of each target."""
     return home() / "compile-times"
 
 
 def rates_folder() -> Path:
-    """Where the measured rates of devices are kept."""
+    """Return the folder that stores the measured rates of devices."""
     return home() / "rates"
 
 
 def home() -> Path:
-    """The folder of everything that is kept between plans."""
+    """Return the folder of everything that is cached between plans."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "plimsoll"
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The report in that file, None if there is none (or half of one: it is made again)."""
+    """Return the report in a file; None if it is missing or incomplete, so that it is made again."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -77,10 +82,10 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def store(path: Path, report: dict[str, Any]) -> None:
-    """Keeps a report. A disk that is full or read-only costs the cache, not the plan."""
+    """Write a report to the cache. On a full or read-only disk the plan still works, only without the cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The file is renamed when it is complete, as another process may read it meanwhile.
+        # Write to a temporary file and rename it, because another process may read the cache at the same time.
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(report))
         temporary.replace(path)

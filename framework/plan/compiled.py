@@ -1,4 +1,4 @@
-"""Compiling a program for a target, and what the compiler says it needs."""
+"""Compiles a program for a target and reads the memory it needs from the compiler."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiler's account of a program, in bytes per device.
+    """A compiled program's memory, in bytes per device.
 
     Attributes:
-      seconds: compile time.
-      peak: bytes alive at the worst instant. On TPU XLA's liveness says it. GPU and CPU take the temporaries as one
-        piece, so there the gaps in it count.
-      allocated: the peak and the gaps.
-      argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
-        in alias too. They are zero when the program was refused.
-      host_temp: temporaries in host memory, where the compiler knows them (TPU).
-      buffers: the buffers that are alive; None when refused, or when the program came from jax's compilation cache.
-      text: of the program as it is run (TPU, GPU). A TPU's compiler has noted by then what it takes each fusion to
-        need. The text that `buffers` are read from does not have it yet.
-      message: the compiler's words, if it refused the program; `peak` is then what it named.
-      ledger: of a step that is several programs, its rehearsal; `buffers` are then those of the worst program.
+        seconds: compile time.
+        peak: bytes alive at the memory peak. On TPU it comes from XLA's liveness analysis. GPU and CPU allocate all
+            temporaries as one block, so there the gaps in it count.
+        allocated: the peak including the gaps.
+        argument, output, alias, temp: device memory, as reported by `memory_analysis()`; an output that aliases an
+            argument is also in alias. They are zero if the compiler refused the program.
+        host_temp: temporaries in host memory, where the compiler reports them (TPU).
+        buffers: the live buffers; None if the program was refused or came from jax's compilation cache.
+        text: final program text (TPU, GPU; empty on CPU). On TPU it includes the compiler's estimated cost of each
+            fusion, which the text that `buffers` are read from does not have yet.
+        message: the compiler's error message, if it refused the program; `peak` is then the size that it names.
+        ledger: memory tracker of the dry run, for a step that consists of several programs; `buffers` are then those of
+            the program with the highest peak.
     """
 
     seconds: float
@@ -62,14 +63,14 @@ def compile_for(
     memory_mib: int | None = None,
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
-    """Compiles a lowered program with the compiler of the devices it was lowered for.
+    """Compile a lowered program with the compiler of the devices it was lowered for.
 
     Args:
-        lowered: `jax.stages.Lowered`.
+        lowered: the program, a `jax.stages.Lowered`.
         platform: tpu, gpu or cpu.
-        hosted: the bytes of its arguments and results that live in host memory.
-        memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
-        compiler_options: further ones of XLA.
+        hosted: bytes of its arguments and results that are in host memory.
+        memory_mib: device memory limit in MiB (TPU only); the compiler refuses a program that needs more.
+        compiler_options: additional XLA compiler options.
     """
     limits: dict[str, Any] = {}
     if memory_mib is not None and platform == "tpu":
@@ -93,11 +94,11 @@ def compile_for(
 
 
 def _read(stats: Any, platform: str, hosted: HostBytes, program_buffers: buffers.Buffers | None) -> Compiled:
-    """The bytes of a program, by what the compiler says of it."""
+    """Return the memory of a program from the compiler's memory analysis and, if available, its buffers."""
     peak = peak_bytes(stats, platform, hosted)
     gaps = 0
     if platform == "tpu" and program_buffers:
-        # The sum of the buffers leaves out on-chip memory, which XLA's own peak counts too.
+        # XLA's own peak includes on-chip memory; the sum of the buffers does not.
         peak = program_buffers.live_bytes
         gaps = program_buffers.gap_bytes
     argument, output, alias = on_device(stats, platform, hosted)
@@ -115,12 +116,12 @@ def _read(stats: Any, platform: str, hosted: HostBytes, program_buffers: buffers
 
 
 def refused(error: Exception) -> tuple[int, str]:
-    """(bytes that a refused program needs, the compiler's words); any other error is raised again."""
+    """Return (bytes that a refused program needs, the compiler's message); re-raise any other error."""
     text = str(error)
     match = re.search(rf"(?:memory required[^(]*\(|Used ){_SIZE}(?:\)|B? of)", text)
     if "RESOURCE_EXHAUSTED" not in text or match is None:
         raise error
     number = float(match[1])
-    # No letter stands for bytes, K for 1024 of them, and so on.
+    # No letter means bytes, K means KiB, and so on.
     exponent = " KMGT".index(match[2] or " ")
     return int(number * 1024**exponent), text.splitlines()[0]

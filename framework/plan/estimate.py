@@ -1,7 +1,7 @@
-"""What a training step needs, without device and compiler: half a second instead of minutes.
+"""Analytical estimate of a training step's memory and work: half a second instead of minutes, no device or compiler.
 
-The state is exact: it comes from the layout. The rest is found by tracing one device's share of the forward and
-backward pass (`local_step`) and walking it with the fusions that XLA makes (`liveness`). No number is fitted.
+The state is exact: it comes from the layout. The rest is estimated by tracing one device's share of the forward and
+backward pass (`local_step`) and walking it under the fusions that XLA makes (`liveness`). No number is fitted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Estimate(NamedTuple):
     """The memory and the work of one training step.
 
     Attributes:
-        breakdown: bytes of one device at the instant of the peak, by the keys of a report's breakdown.
-        host_breakdown: likewise bytes of one device that are in its host's memory.
-        flops: the matrix products' FLOPs of one step on all devices, with what is recomputed.
+        breakdown: bytes of device memory per device at the peak, by the keys of a report's breakdown.
+        host_breakdown: bytes of host memory per device, by the same keys.
+        flops: matrix-product FLOPs of one step on all devices, including recomputation.
         work: what one device computes and moves in a step.
-        completion: likewise before it, while a companion completes the batch.
+        completion: what one device computes and moves before the step, while an auxiliary model completes the batch.
     """
 
     breakdown: dict[str, int]
@@ -49,12 +49,12 @@ class Estimate(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of one device's memory."""
+        """Peak bytes of device memory, per device."""
         return sum(self.breakdown.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of one device that are in host memory."""
+        """Bytes of host memory, per device."""
         return sum(self.host_breakdown.values())
 
 
@@ -64,13 +64,13 @@ def estimate(
     spec: AcceleratorSpec,
     trace_of: Callable[[Sectioned, dict[str, int], str], ClosedJaxpr] = trace,
 ) -> Estimate:
-    """Estimates what one step of `experiment` needs on each device of a mesh.
+    """Estimate what one step of `experiment` needs on each device of a mesh.
 
     Args:
-        experiment: what to train.
-        sizes: of the mesh's axes, `experiment.mesh.resolve(num_devices)`.
-        spec: of the devices.
-        trace_of: traces as `local_step.trace` does, or knows the trace already.
+        experiment: the experiment to train.
+        sizes: {mesh axis: size}, from `experiment.mesh.resolve(num_devices)`.
+        spec: the accelerator in use.
+        trace_of: function that traces like `local_step.trace`, or returns a cached trace.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
@@ -97,8 +97,8 @@ def estimate(
         host_breakdown["activations"] = backward_pass.most_held(on_the_host=True).total()
     backward = backward_bytes(backward_pass)
     update = update_bytes(sectioned, layout, spec, sum(breakdown.values()))
-    # The peak is in the backward pass or in the update, whichever holds more; one is over when the
-    # other begins.
+    # The peak is in the backward pass or in the update, whichever holds more: the backward pass is
+    # over when the update begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
@@ -117,13 +117,13 @@ def estimate(
 
 
 def _running_layout(experiment: Experiment, mesh: Any) -> StateLayout:
-    """The layout of the state as a run holds it."""
+    """Return the layout of the state as a run stores it."""
     parts = execution_type(experiment.memory).parts_of(experiment)
     return StateLayout(parts.specs(experiment.state_specs()), mesh)
 
 
 def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:
-    """The bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
+    """Return the bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
     breakdown = dict.fromkeys(KEYS, 0)
     for leaf in layout:
         if leaf.spec.memory_kind == memory_kind:
@@ -132,11 +132,13 @@ def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]
 
 
 def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
-    """Bytes that each device holds at the least, without a trace: state, and gradients that exist all at once.
+    """Return a lower bound of the bytes that each device holds: the state and the gradients that all exist at once.
+
+    It needs no trace.
 
     Args:
-        experiment: what to train.
-        sizes: of the mesh's axes.
+        experiment: the experiment to train.
+        sizes: {mesh axis: size}.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards.
@@ -144,25 +146,25 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     running_layout = _running_layout(experiment, mesh)
     sectioned = Sectioned(experiment)
-    # Stacks have all of their gradients before the first update; an embedding's may be gone by then.
+    # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
     keeping_stacks = [name for name in sectioned.stacks if not sectioned.takes_gradients(name)]
     gradients = stacked_bytes(StateLayout(sectioned.specs, mesh), keeping_stacks)
     return running_layout.bytes_per_device(memory_kind="device") + sum(gradients.values())
 
 
 def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:
-    """Raises ValueError where model and batch do not divide over the mesh."""
+    """Raise ValueError if the model or the batch cannot be divided over the mesh."""
     experiment.model.check(mesh, experiment.data)
     num_batch_shards = experiment.learner.accumulate * batch_shards(sizes)
     if experiment.data.global_batch_size % num_batch_shards:
-        # This check says what is wrong. It takes too long to be done each time.
+        # This check gives the exact error message, but is too slow to run every time.
         experiment.check(mesh)
 
 
 def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -> FlopCount:
-    """FLOPs of the forward and backward passes of all microbatches on all devices.
+    """Return the FLOPs of the forward and backward passes of all microbatches on all devices.
 
-    The products of optimizers such as Muon and GaLore are left out.
+    The matrix products of optimizers such as Muon and GaLore are not included.
     """
     learner = experiment.learner
     data = experiment.data
@@ -170,8 +172,7 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
     num_devices = math.prod(sizes.values())
     total = microbatch.flops * num_devices * learner.accumulate
     if learner.clip is not None and learner.clip_mode == "two_pass" and _gradients_are_not_kept(experiment):
-        # The norm of all gradients is needed before the first update, and gradients do not stay:
-        # they are made twice.
+        # The first update needs the norm of all gradients, but gradients are not kept, so the passes run twice.
         tokens = data.global_batch_size * data.seq_len
         total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
     return FlopCount(total, microbatch.uncounted_loops)

@@ -1,4 +1,4 @@
-"""The plan of any JAX function: what one call needs on a target, by the target's compiler."""
+"""Plans any JAX function: what one call needs on a target, according to the target's compiler."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from framework.plan.step_time.compiled_time import time_of
 from framework.plan.targets import Target
 from framework.terminal.phases import phase
 
-# Groups of what is no argument.
+# Breakdown groups other than arguments.
 RESULTS = "results"
 TEMPORARIES = "temporaries"
 OTHER = "other"
 
 
 def plan_call(call: Call, target: Target, limit: int | None) -> Report:
-    """The report of one call of a function.
+    """Return the report of one call of a function.
 
     Args:
         call: the function and its arguments.
@@ -39,8 +39,8 @@ def plan_call(call: Call, target: Target, limit: int | None) -> Report:
         limit: device memory in bytes; None means unknown.
 
     Raises:
-        ValueError: the function cannot be traced with these arguments, or not on this mesh; the target's compiler is
-            not installed.
+        ValueError: the function cannot be traced with these arguments or on this mesh, or the target's compiler is not
+            installed.
     """
     mesh = function_arguments.mesh_of(call, target)
     out_shardings = function_arguments.results_on_mesh(call.out_shardings, mesh)
@@ -56,7 +56,7 @@ def plan_call(call: Call, target: Target, limit: int | None) -> Report:
         try:
             traced = jitted.trace(*placed)
             lowered = traced.lower()
-        # Whatever a user's function raises; its own line is the one to look at.
+        # A user's function may raise anything; the message names the line in the user's code.
         except Exception as error:
             reason = function_arguments.reason_and_line(error)
             raise ValueError(f"{call.title} cannot be traced: {reason}") from error
@@ -67,7 +67,7 @@ def plan_call(call: Call, target: Target, limit: int | None) -> Report:
 
 
 def _mib(limit: int | None, target: Target) -> int | None:
-    """The limit that the compiler is told: one that is lower than what the target has."""
+    """Return the memory limit in MiB to pass to the compiler; None unless it is below the target's own limit."""
     return limit >> 20 if limit is not None and limit < (target.limit_bytes or 0) else None
 
 
@@ -118,7 +118,7 @@ def _report(
 
 
 def _breakdown(call: Call, named_buffers: list[Named], peak: int) -> dict[str, int]:
-    """Bytes at the peak by group: arguments first, in the order in which they are given."""
+    """Return the bytes at the peak by group: arguments first, in call order."""
     breakdown = Counter(dict.fromkeys([*call.argument_names, RESULTS, TEMPORARIES, OTHER], 0))
     for buffer in named_buffers:
         breakdown[buffer.group] += buffer.bytes
@@ -127,7 +127,7 @@ def _breakdown(call: Call, named_buffers: list[Named], peak: int) -> dict[str, i
 
 
 def _moved_bytes(buffers: Buffers | None) -> Report:
-    """The keys of a report that tell bytes between devices, and between device and host."""
+    """Return the report keys for bytes moved between devices, and between device and host."""
     if buffers is None:
         return {"collective_bytes": {}, "host_transfer_bytes": 0}
     module = buffers.module
@@ -135,7 +135,7 @@ def _moved_bytes(buffers: Buffers | None) -> Report:
 
 
 def named(buffers: Buffers) -> list[Named]:
-    """The buffers alive at the peak, by the user's own names: argument paths and scopes; the largest first."""
+    """Return the buffers alive at the peak, largest first, named by the user's argument paths and scopes."""
     module = buffers.module
     named_buffers = []
     for name, size in buffers.parameters.items():
@@ -160,5 +160,5 @@ def _named_block(buffers: Buffers, block: Block) -> Named:
 
 
 def _root(path: str) -> str:
-    """The argument that a path is in: params of params['layer']['weight']."""
+    """Return the argument name at the start of a path: params for params['layer']['weight']."""
     return re.split(r"[\[.]", path, maxsplit=1)[0]

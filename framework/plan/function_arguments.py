@@ -1,4 +1,4 @@
-"""The arguments of a function of somebody's own, as shapes on the devices of a target."""
+"""Turns the arguments of a user's function into abstract arrays on the devices of a target."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from framework.devices.executables import HostBytes
 from framework.plan.function_call import Call
 from framework.plan.targets import Target
 
-# The folder of this library.
+# The framework's own package folder.
 _LIBRARY = Path(__file__).resolve().parents[1]
 
 
 def mesh_of(call: Call, target: Target) -> Mesh:
-    """The mesh of the target's devices. Raises ValueError: the sizes of its axes do not multiply to their number."""
+    """Return the mesh of the target's devices.
+
+    Raises:
+        ValueError: the product of the axis sizes is not the number of devices.
+    """
     sizes: dict[str, int] = {"devices": target.num_devices}
     if isinstance(call.mesh, (Mesh, AbstractMesh)):
         sizes = dict(call.mesh.shape)
@@ -34,7 +38,7 @@ def mesh_of(call: Call, target: Target) -> Mesh:
         raise ValueError(f"mesh: {product} is not the {target.num_devices} devices of {target.name}")
     devices = target.devices()
     if isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].device_kind == devices[0].device_kind:
-        # Their order is the caller's, and the function may have closed over this mesh.
+        # Keep the caller's device order; the function may also have closed over this mesh.
         return call.mesh
     axis_types = (AxisType.Auto,) * len(sizes)
     if isinstance(call.mesh, (Mesh, AbstractMesh)):
@@ -43,21 +47,21 @@ def mesh_of(call: Call, target: Target) -> Mesh:
 
 
 def in_mesh(call: Call, mesh: Mesh) -> Any:
-    """The context in which the function's own PartitionSpecs are of the mesh."""
+    """Return the context manager in which the function's own PartitionSpecs refer to the mesh."""
     return nullcontext() if call.mesh is None and mesh.size == 1 else jax.set_mesh(mesh)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, a number, or the shape of one."""
+    """Return whether a leaf is an array, a number, or a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
 def traceable(call: Call) -> tuple[list[Any], Callable[..., Any]]:
-    """(the arguments with None for leaves that are no arrays, the function of these arguments alone)."""
+    """Return (the arguments with None for leaves that are not arrays, a function of only these arguments)."""
     arguments = list(call.arguments)
     arrays_alone = [jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, one) for one in arguments]
 
-    # The names of the parameters are what the compiler calls the arguments.
+    # Keep the signature: the compiler names arguments after the parameters.
     @functools.wraps(call.function, updated=())
     def function(*traced_arguments: Any) -> Any:
         whole = []
@@ -65,14 +69,14 @@ def traceable(call: Call) -> tuple[list[Any], Callable[..., Any]]:
             leaves = iter(jax.tree.leaves(traced))
             whole.append(jax.tree.map(lambda leaf: next(leaves) if _is_array(leaf) else leaf, given))  # noqa: B023
         results = call.function(*whole)
-        # Results may hold such leaves, too: a model that was updated.
+        # Results may hold such leaves too, for example an updated model.
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
 
     return arrays_alone, function
 
 
 def placed(call: Call, dynamic: list[Any], mesh: Mesh) -> list[Any]:
-    """The arguments as shapes on the devices of the mesh."""
+    """Return the arguments as abstract arrays on the devices of the mesh."""
     if call.shardings is None:
         return [_as_they_say(one, mesh) for one in dynamic]
     if len(call.shardings) != len(dynamic):
@@ -91,9 +95,10 @@ def placed(call: Call, dynamic: list[Any], mesh: Mesh) -> list[Any]:
 
 
 def placed_for_jitted(call: Call, mesh: Mesh) -> list[Any]:
-    """The arguments of a jitted function: all but arrays as they are, as they may be static.
+    """Return the arguments of a jitted function, with arrays replaced by abstract arrays.
 
-    On a mesh of the caller's own, where they are is left to the function if nothing is said of them.
+    Other leaves stay as they are, because they may be static. On the caller's own mesh, arrays without a sharding leave
+    the choice to the function.
     """
     if call.shardings is not None:
         return placed(call, list(call.arguments), mesh)
@@ -116,14 +121,14 @@ def _is_sharding(node: Any) -> bool:
 
 
 def on_mesh(specs: Any, mesh: Mesh) -> Any:
-    """A tree of PartitionSpecs, or of shardings of another mesh, as shardings of this one. None is whole."""
+    """Convert a tree of PartitionSpecs, or of shardings on another mesh, to this mesh; None means replicated."""
     return jax.tree.map(
         lambda spec: _sharding(spec, mesh), specs, is_leaf=lambda node: node is None or _is_sharding(node)
     )
 
 
 def results_on_mesh(specs: Any, mesh: Mesh) -> Any:
-    """The shardings of results, likewise. None leaves it to the compiler, as it does in `jax.jit`."""
+    """Convert the shardings of results to this mesh; None leaves the choice to the compiler, as in `jax.jit`."""
     return jax.tree.map(lambda spec: _sharding(spec, mesh), specs, is_leaf=_is_sharding)
 
 
@@ -143,7 +148,10 @@ def _sharding(spec: Any, mesh: Mesh) -> NamedSharding:
 
 
 def _own_sharding(leaf: Any, mesh: Mesh) -> NamedSharding:
-    """What a shape says of its own sharding. An array is where its maker has put it, which means nothing there."""
+    """Return the sharding of a `jax.ShapeDtypeStruct` on this mesh.
+
+    A concrete array's sharding is ignored: it only reflects where the array happens to be on this machine.
+    """
     sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
     return _sharding(sharding if isinstance(sharding, NamedSharding) else None, mesh)
 
@@ -155,7 +163,7 @@ def _shape(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
 
 
 def host_bytes(placed: list[Any], out_shardings: Any, traced: jax.stages.Traced) -> HostBytes:
-    """The bytes of arguments and results that are in host memory, per device."""
+    """Return the bytes of arguments and results that are in host memory, per device."""
     return HostBytes(
         arguments=sum(map(_bytes_on_host, placed)),
         results=_result_bytes_on_host(out_shardings, traced.out_info),
@@ -164,10 +172,10 @@ def host_bytes(placed: list[Any], out_shardings: Any, traced: jax.stages.Traced)
 
 
 def _donated(placed: list[Any], traced: jax.stages.Traced) -> list[Any]:
-    """The arguments whose memory the results may take."""
+    """Return the donated arguments, whose memory the results may reuse."""
     infos = traced.args_info[0]
     if len(infos) != len(placed):
-        # Static arguments are left out there.
+        # `args_info` leaves out static arguments.
         placed = [argument for argument in placed if any(map(_is_shape, jax.tree.leaves(argument)))]
     pairs = zip(placed, infos, strict=False)
     return [argument for argument, info in pairs if any(leaf.donated for leaf in jax.tree.leaves(info))]
@@ -183,7 +191,7 @@ def _is_shape(leaf: Any) -> bool:
 
 
 def _bytes_on_host(tree: Any) -> int:
-    """Bytes of each device of the leaves in host memory."""
+    """Return the bytes per device of the leaves in host memory."""
     total = 0
     for leaf in filter(_is_shape, jax.tree.leaves(tree)):
         if leaf.sharding is not None and leaf.sharding.memory_kind in ("pinned_host", "unpinned_host"):
@@ -192,7 +200,7 @@ def _bytes_on_host(tree: Any) -> int:
 
 
 def reason_and_line(error: BaseException) -> str:
-    """What an error says, and the user's own line that raised it: `TypeError: ...  [step.py:7]`."""
+    """Return an error's message and the line of user code that raised it: `TypeError: ...  [step.py:7]`."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if not _is_of_a_library(frame.filename)]
     place = f"  [{own_frames[-1].filename}:{own_frames[-1].lineno}]" if own_frames else ""
@@ -200,7 +208,7 @@ def reason_and_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, after its type."""
+    """Return an error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -1,4 +1,4 @@
-"""A function of somebody's own, and what it is called with."""
+"""A user's function and the arguments of one call."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-# What jax.jit returns. Its functions know what is static and donated, and where their arguments are.
+# Type of the functions that jax.jit returns. They already carry static and donated arguments, and shardings.
 _JITTED = type(jax.jit(lambda: None))
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function and what it is called with.
+    """A function and the arguments of one call.
 
     Attributes:
         function: any function of arrays that JAX can trace, jitted or not.
-        arguments: positional ones: trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither, such as the
-            activation function of an equinox module, stay as they are.
-        donate: positions of the arguments whose memory the results may take, or their names; or one of these alone.
-        mesh: {axis: size}, over all devices of the target; None: one device, or all of them with the same arrays. Or a
-            mesh: of devices of the target's kind it is taken as it is, and of any others, or of none, its axes are.
-        shardings: of the arguments: a tree of PartitionSpecs, or of prefixes of it, for each; None, for all or for one:
-            as the leaves' own `sharding` says, of whatever mesh with these axes; without one, whole on each device.
-        out_shardings: of the results, likewise; None, for all or for some: as the compiler likes.
-        name: what a report calls it; the function's own name by default.
-        compiler_options: of XLA, {option: value}.
-        argument_names: of its positional parameters, as far as the function tells them.
+        arguments: positional arguments: trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither, such as
+            the activation function of an equinox module, stay as they are.
+        donate: positions or names of the arguments whose memory the results may reuse; a single one needs no sequence.
+        mesh: {axis: size} over all devices of the target, or a mesh. None means one device, or all devices with
+            replicated arrays. A mesh of devices of the target's kind is used unchanged; of any other mesh, only the
+            axes are used.
+        shardings: one tree of PartitionSpecs, or a prefix of it, per argument. None, for all arguments or for one,
+            uses the leaves' own `sharding`, which may belong to any mesh with these axes; leaves without one are
+            replicated.
+        out_shardings: tree of PartitionSpecs of the results, or a prefix of it; None, for all or some results, leaves
+            the choice to the compiler.
+        name: name of the call in a report; by default the function's own name.
+        compiler_options: {option: value} for XLA.
+        argument_names: names of the positional parameters, as far as the signature is known.
     """
 
     function: Callable[..., Any]
@@ -55,7 +58,7 @@ class Call:
 
     @property
     def title(self) -> str:
-        """The name of the function; of a `functools.partial` without one, that of its function."""
+        """The given name, or the function's own name; a `functools.partial` without a name uses its function's."""
         function = self.function
         while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
             function = function.func
@@ -63,12 +66,16 @@ class Call:
 
     @property
     def is_jitted(self) -> bool:
-        """Whether the function is compiled as `jax.jit` made it: what is static and donated is said there alone."""
+        """True if the function's own `jax.jit` is used, which then defines static and donated arguments."""
         return isinstance(self.function, _JITTED) and not self.donate and self.out_shardings is None
 
     @property
     def donated_positions(self) -> tuple[int, ...]:
-        """Positions of the donated arguments. Raises ValueError: there is no such argument."""
+        """Positions of the donated arguments.
+
+        Raises:
+            ValueError: there is no such argument.
+        """
         positions = []
         assert not isinstance(self.donate, (int, str))
         for which in self.donate:
@@ -84,7 +91,7 @@ class Call:
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Names of the first positional parameters; fewer where the function does not tell them."""
+    """Return the names of the first `count` positional parameters; fewer if the signature does not have them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""How a GPU that is not here is described to XLA's compiler."""
+"""Describes GPUs that are not installed on this machine to XLA's compiler."""
 
 import tomllib
 from dataclasses import dataclass
@@ -9,21 +9,22 @@ from pathlib import Path
 from framework.devices import accelerators
 from framework.devices.accelerators import AcceleratorSpec
 
-# The plugins of JAX with the compiler of GPUs, by the CUDA toolkit that they bring; JAX takes the first that is here.
+# JAX plugins that include the GPU compiler, by CUDA toolkit version; JAX uses the first one that is installed.
 PLUGINS = {12: "jax_cuda12_plugin", 13: "jax_cuda13_plugin"}
 _KIB = 2**10
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one multiprocessor (SM) of a GPU has; sources are in framework/devices/gpu_architectures.toml.
+    """Resources of one streaming multiprocessor (SM); sources are in framework/devices/gpu_architectures.toml.
 
     Attributes:
-        capability: the compute capability, "8.9".
-        fp32_units: float32 multiply-adds in a cycle.
-        threads: resident at once.
-        shared_memory_kib, shared_memory_per_block_kib: of the SM, and the part of it that one block may have.
-        last_cuda: the last CUDA toolkit that compiles for it, where that is past.
+        capability: compute capability, such as "8.9".
+        fp32_units: float32 multiply-adds per cycle.
+        threads: maximum number of resident threads.
+        shared_memory_kib, shared_memory_per_block_kib: shared memory in KiB of the SM, and the most that one block may
+            use.
+        last_cuda: last CUDA toolkit version that compiles for it; None if the latest one still does.
     """
 
     capability: str
@@ -36,14 +37,14 @@ class Architecture:
 
 @cache
 def architectures() -> list[Architecture]:
-    """All architectures, the oldest first."""
+    """Return all known architectures, oldest first."""
     path = Path(accelerators.__file__).with_name("gpu_architectures.toml")
     tables = tomllib.loads(path.read_text())
     return [Architecture(capability, **table) for capability, table in tables.items()]
 
 
 def cuda_here() -> int | None:
-    """The CUDA toolkit of JAX's plugin on this machine, 12 or 13; None where there is no plugin."""
+    """Return the CUDA toolkit version of the installed JAX plugin, 12 or 13; None if no plugin is installed."""
     for cuda, module in PLUGINS.items():
         if find_spec(module):
             return cuda
@@ -51,10 +52,15 @@ def cuda_here() -> int | None:
 
 
 def compiled_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architecture:
-    """The GPU's own architecture, or the next newer one where a CUDA toolkit no longer compiles for it.
+    """Return the GPU's own architecture, or the next newer one if the CUDA toolkit no longer compiles for it.
+
+    Args:
+        spec: the GPU.
+        cuda: CUDA toolkit version; None means any.
 
     Raises:
-        ValueError: the table of accelerators does not have the GPU's compute capability, or a newer one than is known.
+        ValueError: the GPU's compute capability is unknown, or the toolkit compiles for no known architecture that is
+            new enough.
     """
     known = architectures()
     capabilities = [architecture.capability for architecture in known]
@@ -70,7 +76,7 @@ def compiled_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architectu
 
 
 def note(spec: AcceleratorSpec, cuda: int | None) -> str:
-    """What a report has to say of the architecture that was compiled for; empty where it is the GPU's own."""
+    """Return the report's note on a substituted architecture; empty if the program was compiled for the GPU's own."""
     architecture = compiled_architecture(spec, cuda)
     if architecture.capability == spec.compute_capability:
         return ""
@@ -81,11 +87,11 @@ def note(spec: AcceleratorSpec, cuda: int | None) -> str:
 
 
 def gpu_description(spec: AcceleratorSpec, cuda: int | None = None) -> str:
-    """A GPU as XLA's compiler wants it described: a `stream_executor.GpuTargetConfigProto` as text.
+    """Return the description of a GPU for XLA's compiler: a `stream_executor.GpuTargetConfigProto` as text.
 
     Args:
-        spec: of the GPU.
-        cuda: the CUDA toolkit that compiles; None: any.
+        spec: the GPU.
+        cuda: CUDA toolkit version that compiles; None means any.
 
     Raises:
         ValueError: a figure is missing from the table of accelerators.

@@ -1,4 +1,4 @@
-"""Plans of one config for other batches and sequence lengths, by the closed form, around the one that was asked for."""
+"""Analytical plans of a config at other batch sizes and sequence lengths around the requested ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from framework.terminal.phases import SHORT, phase
 BATCH = "data.global_batch_size"
 SEQUENCE = "data.seq_len"
 _SIDE = 5
-# A config that does not fit is halved until it does, at most so often.
+# A batch that does not fit is halved until it does; this limits how many batch sizes are tried.
 _MOST_HALVINGS = 8
 _SECONDS = 3.5
 
 
 class Point(NamedTuple):
-    """A plan for a batch of so many rows of such a length.
+    """The plan for one batch size and sequence length.
 
     Attributes:
-        batch: rows of all devices together.
-        sequence: tokens of a row; None where a row has no length.
-        report: its plan.
+        batch: global batch size, in rows.
+        sequence: tokens per row; None if rows have no length.
+        report: the plan.
     """
 
     batch: int
@@ -35,19 +35,19 @@ class Point(NamedTuple):
 
 
 def point_of(report: Report) -> Point:
-    """The point that a report is the plan of."""
+    """Return the grid point that a report belongs to."""
     in_effect = report["in_effect"]
     return Point(in_effect[BATCH], in_effect.get(SEQUENCE), report)
 
 
 def grid(config: Config, target: Target, report: Report, *, seconds: float = _SECONDS) -> list[Point]:
-    """The asked point, and points around it at powers of two, as many as the config allows and as the time is for.
+    """Return the requested point and points around it at powers of two that the config allows, within a time limit.
 
     Args:
-        config: resolved for the target.
+        config: config resolved for the target.
         target: the machine to plan for.
-        report: the plan of the config itself, compiled or not.
-        seconds: after so many no further row of the grid is begun.
+        report: the plan of the config itself, compiled or estimated.
+        seconds: time limit; no further row of the grid is started after it.
     """
     planner = _Planner(config, target, report)
     start = time.monotonic()
@@ -56,14 +56,14 @@ def grid(config: Config, target: Target, report: Report, *, seconds: float = _SE
         batches = planner.batches()
         for sequence in planner.sequences():
             points += planner.row(batches, sequence)
-            # The nearest lengths go first, so what time leaves out is far away.
+            # The nearest lengths come first, so the time limit drops the farthest ones.
             if time.monotonic() - start > seconds:
                 break
     return points
 
 
 class _Planner:
-    """Plans points around an asked one."""
+    """Plans points around a requested one."""
 
     def __init__(self, config: Config, target: Target, report: Report):
         self._config = config
@@ -71,7 +71,7 @@ class _Planner:
         self._asked = point_of(report)
 
     def batches(self) -> list[int]:
-        """Batches around the asked one; if that does not fit, further down, until one does."""
+        """Return batch sizes around the requested one; if that does not fit, continue downward until one does."""
         batch = self._asked.batch
         batches = self._around(BATCH, batch)
         if self._asked.report["fits"]:
@@ -86,13 +86,13 @@ class _Planner:
         return batches
 
     def sequences(self) -> list[int | None]:
-        """Lengths around the asked one, the nearest first."""
+        """Return sequence lengths around the requested one, nearest first."""
         if self._asked.sequence is None:
             return [None]
         return [*self._around(SEQUENCE, self._asked.sequence)]
 
     def row(self, batches: list[int], sequence: int | None) -> list[Point]:
-        """The points of one sequence length, without those that the config does not allow."""
+        """Return the points of one sequence length, without those that the config does not allow."""
         points = []
         for batch in batches:
             if (batch, sequence) == self._asked[:2]:
@@ -104,7 +104,7 @@ class _Planner:
         return points
 
     def _around(self, path: str, value: int) -> list[int]:
-        """Powers of two times a value that the config allows, the nearest first."""
+        """Return the value times powers of two, nearest first, as far as the config allows them."""
         values = [value]
         for distance in range(1, _SIDE):
             smaller, remainder = divmod(value, 2**distance)
@@ -141,7 +141,7 @@ class _Planner:
                 suggests=False,
             )
         except ValueError:
-            # Both together may be what each alone is not: too long for the mesh, say.
+            # Batch size and length may each be possible and still be invalid together, such as too long for the mesh.
             return None
         return report | {"target": asked_report["target"], "settings": asked_report["settings"]}
 

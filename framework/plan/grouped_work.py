@@ -1,4 +1,4 @@
-"""The floating-point operations of grouped products, whose arrays have room for more rows than a router fills."""
+"""Counts the FLOPs of grouped matrix products, whose arrays have room for more rows than a router fills."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
 
 
 def grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
-    """FLOPs of a kernel under an even router; 0 if it is no grouped product.
+    """Return the FLOPs of a kernel under balanced routing; 0 if it is not a grouped product.
 
     Args:
-        name: the path of scopes that the kernel is called in.
-        float_shapes: the shapes of its operands and results of floats: rows, and the weights [E, I, O] or their
+        name: path of the scopes that the kernel is called in.
+        float_shapes: shapes of its floating-point operands and results: rows, and the weights [E, I, O] or their
             gradients.
     """
     match = _SCOPE.search(name)
@@ -32,13 +32,13 @@ def grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def uncounted_products(model: Chain, platform: str) -> list[str]:
-    """Notes on what the closed form leaves out of the experts' products; [] where it counts them as they are.
+    """Return notes on expert products that the analytical estimate undercounts; [] if it counts them correctly.
 
-    It takes them for those of kernels that multiply each row with its own expert. `ragged_dot` is none.
+    The estimate assumes kernels that multiply each row only with its own expert. `ragged_dot` is not such a kernel.
 
     Args:
-        model: whose experts are looked at.
-        platform: that XLA compiles for: tpu, gpu or cpu.
+        model: model whose experts are checked.
+        platform: platform that XLA compiles for: tpu, gpu or cpu.
     """
     layers = [layer for stack in model.stacks.values() for layer in stack.unit.walk() if isinstance(layer, Experts)]
     if not any(experts.implementation == "ragged" and experts.capacity is None for experts in layers):

@@ -1,4 +1,4 @@
-"""What `plimsoll train` asks before it makes any array: does the compiled step fit into these devices?"""
+"""Checks that the compiled step fits the devices before `plimsoll train` allocates any array."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from framework.terminal.tables import human_bytes
 
 
 class Need(NamedTuple):
-    """Bytes of device memory that a step takes at its peak, and those of it that live between steps too.
+    """Bytes of device memory, per device, that a step needs at its peak and between steps.
 
     Attributes:
-      peak: of the fullest moment.
-      resident: state and batch.
-      groups: of the state by group, and "activations and temporaries".
-      message: the compiler's words, when it refused the program.
+        peak: bytes at the memory peak.
+        resident: bytes of state and batch, which stay in memory between steps.
+        groups: bytes of the state by group, and "activations and temporaries".
+        message: the compiler's error message, if it refused the program.
     """
 
     peak: int
@@ -34,11 +34,11 @@ class Need(NamedTuple):
 
 
 def need(program: Program) -> Need:
-    """Compiles the step, or takes it from the compilation cache, and reads what it needs."""
+    """Compile the step, or take it from the compilation cache, and return the memory it needs."""
     layout = program.layout
     message = ""
     state = layout.bytes_per_device(memory_kind="device")
-    # As the data delivers it: what a companion adds is gone with the step that it was added for.
+    # Only the arrays from the data pipeline: those that an auxiliary model adds are freed after their step.
     delivered = batch_specs(program.experiment.data.arrays())
     batch = sum(spec.num_bytes for spec in delivered.values()) // program.mesh.size
     try:
@@ -51,7 +51,7 @@ def need(program: Program) -> Need:
 
 
 def _companion_peak(program: Program) -> int:
-    """The bytes of a device while the experiment's companion completes a batch; 0 where it runs nothing."""
+    """Return the peak bytes per device while the auxiliary model completes a batch; 0 if there is none."""
     companion = program.experiment.companion
     if companion is None:
         return 0
@@ -62,13 +62,13 @@ def _companion_peak(program: Program) -> int:
 def refusal(
     config: Config, program: Program, found: Need, limit: int | None, target: Target | None = None
 ) -> str | None:
-    """Says why the run should not start: None when it fits, or when nobody knows what the device has.
+    """Return the reason why the run should not start; None if it fits, or if the device's memory is not known.
 
     Args:
-        config, program: resolved for these devices.
-        found: what it needs.
-        limit: device memory in bytes, instead of what the devices say they have; None asks them.
-        target: what the program was built for, if not for the devices at hand.
+        config, program: config and program, resolved for these devices.
+        found: memory that the step needs.
+        limit: device memory in bytes; None uses what the devices report.
+        target: machine that the program was built for; None means the devices of this machine.
     """
     target = target or resolve("local")
     limit = target.limit_bytes if limit is None else limit
@@ -85,19 +85,19 @@ def refusal(
         lines.append(f"would fit: {suggestion['setting']} ({needs(suggestion)})")
     if not fitting:
         lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
-    # There is nothing to run where the compiler made no program.
+    # If the compiler refused the program, --force has nothing to run.
     force = "" if found.message else "--force tries all the same, and "
     lines.append(f"nothing was started; {force}`plimsoll plan` shows every buffer")
     return "\n".join(lines)
 
 
 def compare(found: Need, measured: MemoryInUse) -> str:
-    """Predicted memory beside measured, as a line of text, after the first steps."""
+    """Return a line of text that compares predicted with measured memory after the first steps."""
     text = ""
     predicted = found.peak
     measured_bytes = measured.device_peak_bytes
     if measured_bytes is None:
-        # A CPU has no counters of the peak: only what stays between steps can be compared.
+        # CPUs do not report peak memory, so only the memory between steps can be compared.
         predicted = found.resident
         measured_bytes = measured.device_bytes
         text = f"; of it, between steps, predicted {human_bytes(predicted)}"

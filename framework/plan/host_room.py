@@ -1,4 +1,4 @@
-"""What `plimsoll train` asks before it compiles anything: does the host have room for what is to live there?"""
+"""Checks that offloaded arrays fit in host memory before `plimsoll train` compiles anything."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from framework.terminal.tables import human_bytes
 
 
 def check_host(program: Program, platform: str | None = None) -> None:
-    """Checks that the host has room for what is to live there, before anything is compiled.
+    """Check that the offloaded arrays fit in host memory, before anything is compiled.
+
+    Args:
+        program: the program, resolved for its devices.
+        platform: platform to check for; None means the platform of the mesh.
 
     Raises:
-        DoesNotFitError: the host memory for this process's devices is more than the machine has. Other processes on the
+        DoesNotFitError: this process's devices need more host memory than the machine has. Other processes on the
             machine are not counted.
-        ValueError: it is more than XLA may pin (GPU).
+        ValueError: they need more host memory than XLA may pin (GPU).
     """
     platform = platform or program.mesh.devices.flat[0].platform
-    # On a CPU the host's memory is the device's, which is checked elsewhere.
+    # On CPU, host memory is device memory, which framework.plan.guard checks.
     if platform == "cpu":
         return
     memory = program.experiment.memory
     layout = program.layout
     hosted_bytes = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
     if memory.activations.uses_host or "offload" in memory.remat:
-        # Activations are no part of the layout.
+        # Activations are not part of the layout.
         estimate = closed_form(program.experiment, resolve("local"))
         hosted_bytes["activations"] = estimate.host_breakdown["activations"]
     companion = program.experiment.companion
@@ -38,7 +42,7 @@ def check_host(program: Program, platform: str | None = None) -> None:
     count = len(program.mesh.local_devices)
     need = count * sum(hosted_bytes.values())
     machine = machine_memory_bytes()
-    # XLA pins 64 GiB at most for GPUs if the environment does not say more.
+    # On GPU, XLA pins at most 64 GiB unless the environment variable raises the limit.
     pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
     error: type[ValueError] = ValueError
     if need > machine:

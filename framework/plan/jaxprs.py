@@ -1,4 +1,4 @@
-"""What can be read off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
+"""Reads facts off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from framework.plan.grouped_work import grouped_flops
 
 
 class FlopCount(NamedTuple):
-    """Floating-point operations of matrix products, over all devices; a multiply-add counts 2.
+    """Matrix-product FLOPs over all devices; a multiply-add counts 2.
 
     Args:
-        flops: how many.
-        uncounted_loops: loops around matrix products whose number of iterations depends on data: counted as one each.
+        flops: number of floating-point operations.
+        uncounted_loops: number of loops around matrix products whose trip count depends on data; each is counted as one
+            iteration.
     """
 
     flops: int = 0
@@ -27,19 +28,19 @@ class FlopCount(NamedTuple):
 
 
 def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
-    """The matrix products and convolutions of the whole computation, with what remat recomputes.
+    """Return the FLOPs of all matrix products and convolutions of a computation, including remat.
 
-    Loops count by their trip counts (a `fori_loop` between constants is a scan), branches by the largest. What runs
-    under shard_map counts once per device, replicas included. A Pallas kernel counts what its author says it costs, or
-    else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
-    formula (arXiv 2204.02311, appendix B), and likewise in cuDNN's attention. Other custom calls count nothing.
+    Loops count by their trip count (a `fori_loop` between constants is a scan), branches by the most expensive one.
+    Code under shard_map counts once per device, replicas included. A Pallas kernel counts its author's cost estimate,
+    or else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
+    formula (arXiv 2204.02311, appendix B). The same holds for cuDNN's attention. Other custom calls count as 0.
     """
     return _sum(map(_flops_of, _open(jaxpr).eqns))
 
 
 def flops_of_calls(calls: Iterable[ClosedJaxpr]) -> FlopCount:
-    """The sum of `flops` over calls of programs; a program that is called several times counts each time."""
-    # The calls of one program have the same jaxpr, which is looked through once.
+    """Return the sum of `flops` over calls of programs; a program that is called several times counts each time."""
+    # Calls of one program share a jaxpr, which is walked only once.
     counts: dict[int, FlopCount] = {}
     counts_of_calls = []
     for jaxpr in calls:
@@ -58,14 +59,14 @@ def _sum(counts: Iterable[FlopCount]) -> FlopCount:
     return FlopCount(total_flops, uncounted_loops)
 
 
-# Attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk. Those with v in
-# them have the channels of values, which are others in latent attention.
+# Attention in products of B N S T H multiply-adds. Forward: q k and w v; backward: q k again, dv, dw, dq, dk. Products
+# that involve v have the head size of the values, which differs from that of the keys in latent attention.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _CUDNN = {
     "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
     "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
 }
-# The primitives that stand for kernels in framework.plan.local_step.
+# Primitives that represent kernels in framework.plan.local_step.
 LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED = "grouped_products"
 
@@ -79,7 +80,7 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
         return FlopCount(2 * math.prod(shapes[-1]) * contracted_size)
     if name == "conv_general_dilated":
-        # All dimensions of the kernel but its output channels are summed over.
+        # The sum runs over all kernel dimensions except the output channels.
         _, *summed_axes = params["dimension_numbers"].rhs_spec
         summed_size = math.prod(shapes[1][axis] for axis in summed_axes)
         return FlopCount(2 * math.prod(shapes[-1]) * summed_size)
@@ -89,7 +90,7 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         key_length = shapes[1][length_axis]
         return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * key_length)
     if name == LOCAL_ATTENTION:
-        # Operands are queries, keys and values, heads first; the backward pass has more of them.
+        # Operands are queries, keys and values, heads first; the backward kernel has additional ones.
         is_backward = len(eqn.invars) > 3
         *rows, key_dim = shapes[0]
         key_length, value_dim = shapes[2][2:]
@@ -101,7 +102,7 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":
         return FlopCount(_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
-    # A kernel, a function that calls one, or the loop over experts.
+    # A grouped product is a kernel, a function that calls one, or a loop over experts.
     if name in ("pallas_call", "jit", "pjit", "scan"):
         float_shapes = [_shape(var) for var in (*eqn.invars, *eqn.outvars) if _is_float(var)]
         work = grouped_flops(str(eqn.source_info.name_stack), float_shapes)
@@ -122,11 +123,11 @@ def _is_float(var: Any) -> bool:
 
 
 def _ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
-    """A product of rows with the weight of each row's group: of one group for each row, on all rows that there are."""
+    """Return the FLOPs of a ragged product: every row is multiplied with the weights of exactly one group."""
     (contracted_axes, _), _ = dimensions.dot_dimension_numbers
     rows, weights = shapes[:2]
     result = shapes[-1]
-    # In the gradient of the weights the rows are summed over, and the result has an axis of groups.
+    # The gradient of the weights sums over rows, and its result has a group axis.
     if set(dimensions.lhs_ragged_dimensions) & set(contracted_axes):
         return 2 * math.prod(rows) * math.prod(weights) // rows[contracted_axes[0]]
     contracted_size = math.prod(rows[axis] for axis in contracted_axes)
@@ -134,11 +135,11 @@ def _ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
 
 
 def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
-    """The FLOPs of the programs that an equation holds, as often as it runs them."""
+    """Return the FLOPs of an equation's inner programs, times the number of runs."""
     inner_counts = list(map(flops, inner_jaxprs(params)))
     total = max(inner_counts) if name == "cond" else _sum(inner_counts)
     grid = params["grid_mapping"].grid if name == "pallas_call" else ()
-    # The grid of a kernel may depend on data too: its sizes are then no integers.
+    # A kernel's grid may depend on data too; its sizes are then not integers.
     if name == "while" or not all(isinstance(size, int) for size in grid):
         return FlopCount(total.flops, total.uncounted_loops + (total.flops > 0))
     runs = math.prod(grid)
@@ -151,7 +152,7 @@ def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
-    """The programs that an equation holds, by its params: loops, branches, jit, checkpoint, custom rules, kernels."""
+    """Return the inner programs in an equation's params: loops, branches, jit, checkpoint, custom rules, kernels."""
     bodies = []
     for value in params.values():
         # Branches are in tuples.
@@ -164,17 +165,17 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
 
 
 def _open(jaxpr: Any) -> Any:
-    """A jaxpr without its constants; anything else is returned as it is."""
+    """Return the open jaxpr of a closed one; anything else is returned unchanged."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def unreached(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list[bool]:
-    """For each leaf of `params`, whether the gradient of `loss(params, *inputs)` is zero whatever the data.
+    """Return, for each leaf of `params`, whether the gradient of `loss(params, *inputs)` is zero for any data.
 
-    It is where no derivative passes from one to the other: behind a `stop_gradient`, say.
+    That is the case if no derivative reaches the leaf, for example behind a `stop_gradient`.
 
-    JAX's removal of dead code says which tangents the derivative does not depend on. It knows nothing of numbers: a
-    factor of zero is taken for a way, so a zero may be missed, never invented.
+    JAX's dead-code elimination tells which tangents the derivative does not depend on. It ignores values: a factor of
+    zero still counts as a dependency. So a zero gradient may be missed, but never reported falsely.
     """
 
     def derivative(tangents: Any, params: Any, *inputs: Any) -> jax.Array:
@@ -188,13 +189,13 @@ def unreached(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many operands of a scan are constants, and how many are its carry.
+    """Return (number of constants, number of carries) among the operands of a scan.
 
     Args:
         params: parameters of the `scan` equation.
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    # Since jax 0.11 a tree of three parts describes the operands: constants, carry, and the stacks it runs over.
+    # Since jax 0.11 a tree of three parts describes the operands: constants, carry, and the scanned arrays.
     constants, carry, _ = params["ft_in"].unpack()
     return len(list(constants)), len(list(carry))

@@ -1,4 +1,4 @@
-"""What moves each group of a plan: settings that shrink it or put it elsewhere, and change nothing of the result."""
+"""Settings that shrink or move each group of a plan's breakdown without changing what is computed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _STATE = ("parameters", "frozen", "optimizer_state", "ema")
 
 
 class Lever(NamedTuple):
-    """Settings to change together, and what they do to a group.
+    """Settings to change together, and their effect on a group of the breakdown.
 
     Attributes:
-        group: of the breakdown.
-        settings: (path, value) of each.
-        effect: in words.
-        group_bytes: what the group then has at the peak, by the closed form; None where that was not asked.
-        peak_bytes: likewise the whole peak.
+        group: key of the breakdown.
+        settings: (config path, value) of each setting.
+        effect: description of the effect.
+        group_bytes: estimated bytes of the group at the peak with these settings; None if not estimated.
+        peak_bytes: estimated bytes of the whole peak with these settings; None if not estimated.
     """
 
     group: str
@@ -34,12 +34,12 @@ class Lever(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings as on a command line."""
+        """The settings in command-line syntax."""
         return " ".join(f"{path}={value}" for path, value in self.settings)
 
 
 def levers(report: Report) -> list[Lever]:
-    """What may move the groups that a report has, of settings that it does not have already."""
+    """Return levers for the groups that a report has, without settings that are already in effect."""
     if "in_effect" not in report:
         return []
     return [lever for lever in _all_levers(report) if report["breakdown"].get(lever.group)]
@@ -86,10 +86,10 @@ def _recomputation(in_effect: dict[str, Any]) -> Iterator[Lever]:
 
 
 def _streamed(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
-    """The schedule that hosted state needs, where the present one is not such a one already."""
+    """Return the update schedule that offloaded state needs; () if the current schedule already supports it."""
     if in_effect["memory.update"] != "after_backward":
         return ()
-    # On GPUs nothing of what is on the host can be sliced.
+    # On GPU, arrays in host memory cannot be sliced.
     return (("memory.update", "layer_programs" if platform == "gpu" else "streamed"),)
 
 
@@ -101,9 +101,16 @@ def measured(
     *,
     seconds: float = 2.0,
 ) -> list[Lever]:
-    """The levers that go with a config on a target and shrink their group, with what the closed form says of them.
+    """Return the levers that are valid for a config on a target and help, with their estimated bytes.
 
-    None is tried once so many seconds have passed.
+    A lever helps if it lowers the peak by more than 0.5% or its group by more than 5%.
+
+    Args:
+        config: config resolved for the target.
+        target: the machine to plan for.
+        report: the plan of the config.
+        candidates: levers to try, in this order.
+        seconds: time limit; no further lever is tried after it.
     """
     present = report["estimate"]["breakdown"]
     present_peak = report["estimate"]["device_peak_bytes"]
@@ -119,11 +126,11 @@ def measured(
                     trial.set_path(path, value)
                 need = closed_form(trial.instantiate(), target)
             except ValueError:
-                # Not with this schedule, platform or batch.
+                # The lever is invalid for this schedule, platform or batch.
                 continue
             size = need.breakdown[lever.group]
             tried = lever._replace(group_bytes=size, peak_bytes=need.peak_bytes)
-            # Of two that come to the same, the first changes less.
+            # Of two levers with the same result, keep the first, which changes less.
             is_new = all((tried.group, tried[3:]) != (other.group, other[3:]) for other in helpful)
             if is_new and (need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]):
                 helpful.append(tried)

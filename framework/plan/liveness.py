@@ -1,11 +1,11 @@
-"""How much a traced program holds at once: its jaxpr walked in order, assuming the fusions that XLA makes.
+"""Liveness analysis of a traced program: walks its jaxpr in order, assuming the fusions that XLA makes.
 
-Products, collectives, kernels, gathers and loops write their results to memory. Elementwise operations, broadcasts and
-reductions are fused into what reads them, unless a product or loop reads the result, or several operations do and the
-result is smaller than what it is computed from. A fused value keeps what it is computed from alive instead. Loops hold
-the stacks that they read and write; what an iteration stores goes into the stack as soon as it is computed.
+Matrix products, collectives, kernels, gathers and loops write their results to memory. Elementwise operations,
+broadcasts and reductions are fused into their readers, unless a product or loop reads the result, or several operations
+read it and it is smaller than its inputs. A fused value keeps its inputs alive instead. Loops hold the stacks that they
+read and write; an iteration's result goes into the stack as soon as it is computed.
 
-Nothing here knows of models.
+This module is independent of models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOPS = ("scan", "while", "cond")
 
 
 def on_host(aval: Any) -> bool:
-    """Whether an abstract value says that it is in host memory."""
+    """Return whether an abstract value is in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
@@ -44,17 +44,17 @@ def _nbytes(aval: Any) -> int:
 
 @dataclass(frozen=True)
 class Rules:
-    """The differences between compilers, and between the arrays that a caller wants counted.
+    """The differences between compilers, and the arrays to count.
 
     Args:
-        costly: elementwise operations that are computed once and stored when several others read the result.
-        late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
-        early_zeros: what scatters and loops write into is filled with zeros before anything else.
-        pads_products: products copy operands and results with a dimension that is no multiple of 8.
-        adds_products: a product that is added to the table's gradient is never stored by itself.
+        costly: elementwise operations that are computed once and stored if several others read the result.
+        late_reduction: reduce-scatters run after the rest of a loop's body, so their operands stay alive until its end.
+        early_zeros: the buffers that scatters and loops write into are filled with zeros before anything else runs.
+        pads_products: products copy operands and results with a dimension that is not a multiple of 8.
+        adds_products: a product that is added to the table's gradient is never stored separately.
         table: shape of the array whose gradient is summed over the chunks of a loop.
-        table_parts: the number of shards of that gradient, of which a device holds one.
-        nbytes: gives the bytes that an array of an abstract value takes up.
+        table_parts: number of shards of that gradient; a device holds one.
+        nbytes: function that returns the bytes of an array, given its abstract value.
     """
 
     costly: tuple[str, ...] = ()
@@ -72,14 +72,14 @@ class _Value:
     """An array of the program. Times are indices of equations.
 
     Attributes:
-        made_at: the equation that makes it, -1 for an input.
-        group: the key of the report's breakdown that it counts to.
-        fusible: it may be computed where it is read, and then is not stored.
-        operands: once fusion is decided, the stored values that it is computed from.
-        readers: the equations that read it.
-        held: False if it belongs to whoever runs the program.
-        computed_at: the time at which it is computed, which for fused values may be later than `made_at`.
-        last_read: the time at which it is read last.
+        made_at: equation that produces it; -1 for an input.
+        group: key of the report's breakdown that it counts toward.
+        fusible: it may be fused into its readers, and is then not stored.
+        operands: values that it is computed from; once fusion is decided, only stored ones.
+        readers: equations that read it.
+        held: False if the caller of the program owns its memory.
+        computed_at: time at which it is computed; for fused values this may be later than `made_at`.
+        last_read: time of the last read.
     """
 
     aval: Any
@@ -95,13 +95,13 @@ class _Value:
     last_read: int = -1
 
     def in_memory(self) -> list[_Value]:
-        """The stored values that have to be alive for this one to be read."""
+        """Return the stored values that have to be alive for this one to be read."""
         return [self] if self.stored else self.operands
 
 
 @dataclass(eq=False)
 class _Equation:
-    """An operation of the program; `scratch` is the number of bytes that it needs while it runs."""
+    """An operation of the program; `scratch` is the number of extra bytes that it needs while it runs."""
 
     name: str
     params: dict[str, Any]
@@ -117,13 +117,13 @@ def most_held(
     *,
     taken: bool = False,
 ) -> Counter[str]:
-    """Counts the bytes by group at the fullest instant of a program whose inputs are its caller's.
+    """Return the bytes by group at the memory peak of a program, excluding its inputs, which the caller owns.
 
     Args:
         jaxpr: the program, an open jaxpr.
-        rules: of the compiler.
-        groups: the groups of the program's outputs; by default they are activations.
-        taken: the outputs are taken away as soon as they are computed, instead of staying until the end.
+        rules: the compiler's rules.
+        groups: groups of the program's outputs; by default they are activations.
+        taken: the outputs leave memory as soon as they are computed, instead of staying until the end.
     """
     program = _Program(rules)
     inputs = [program.value(var.aval, -1, held=False) for var in jaxpr.invars]
@@ -153,10 +153,10 @@ class _Program:
         self.values.append(new_value)
         return new_value
 
-    # --- reading a jaxpr: calls are inlined, views are the values that they show -------------------------------------
+    # --- reading a jaxpr: calls are inlined, views are replaced by the values that they show -------------------------
 
     def read(self, jaxpr: Any, inputs: Sequence[_Value | None]) -> list[_Value | None]:
-        """Appends the equations of a jaxpr, and returns the values of its outputs: None for literals."""
+        """Append the equations of a jaxpr and return the values of its outputs, None for literals."""
         value_by_var: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var in jaxpr.constvars:
             value_by_var[var] = self.value(var.aval, -1, held=False)
@@ -170,7 +170,7 @@ class _Program:
             operands = [value_of(atom) for atom in eqn.invars]
             bodies = inner_jaxprs(eqn.params)
             if bodies and name not in _STORED:
-                # The operands of the body are the last ones of the call.
+                # The body takes the last operands of the call.
                 num_skipped = len(operands) - len(bodies[0].invars)
                 results = self.read(bodies[0], operands[num_skipped:])
             elif name in _VIEWS and operands[0] is not None:
@@ -222,32 +222,32 @@ class _Program:
         operands: list[_Value],
         result: _Value,
     ) -> None:
-        """Recognizes a result as a gradient, and a share of the table's gradient as one."""
+        """Assign gradients to their group, and count results that are shards of the table's gradient as shards."""
         if name == "dot_general" and result.aval.shape == self.rules.table:
             result.group = "gradients"
             if self.rules.adds_products and self.rules.table_parts == 1:
                 result.nbytes = 0
         if name == "reduce_scatter":
-            # Its operand is the gradient of one device, before it is added to those of the others.
+            # The operand is one device's gradient before the sum over devices.
             for reduced in (result, *operands):
                 reduced.group = "gradients"
-        # A result that is computed from a share of the table is a share too.
+        # A result that is computed from a shard of the table is a shard too.
         if result.fusible and any(self._is_share_like(operand, result) for operand in operands):
             self._share_table([result])
 
     def _is_share_like(self, operand: _Value, result: _Value) -> bool:
-        """Whether an operand has the result's shape, but takes up less than an array of it."""
+        """Return whether an operand has the result's shape but counts fewer bytes than a full array of that shape."""
         return operand.nbytes < self.rules.nbytes(operand.aval) and operand.aval.shape == result.aval.shape
 
     def _scratch(self, operands: list[_Value], result: _Value) -> int:
-        """Bytes that a matrix product needs besides its operands and its result."""
+        """Return the bytes that a matrix product needs in addition to its operands and its result."""
         is_shared = result.aval.shape == self.rules.table and self.rules.table_parts > 1
         padded_bytes = 0
         if self.rules.pads_products:
-            # A result other than the table's is cut to size where it is read.
+            # Results other than the table's are sliced to size where they are read, so they need no padded copy.
             written = [result] if is_shared else []
             padded_bytes = sum(value.nbytes for value in (*operands, *written) if _is_odd(value))
-        # The product is one share, before it is added to the sum.
+        # The product is one shard, before it is added to the sum.
         share_bytes = result.nbytes // self.rules.table_parts if is_shared else 0
         return padded_bytes + share_bytes
 
@@ -260,13 +260,12 @@ class _Program:
     # --- what is stored, when it is computed, and how long it stays -------------------------------------------------
 
     def _fuse(self, outputs: set[_Value]) -> None:
-        """Decides which fusible values are stored; `operands` become the stored values that each is computed from."""
+        """Decide which fusible values are stored, and replace `operands` by the stored values that each depends on."""
         end = len(self.equations)
         for value in self.values:
             if not value.fusible:
                 continue
-            # Values are in the order of the program, so what the operands are computed from is
-            # decided already.
+            # Values are in program order, so the stored inputs of the operands are already decided.
             roots: dict[_Value, None] = {}
             for operand in value.operands:
                 roots.update(dict.fromkeys(operand.in_memory()))
@@ -275,8 +274,8 @@ class _Program:
             storing_names = reader_names.intersection(_STORED)
             value.stored = bool(storing_names) or value in outputs or end in value.readers
             if not roots and value.made_at >= 0:
-                # A constant is written where it is needed: into the carry of a loop, or under a
-                # scatter.
+                # A constant is written directly where it is needed: into the carry of a loop, or
+                # into the buffer that a scatter updates.
                 free_names = {"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}
                 value.stored = bool(storing_names - free_names)
             elif len(set(value.readers)) > 1 and value.made_at >= 0:
@@ -284,18 +283,16 @@ class _Program:
                 value.stored |= is_costly or self._smaller(value)
 
     def _smaller(self, value: _Value) -> bool:
-        """Whether keeping a value takes less memory than keeping what it is computed from."""
+        """Return whether storing a value takes less memory than keeping its inputs alive."""
         root_sizes = [operand.nbytes for operand in value.operands if operand.held]
-        # Operands of less than an eighth of its size, such as vectors beside matrices, do not
-        # decide.
+        # Operands smaller than an eighth of the value, such as vectors next to matrices, are ignored.
         large_bytes = sum(size for size in root_sizes if 8 * size >= value.nbytes)
         is_normed = bool(self.rules.costly) and value.nbytes == large_bytes and len(root_sizes) > 1
         return value.nbytes < large_bytes or is_normed
 
     def _schedule(self, outputs: set[_Value], late: bool) -> None:
-        """Finds when each value is computed and when it is read last; `late`: reduce-scatters run at the end."""
-        # Backwards, as a fused value is computed when its first reader is, which may itself be
-        # fused.
+        """Find when each value is computed and last read; with `late`, reduce-scatters run at the end."""
+        # Go backwards, because a fused value is computed together with its first reader, which may itself be fused.
         for value in reversed(self.values):
             value.computed_at = self._time_of(value, outputs, late)
         for value in self.values:
@@ -316,11 +313,11 @@ class _Program:
         outputs: set[_Value],
         late: bool,
     ) -> int:
-        """The index of the equation at which a value is computed."""
+        """Return the index of the equation at which a value is computed."""
         equation = self.equations[value.made_at] if value.made_at >= 0 else None
         if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
             return 0
-        # To store a value early frees memory if it is smaller than what it is computed from.
+        # Storing a value early frees memory if it is smaller than its inputs.
         is_early = len(value.readers) > 1 and value.stored and equation is not None and self._smaller(value)
         if value.fusible and value.readers and value not in outputs and not is_early:
             first_read = min(self._read_at(index) for index in value.readers)
@@ -330,13 +327,13 @@ class _Program:
         return value.made_at
 
     def _read_at(self, index: int) -> int:
-        """When an equation reads its operands: as soon as the first of its results is computed."""
+        """Return the time at which an equation reads its operands: when the first of its results is computed."""
         if index == len(self.equations):
             return index
         return min((result.computed_at for result in self.equations[index].results), default=index)
 
     def _begins_as_zeros(self, value: _Value) -> bool:
-        """Whether a value is a loop's stack of results, or a stored constant."""
+        """Return whether a value is a loop's stacked result or a stored constant."""
         equation = self.equations[value.made_at]
         if equation.name == "scan":
             _, num_carries = scan_counts(equation.params)
@@ -352,7 +349,13 @@ class _Program:
         stacked: set[_Value],
         late: bool = False,
     ) -> Counter[str]:
-        """The most that is held while the equations run; `stacked` outputs belong to the caller once computed."""
+        """Return the peak bytes by group while the equations run.
+
+        Args:
+            outputs: outputs of the program; those that are not in `stacked` stay alive until the end.
+            stacked: outputs that the caller owns once they are computed.
+            late: reduce-scatters run at the end.
+        """
         end = len(self.equations)
         for value in outputs:
             if value is not None and value not in stacked:
@@ -365,8 +368,7 @@ class _Program:
                 values_by_time.setdefault(value.computed_at, []).append(value)
         live = {value for value in self.values if value.made_at == -1 and value.held and not value.fusible}
         best: Counter[str] = Counter()
-        # An equation that does nothing stands for the end, when outputs and late reductions are
-        # computed.
+        # An empty equation represents the end, when outputs and late reductions are computed.
         nothing = _Equation("", {}, [], [])
         for now, equation in enumerate([*self.equations, nothing]):
             new_values = values_by_time.get(now, [])
@@ -392,7 +394,7 @@ class _Program:
         live: set[_Value],
         now: int,
     ) -> Counter[str]:
-        """The most that one iteration of a loop holds, or one branch. Changes `live` where the body owns its carry."""
+        """Return the peak bytes of one loop iteration or branch. Updates `live` if the body owns its carry."""
         most_by_body = []
         for body in inner_jaxprs(equation.params):
             if equation.name == "scan":
@@ -416,8 +418,7 @@ class _Program:
         inner = _Program(self.rules)
         inputs: list[_Value] = []
         for i, var in enumerate(body.invars):
-            # A slice of a stack is fusible: it may be read where it lies. Constants belong to the
-            # outer program.
+            # A slice of a stack is fusible: it may be read in place. Constants belong to the outer program.
             inputs.append(inner.value(var.aval, -1, held=i >= num_consts, fusible=i >= first_stack))
         inner._share_table(inputs[num_consts:first_stack])
         outputs = inner.read(body, inputs)
@@ -425,11 +426,11 @@ class _Program:
         for value, stack in zip(outputs, equation.results, strict=True):
             if value in stacked and stack.group == "gradients":
                 value.group = "gradients"
-        # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
+        # The body owns its carry and reuses the initial one if nothing reads that afterwards.
         initial_carry = equation.operands[num_consts:first_stack]
         live -= {value for value in initial_carry if value is not None and value.last_read <= now}
         live |= set(equation.results[num_carries:])
-        # Of inputs in host memory the next slice is on its way while this one is computed with.
+        # For inputs in host memory, the next slice is prefetched while the current one is used.
         prefetched_bytes = 0
         for value, var in zip(equation.operands[first_stack:], body.invars[first_stack:], strict=True):
             if value is not None and value.made_at == -1 and on_host(value.aval):
@@ -440,12 +441,12 @@ class _Program:
 
 
 def _is_odd(value: _Value) -> bool:
-    """Whether a dimension would be padded to a multiple of 8, which tensor cores need."""
+    """Return whether a dimension would be padded to a multiple of 8, which tensor cores need."""
     return any(dim % 8 for dim in value.aval.shape if dim > 8)
 
 
 def _add_fused(value: _Value, equation: _Equation, live: set[_Value]) -> None:
-    """Adds a fused value to `live`; it is written over an operand that nothing else reads, if there is one."""
+    """Add a fused value to `live`; it overwrites an operand that nothing else reads, if there is one."""
     overwritable = []
     for operand in value.operands:
         is_dying = operand in live and operand.last_read == value.computed_at
@@ -460,7 +461,7 @@ def _add_fused(value: _Value, equation: _Equation, live: set[_Value]) -> None:
 
 
 def _free_overwritten(value: _Value, live: set[_Value], now: int) -> None:
-    """Removes from `live` the operand that an update in place writes its result over."""
+    """Remove from `live` the operand that an in-place update overwrites."""
     for operand in value.operands:
         if operand in live and operand.last_read <= now and operand.nbytes == value.nbytes:
             live.discard(operand)
@@ -468,7 +469,7 @@ def _free_overwritten(value: _Value, live: set[_Value], now: int) -> None:
 
 
 def _larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
-    """The larger of `best` and of what is live now, with `inner` bytes beside it; bytes by group."""
+    """Return the larger of `best` and of the live bytes plus `inner`, by group."""
     live_bytes = sum(value.nbytes for value in live)
     if live_bytes + inner.total() <= best.total():
         return best

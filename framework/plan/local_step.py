@@ -1,9 +1,9 @@
-"""One device's share of a step's forward and backward pass as a jaxpr, traced without any device.
+"""Traces one device's share of a step's forward and backward pass to a jaxpr, without any device.
 
 The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and
-custom layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner
-would add is written out: weights are gathered over fsdp where the layers prepare them, and what is looked up in tables
-changes places with their columns. Attention kernels are opaque.
+custom layers are those of the real step, and every array has the size of one device's shard. The collectives that XLA's
+partitioner would add are written out: weights are all-gathered over fsdp where the layers prepare them, and table
+lookups exchange token indices and table columns by all-to-all. Attention kernels are opaque.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from framework.models.causal_lm import CausalLM
 from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED
 from framework.plan.sectioned import Sectioned
 
-# Stands for flash attention, forward or backward: it has operands and results, and nothing inside.
+# Represents flash attention, forward or backward: it has operands and results, but no body.
 KERNEL = Primitive(LOCAL_ATTENTION)
 KERNEL.multiple_results = True
 KERNEL.def_abstract_eval(lambda *operands, results: list(results))
-# Stands for products of rows with their experts' weights, forward or backward. What it computes follows from how many
-# rows there are on average, not from how many there is room for.
+# Represents products of rows with their experts' weights, forward or backward. Its FLOPs follow from the average number
+# of rows, not from the capacity of the arrays.
 GROUPED = Primitive(LOCAL_GROUPED)
 GROUPED.def_abstract_eval(lambda *operands, result, flops: result)
 
@@ -46,7 +46,7 @@ GROUPED.def_abstract_eval(lambda *operands, result, flops: result)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _LocalContext(Context):
-    """The context of one device of a mesh that is not there, and so cannot be asked for its platform."""
+    """The context of one device of an abstract mesh, whose platform is given because the mesh has no devices."""
 
     device_platform: str = field(default="cpu", metadata={"static": True})
 
@@ -55,24 +55,24 @@ class _LocalContext(Context):
         return self.device_platform
 
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-        # Inside shard_map activations are one device's already.
+        # Inside shard_map, activations are already one device's shards.
         return x
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-        # A unit's weights are gathered when they are fetched.
+        # A layer's weights are gathered when they are fetched.
         return weight
 
 
 def trace(sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
-    """Traces the gradients of one microbatch on one device.
+    """Trace the gradients of one microbatch on one device.
 
-    All arguments and results are shards, except for the gradient of the head's table, if it learns, which is whole. In
-    reality that is summed into a shard, see `framework.layers.head`.
+    All arguments and results are shards, except for the gradient of the head's table, if it is trained, which is
+    unsharded. The real step sums that gradient into a shard; see `framework.layers.head`.
 
     Args:
-        sectioned: what to train.
-        sizes: of all mesh axes.
-        platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
+        sectioned: the experiment to train, with stacks split into layer ranges.
+        sizes: {mesh axis: size} for all mesh axes.
+        platform: tpu, gpu or cpu; selects the attention kernel as `implementation="auto"` does.
     """
     step = _LocalStep(sectioned, sizes, platform)
     experiment = sectioned.experiment
@@ -84,8 +84,7 @@ def trace(sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJ
     arguments = (state["parameter"], state["frozen"], state["buffer"], batch_specs(arrays))
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
     shapes = StateLayout({}, step.mesh).abstract(arguments)
-    # Results are declared as replicated, so that each of them keeps the shape that it has on one
-    # device.
+    # Results are declared as replicated so that each keeps its shape on one device.
     local = jax.shard_map(
         step.gradients,
         mesh=step.mesh,
@@ -113,10 +112,9 @@ class _LocalStep:
         self.sizes = sizes
         self.platform = platform
         self.mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        # A copy, as the number of heads changes: under shard_map a layer sees only those of its
-        # device.
+        # Copied because the number of heads changes: under shard_map a layer sees only the heads of its device.
         self.model = copy.deepcopy(sectioned.model)
-        # Sections of a stack have their layers in common.
+        # Layer ranges of one stack share the same layer object, which must be changed only once.
         units = {id(stack.unit): stack.unit for stack in self.model.stacks.values()}
         for unit in units.values():
             for layer in unit.walk():
@@ -133,7 +131,7 @@ class _LocalStep:
         buffers: Nested,
         batch: Nested,
     ) -> Any:
-        """The gradients of one microbatch with respect to `params`."""
+        """Return the gradients of one microbatch with respect to `params`."""
         model = self.model
         remat = self.experiment.memory.remat
         rows = jnp.arange(batch["weights"].shape[0])
@@ -149,13 +147,13 @@ class _LocalStep:
             mesh=self.mesh,
             remat=remat,
             device_platform=self.platform,
-            # A kernel would ask for the devices of the mesh.
+            # Real kernels would ask for the devices of the mesh.
             kernels=_LocalKernels(self.platform, self.sizes["seq"]),
         )
-        # A score head has no table whose gradient is summed chunk by chunk.
+        # Other heads, such as a score head, have no table whose gradient is summed chunk by chunk.
         if not isinstance(model, CausalLM) or not isinstance(model.head, LMHead):
             return self._gradients_of_stages(params, frozen, buffers, ctx)
-        # The head has no mesh: its chunks are those of this device's positions.
+        # The head gets no mesh, so that its chunks are those of this device's positions.
         head_ctx = functools.partial(Context, **fields)
         return self._gradients_of_language_model(
             model,
@@ -221,7 +219,7 @@ class _LocalStep:
             assert head_out.loss is not None
             return sum(losses, head_out.loss)
 
-        # The table is an argument of its own, so that its gradient is that of all shards together.
+        # The table is a separate argument so that its gradient is that of the unsharded table.
         table_is_trained = table_path in flatten(self.experiment.learner.specs)
         argnums = (0, 1) if table_is_trained else (0,)
         grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
@@ -235,11 +233,11 @@ class _LocalStep:
         ctx: Context,
         buffers: Nested,
     ) -> tuple[Any, Out]:
-        """The result of a stage, whose weights are gathered as the layers do it on a real mesh."""
+        """Return the result of a stage; its weights are gathered as the layers do it on a real mesh."""
         stage = self.model.stages[name]
         stage_buffers = buffers.get(name, {})
         if isinstance(stage, Stack):
-            # One unit's weights are gathered at a time, and those have no axis of layers.
+            # Weights are gathered one layer at a time, without the layer axis.
             fetch = functools.partial(jax.tree.map, self._gather, stage.unit.parameter_specs())
             return stage.forward(
                 params[name],
@@ -250,7 +248,7 @@ class _LocalStep:
                 params.get("shared"),
             )
         if isinstance(stage, Embedding):
-            # An embedding gathers nothing but positions that all sequences share.
+            # An embedding gathers only position tables that all sequences share.
             tables = jax.tree.map(_on_device, params[name])
             if stage.max_positions is not None and "positions" not in ctx.batch:
                 position_spec = self.specs[name]["position"]
@@ -261,10 +259,10 @@ class _LocalStep:
         return stage.apply(prepared, carry, ctx.fold(name), stage_buffers)
 
     def _gather(self, spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-        """A weight on the device, in the compute dtype, with its shards over fsdp put together."""
+        """Return a weight on the device, in the compute dtype, all-gathered over fsdp."""
         weight = _on_device(weight)
         if not spec.quantized:
-            # The conversion comes first, so that the gather moves the smaller dtype.
+            # Cast first, so that the all-gather moves the smaller dtype.
             weight = weight.astype(self.model.compute_dtype)
         for axis, mesh_axes in enumerate(spec.mesh_axes):
             names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
@@ -283,7 +281,7 @@ class _LocalKernels:
 
     Args:
         platform: tpu, gpu or cpu.
-        seq_shards: parts that the positions of a sequence are in.
+        seq_shards: number of shards along the sequence.
     """
 
     def __init__(self, platform: str, seq_shards: int):
@@ -297,7 +295,7 @@ class _LocalKernels:
         ctx: Context,
         vocab_axis: str | None,
     ) -> jax.Array:
-        """`lookup.look_up` on shards: tokens of the whole fsdp group, columns of this device."""
+        """Look up rows like `lookup.look_up`, on shards: tokens of the whole fsdp group, columns of this device."""
         mesh = ctx.mesh
         assert mesh is not None
         table_type = jax.typeof(table_VD)
@@ -307,8 +305,7 @@ class _LocalKernels:
         @jax.custom_vjp
         def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
             local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
-            # Each device gives away the columns of the others' tokens, and gets all columns of its
-            # own.
+            # Each device sends its columns of the other devices' tokens, and receives all columns of its own tokens.
             return jax.lax.all_to_all(
                 local_columns,
                 "fsdp",
@@ -340,7 +337,7 @@ class _LocalKernels:
         return rows(table_VD, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
 
     def grouped_dot(self, x_NI: jax.Array, weight_EIO: jax.Array, *, rows: int) -> jax.Array:
-        """`grouped.grouped_dot` on shards."""
+        """Multiply like `grouped.grouped_dot`, on shards."""
         return _grouped(rows)(x_NI, weight_EIO)
 
     def attention(
@@ -352,7 +349,7 @@ class _LocalKernels:
         implementation: str,
         **options: Any,
     ) -> jax.Array:
-        """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed."""
+        """Compute `dot_product_attention` on shards; "auto" does not check which packages are installed."""
         batch, length, heads, head_size = query_BSNH.shape
         segments_BS = options["segments_BS"]
         window = options["window"]
@@ -365,7 +362,7 @@ class _LocalKernels:
             has_kernel = has_splash or has_cudnn
             implementation = "fused" if has_kernel else "xla"
         if implementation != "xla":
-            # Sinks are N numbers: what the kernel holds and computes is the same without them.
+            # Sinks are only N numbers, so they are left out of the kernel's memory and work.
             return self._fused(query_BSNH, key_BSKH, value_BSKH)
         static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
         call = AttentionCall(
@@ -399,9 +396,9 @@ def _cudnn_takes(platform: str, q: jax.Array) -> bool:
 
 
 def _fused(parts: int) -> Callable[..., jax.Array]:
-    """Flash attention with `parts` seq shards; queries have those of one, keys and values are gathered from all.
+    """Return flash attention over `parts` seq shards: queries are one shard, keys and values are all-gathered.
 
-    For the backward pass it keeps its operands, heads first, its result and a float32 row sum.
+    For the backward pass it saves its operands (heads first), its result and a float32 row sum.
     """
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -427,7 +424,7 @@ def _fused(parts: int) -> Callable[..., jax.Array]:
 
 
 def _grouped(rows: int) -> Callable[..., jax.Array]:
-    """Grouped products of `rows` rows; each of the two gradients is one more."""
+    """Return a grouped product of `rows` rows; each of its two gradients is another such product."""
 
     def bound(result: Any, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
         inputs, outputs = weight.shape[1:]

@@ -1,4 +1,4 @@
-"""Which machine a config needs: one table of many targets, and the smallest that carries it."""
+"""Compares many targets for one config in a table, and finds the smallest machine that fits it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from framework.plan.report import Report, time_cells
 from framework.plan.targets import Target
 from framework.terminal.tables import Section, human_bytes
 
-# So many devices of a kind are tried for the smallest machine: a card, a host, and what Cloud has of a slice.
+# Sizes to try for the smallest machine: these numbers of GPUs, and Cloud's slices of up to this many devices.
 _CARDS = (1, 2, 4, 8)
 _MOST_DEVICES = 256
 
 
 def names_of(text: str) -> list[str]:
-    """The targets of a list, "4090,h100x8": each once, in order."""
+    """Return the targets in a list such as "4090,h100x8", without duplicates, in order."""
     names = [name.strip() for name in text.split(",")]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def candidates() -> list[str]:
-    """Names of machines, by the device memory of all their devices together, the smallest first."""
+    """Return names of machines, sorted by the total memory of their devices, smallest first."""
     machine_by_name = {name: targets.resolve(name) for name in [*_card_names(), *_slice_names()]}
 
     def size(name: str) -> tuple[int, int, str]:
-        # Of as much memory, the one with fewer devices, then the name, so that the order is always the same.
+        # Ties are broken by fewer devices, then by name, so that the order is deterministic.
         return total_bytes(machine_by_name[name]), machine_by_name[name].num_devices, name
 
     return sorted(machine_by_name, key=size)
 
 
 def total_bytes(machine: Target) -> int:
-    """Device memory that programs may use, of all devices together."""
+    """Return the device memory that programs may use, summed over all devices."""
     return (machine.limit_bytes or 0) * machine.num_devices
 
 
@@ -42,7 +42,7 @@ def _card_names() -> Iterator[str]:
         if spec.platform != "gpu" or spec.limit_bytes is None:
             continue
         for count in _CARDS:
-            # A rented machine has all of its GPUs, or one of them; cards are put into a machine one by one.
+            # A rented machine has one GPU or all GPUs of a host; consumer cards come in any of these counts.
             if count in (1, spec.chips_per_host) or spec.chips_per_host is None:
                 yield spec.name if count == 1 else f"{spec.name}x{count}"
 
@@ -56,16 +56,16 @@ def _slice_names() -> Iterator[str]:
 
 
 def carries(report: Report) -> bool:
-    """Whether the target carries the config, as it is or with settings that change nothing of what is computed."""
+    """Return whether the config fits the target, as it is or with settings that do not change what is computed."""
     return bool(report["fits"] or report["suggestions"])
 
 
 def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[Section]:
-    """One row for each target: what the config needs there, and the cheapest settings under which it fits.
+    """Return a table with one row per target: what the config needs there, and the cheapest settings that fit.
 
     Args:
         reports: plans of one config.
-        left_out: {target: why the config cannot be trained there at all}.
+        left_out: {target: reason why the config cannot be trained there at all}.
     """
     header = ["target", "has, per device", "needs", "", "a step", "bound by"]
     rows = [[*header, "or", "by", "with the first settings that fit"]]
@@ -89,7 +89,7 @@ def _title(reports: Sequence[Report]) -> list[str]:
 
 
 def _first_settings(report: Report) -> list[str]:
-    """[the bytes, who says so, the settings]; suggestions begin with those that cost least."""
+    """Return [bytes, source of the figure, settings] of the first settings that fit; suggestions are cheapest first."""
     if report["fits"]:
         return ["", "closed form" if report["estimated"] else "compiler", "as it is"]
     if not report["suggestions"]:

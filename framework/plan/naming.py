@@ -1,9 +1,9 @@
-"""What a buffer is: the group it counts to, and a name that a person understands.
+"""Assigns each buffer a breakdown group and a readable name.
 
-Arguments are leaves of the layout, by name. A temporary is, in this order: a copy of an argument (XLA likes to hold one
-in another tiling, and sharded weights are gathered); a gradient, if the backward pass made it in the shape of a
-trainable parameter, of one layer of it, or of one that is not sharded yet; else what the operation that made it is
-called, by layer and operation.
+Arguments are leaves of the layout and are found by name. The first match names a temporary: a copy of an argument (XLA
+often keeps one in another tiling, and sharded weights are gathered); a gradient, if the backward pass made it in the
+shape of a trainable parameter, of one layer of it, or of one that is not sharded yet; otherwise the layer and operation
+that made it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from framework.layout import StateLayout
 from framework.plan.buffers import Block, Buffers, Value
 from framework.plan.hlo import Instruction, Module, arrays
 
-# The layout's groups as the report (`report.KEYS`) calls them.
+# Maps the layout's groups to the report's groups (`report.KEYS`).
 OF_LAYOUT = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
 OF_LAYOUT |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
-# A fusion that moves an array also has these, which compute the indices.
+# A fusion that only moves an array may also contain these, which compute the indices.
 _BESIDE = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}
 _KEPT = "/kept for each layer"
 _NO_PLACE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "core_call"}
 _Dims = tuple[int, ...]
 _PathsByDims = dict[_Dims, list[str]]
-# The name of an instruction, and which element of the tuple that it returns: () if it returns an
-# array.
+# The name of an instruction and the index into the tuple that it returns; () if it returns an array.
 _Place = tuple[str, tuple[int, ...]]
 
 
 class Named(NamedTuple):
-    """A buffer of the report: bytes per device."""
+    """A buffer in the report; `bytes` are per device."""
 
     name: str
     group: str
@@ -42,12 +41,12 @@ class Named(NamedTuple):
 
 
 class _Shapes(NamedTuple):
-    """The paths of leaves by their dimensions, sorted and without those of size 1.
+    """Paths of leaves by their dimensions, which are sorted and exclude those of size 1.
 
     Attributes:
-        sharded: trainable parameters as sharded, stacked or by layer.
-        unsharded: one layer of trainable parameters, not sharded.
-        hosted: leaves in host memory.
+        sharded: shards of trainable parameters, stacked or of one layer.
+        unsharded: one layer of trainable parameters, unsharded.
+        hosted: shards of offloaded leaves.
     """
 
     sharded: _PathsByDims
@@ -56,7 +55,7 @@ class _Shapes(NamedTuple):
 
 
 def name_buffers(buffers: Buffers, layout: StateLayout) -> list[Named]:
-    """Every buffer alive at the peak whose group is known, largest first."""
+    """Return every buffer alive at the peak whose group is known, largest first."""
     module = buffers.module
     shapes = _shapes(layout)
     hosted_paths = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
@@ -74,12 +73,12 @@ def name_buffers(buffers: Buffers, layout: StateLayout) -> list[Named]:
 
 
 def argument(op_name: str) -> tuple[str | None, str]:
-    """(group, path) of an argument by jax's name for it: `state['optimizer']['embed']['token']`, `batch['tokens']`.
+    """Return (group, path) of an argument from jax's name: `state['optimizer']['embed']['token']`, `batch['tokens']`.
 
-    The group is None where the name is not that of an argument.
+    The group is None if the name is not that of an argument.
     """
     keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", op_name)
-    # A key matched one of the three alternatives.
+    # Each match fills exactly one of the three alternatives.
     path = "/".join(next(filter(None, key)) for key in keys)
     if op_name.startswith("batch"):
         return "batch", f"batch/{path}"
@@ -98,7 +97,7 @@ def _shapes(layout: StateLayout) -> _Shapes:
             is_stacked = getattr(leaf.spec, "roles", ())[:1] == ("layer",)
             first_axis = int(is_stacked)
             layer_dims = _dims(shard_shape[first_axis:])
-            # A leaf that is not stacked is its own layer: it counts once.
+            # For a leaf that is not stacked, both shapes are equal and must be added only once.
             for dims in {shard_dims, layer_dims}:
                 _add_path(shapes.sharded, dims, path)
             _add_path(shapes.unsharded, _dims(leaf.spec.shape[first_axis:]), path)
@@ -106,13 +105,13 @@ def _shapes(layout: StateLayout) -> _Shapes:
 
 
 def _add_path(paths_by_dims: _PathsByDims, dims: _Dims, path: str) -> None:
-    # Vectors have the size of many other things.
+    # Vectors are skipped, because many unrelated arrays have their size.
     if len(dims) >= 2:
         paths_by_dims.setdefault(dims, []).append(path)
 
 
 def _dims(shape: tuple[int, ...]) -> _Dims:
-    # XLA transposes what it likes, and adds and drops dimensions of size 1.
+    # XLA may transpose arrays, and add or drop dimensions of size 1.
     return tuple(sorted(size for size in shape if size > 1))
 
 
@@ -129,8 +128,8 @@ def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
         dims = _dims(block_arrays[0].dims)
     group, path = argument(module.parameters.get(source_of(module, values), ""))
     if group is not None:
-        # State that lives on the host is here to be updated; a copy of what is here anyway is a
-        # temporary.
+        # A device copy of offloaded state is there to be updated and counts as state; a copy of an
+        # array that is on the device anyway is a temporary.
         is_hosted = path in shapes.hosted.get(dims, [])
         return Named(f"copy of {path}", group if is_hosted else "activations", block.size, shape)
     op_names = names_of_writers(module, values)
@@ -146,15 +145,15 @@ def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
 
 
 def names_of_writers(module: Module, values: list[Value]) -> list[str]:
-    """The names of the operations that write the values, as JAX has them."""
+    """Return the JAX names of the operations that write the values."""
     return [name for value in values for name in _op_names(module, value)]
 
 
 def clearest_place(op_names: list[str]) -> str:
-    """The `place` of the operation whose name says most; "" where there is none."""
+    """Return the `place` of the operation with the most specific name; "" if there is none."""
 
     def vagueness(name: str) -> tuple[bool, int]:
-        # The loop's own name says less than that of what is computed in it.
+        # The name of a loop is less specific than those of the operations inside it.
         return name.endswith(("/while", "broadcast_in_dim")), -name.count("/")
 
     best_name = min(op_names, key=vagueness, default="")
@@ -162,7 +161,7 @@ def clearest_place(op_names: list[str]) -> str:
 
 
 def source_of(module: Module, values: list[Value]) -> str:
-    """The argument that one of the values is a copy of; "" if there is none."""
+    """Return the argument that one of the values is a copy of; "" if there is none."""
     for value in values:
         source = _source(module, value)
         if source:
@@ -171,12 +170,12 @@ def source_of(module: Module, values: list[Value]) -> str:
 
 
 def _gradient_paths(op_names: list[str], dims: _Dims, shapes: _Shapes) -> list[str]:
-    """The parameters whose gradient an array of these dimensions may be, by the operations that write it."""
+    """Return the parameters whose gradient an array may be, judging by its dimensions and the writing operations."""
     backward_names = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
     if not backward_names:
         return []
     paths = list(shapes.sharded.get(dims, []))
-    # Without sharding activations have such shapes too. Only a product makes a gradient.
+    # Activations may have such unsharded shapes too, but only a matrix product makes a gradient.
     if any(name.endswith("dot_general") and "rematted" not in name for name in backward_names):
         paths += [path for path in shapes.unsharded.get(dims, []) if path not in paths]
     paths_of_layer = [path for path in paths if any(_layer(path) in name for name in backward_names)]
@@ -189,13 +188,13 @@ def _any_of(paths: list[str]) -> str:
 
 
 def _layer(path: str) -> str:
-    """stack/block0/attention/key/weight -> attention/key/, as the scopes inside of a loop over blocks are called."""
+    """Map stack/block0/attention/key/weight to attention/key/, the scope name inside a loop over blocks."""
     keys = path.split("/")
     return "/".join(keys[2:-1] or keys[:1]) + "/"
 
 
 def _source(module: Module, value: Value) -> str | None:
-    """The argument that a value is a copy of, followed through moves, tuples and loops; None if it is computed."""
+    """Return the argument that a value is a copy of, through moves, tuples and loops; None if it is computed."""
     visited: set[_Place] = set()
     position: _Place | None = (value.name, value.index)
     while position and position not in visited:
@@ -210,7 +209,7 @@ def _source(module: Module, value: Value) -> str | None:
 
 
 def _step_back(module: Module, instruction: Instruction, index: tuple[int, ...]) -> _Place | None:
-    """Where the value comes from that an instruction returns at an index; None if the instruction computes it."""
+    """Return the source of the value that an instruction returns at an index; None if the instruction computes it."""
     opcode = instruction.opcode
     operands = instruction.operands
     if opcode == "get-tuple-element":
@@ -226,7 +225,7 @@ def _step_back(module: Module, instruction: Instruction, index: tuple[int, ...])
         fused = module.computations.get(instruction.called("calls"), [])
         if not fused or not operands or any(inner.opcode not in _MOVES | _BESIDE for inner in fused):
             return None
-        # The small operands are indices.
+        # The largest operand is the moved array; the small ones are indices.
         return max(operands, key=lambda name: _largest(module, name)), ()
     if opcode in _MOVES and operands:
         return operands[0], index[1:]
@@ -234,14 +233,14 @@ def _step_back(module: Module, instruction: Instruction, index: tuple[int, ...])
 
 
 def _largest(module: Module, name: str) -> int:
-    """Bytes of the largest array that an instruction returns."""
+    """Return the bytes of the largest array that an instruction returns."""
     if name not in module.instructions:
         return 0
     return max((array.num_bytes for array in arrays(module.instructions[name].type)), default=0)
 
 
 def _op_names(module: Module, value: Value) -> Iterator[str]:
-    """The names of the operations that write a value: its own, and, of a loop's carry, what the body makes of it."""
+    """Yield the names of the operations that write a value: its own and, for a loop's carry, the body's."""
     instruction = module.instructions[value.name]
     writer_name = _saved(module, instruction) or _origin(module, value)
     if writer_name:
@@ -256,10 +255,10 @@ def _op_names(module: Module, value: Value) -> Iterator[str]:
 
 
 def _origin(module: Module, value: Value) -> str:
-    """The name of the operation that made a value, or of the nearest before it that has one."""
+    """Return the name of the operation that made a value, or of the nearest earlier operation that has a name."""
     name = value.name
     index = value.index
-    # Farther away than this, a name would say little about the value.
+    # A name from farther away would say little about the value.
     for _ in range(8):
         instruction = module.instructions.get(name)
         if instruction is None:
@@ -272,14 +271,14 @@ def _origin(module: Module, value: Value) -> str:
 
 
 def _saved(module: Module, writer: Instruction) -> str | None:
-    """The operation that made the row which a loop writes into a stacked array; None if it writes no row."""
+    """Return the operation that made the row that a loop writes into a stacked array; None if it writes no row."""
     fused = module.computations.get(writer.called("calls"), []) if writer.opcode == "fusion" else []
     updates = (inner for inner in fused if inner.opcode == "dynamic-update-slice")
     update = next(updates, writer)
     if update.opcode != "dynamic-update-slice":
         return None
     row = module.instructions.get(update.operands[1])
-    # While the row is followed inside of the fusion, its parameters are the operands of the fusion.
+    # While the row is inside the fusion, parameters refer to the operands of the fusion.
     caller = writer
     while row is not None and not _tells(row.op_name):
         if row.opcode == "parameter" and caller is not update and row.operands[0].isdigit():
@@ -293,12 +292,15 @@ def _saved(module: Module, writer: Instruction) -> str | None:
 
 
 def _tells(op_name: str) -> bool:
-    """Whether a name is that of a layer's operation, not of the loop's own bookkeeping."""
+    """Return whether a name belongs to a layer's operation, not to the bookkeeping of a loop."""
     return op_name.count("/") > 1 and not op_name.endswith(("dynamic_update_slice", "broadcast_in_dim", "/while"))
 
 
 def place(op_name: str) -> str:
-    """`jit(step)/transpose(jvp(stack))/while/body/mlp/up/dot_general` -> `stack/mlp/up/dot_general, backward`."""
+    """Shorten an operation's name to its scope and phase.
+
+    `jit(step)/transpose(jvp(stack))/while/body/mlp/up/dot_general` becomes `stack/mlp/up/dot_general, backward`.
+    """
     if op_name.startswith(("state[", "batch[")):
         return f"copy of {argument(op_name)[1]}"
     phase = _phase(op_name)
@@ -324,9 +326,9 @@ def _phase(op_name: str) -> str:
 
 
 def _without_transformations(op_name: str) -> str:
-    """`jit(step)/transpose(jvp(stack))/mul` -> `/stack/mul`."""
+    """Strip JAX transformations: `jit(step)/transpose(jvp(stack))/mul` becomes `/stack/mul`."""
     plain_name = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", op_name)
-    # Transformations are nested, and the pattern matches the innermost ones.
+    # Transformations are nested, and the pattern matches only the innermost ones.
     while True:
         unwrapped = re.sub(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(([^()]*)\)", r"\1", plain_name)
         if unwrapped == plain_name:

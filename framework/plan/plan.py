@@ -1,7 +1,6 @@
-"""The plan of a run: every phase compiled for a target, and what it says put into one report.
+"""Plans a run: compiles every phase for a target and puts the results into one report.
 
-A report is a dict that JSON can hold; docs/plan.md explains its keys. Bytes are of one device unless a name says
-otherwise.
+A report is a JSON-serializable dict; docs/plan.md explains its keys. Bytes are per device unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ def quick(
     *,
     suggests: bool = True,
 ) -> Report:
-    """The report of the closed form alone: no compiler, no devices.
+    """Return a report based only on the analytical estimate: it needs no compiler and no devices.
 
     Args:
-        name: of the config.
-        config: resolved for the target.
+        name: name of the config.
+        config: config resolved for the target.
         target: the machine to plan for.
         limit: device memory in bytes; None means unknown.
-        suggests: look for settings that fit where this does not, which takes a second or two.
+        suggests: look for settings that fit if the config does not, which takes a second or two.
     """
     experiment: Experiment = config.instantiate()
     need = closed_form(experiment, target)
     state = state_bytes(need)
     peak = need.peak_bytes
     arguments = state + need.breakdown["batch"]
-    # The results of a step are the new state, which is written in the place of the old one.
+    # The results of a step are the new state, which overwrites the old one.
     step = Compiled(
         0.0,
         peak,
@@ -102,16 +101,16 @@ def plan(
     suggests: bool = True,
     made: Made | None = None,
 ) -> Report:
-    """The report of the compiled programs.
+    """Return a report based on the compiled programs.
 
     Args:
         name, config, target, limit: as for `quick`.
-        phases: compile initialization and evaluation too, not the training step alone.
-        suggests: look for settings that fit where this does not, which may take minutes.
-        made: the step of the config, where it was compiled already.
+        phases: compile initialization and evaluation too, not only the training step.
+        suggests: look for settings that fit if the config does not, which may take minutes.
+        made: the compiled step of the config, if there is one already.
 
     Raises:
-        ValueError: config and target do not fit each other; the target's compiler is not installed.
+        ValueError: the config is not valid for the target, or the target's compiler is not installed.
     """
     program = made.program if made else Program(config.instantiate(), target.devices())
     report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
@@ -150,31 +149,31 @@ def plan(
 
 
 class Made(NamedTuple):
-    """A compiled step, and the program that it is of."""
+    """A compiled step and its program."""
 
     program: Program
     step: Compiled
 
 
 class _Peak(NamedTuple):
-    """Bytes of one device, in its memory and in that of its host."""
+    """Peak bytes per device, in device memory and in host memory."""
 
     device: int
     host: int
 
 
 def _state_bytes(program: Program) -> _Peak:
-    """The bytes of the state."""
+    """Return the bytes of the state."""
     device = program.layout.bytes_per_device(memory_kind="device")
     host = program.layout.bytes_per_device(memory_kind="pinned_host")
     return _Peak(device, host)
 
 
 def _phases(peaks: dict[str, _Peak]) -> Report:
-    """The peaks as a report has them, in the order of a run."""
+    """Return the peaks in a report's format, in the order of a run."""
     phases = {}
     order = ("init", "restore", "train", "evaluation", "save")
-    # A companion's come before the step that they are for.
+    # An auxiliary model's phases come before the training step that they prepare.
     of_companion = [name for name in peaks if name not in order]
     for name in (*order[:2], *of_companion, *order[2:]):
         if name in peaks:
@@ -184,19 +183,24 @@ def _phases(peaks: dict[str, _Peak]) -> Report:
 
 
 def _companion_peaks(companion: dict[str, Compiled], state_host: int) -> dict[str, _Peak]:
-    """The peaks of a companion's programs, beside a state that has `state_host` bytes in host memory."""
+    """Return the peaks of the auxiliary model's programs.
+
+    Args:
+        companion: compiled programs of the auxiliary model, by name.
+        state_host: bytes of the training state in host memory.
+    """
     peaks = {}
     for name, compiled in companion.items():
         ledger = compiled.ledger
         host = 0 if ledger is None else ledger.host_peak
-        # What runs once runs before there is a state.
+        # Programs that run only once run before the state exists.
         beside = 0 if ledger is not None and ledger.once else state_host
         peaks[name] = _Peak(compiled.allocated, beside + host)
     return peaks
 
 
 def _add_companion(report: Report, companion: dict[str, Compiled], target: Target) -> None:
-    """Adds what a companion keeps in host memory between steps, such as the weights of a reference."""
+    """Add what an auxiliary model keeps in host memory between steps, such as the weights of a reference model."""
     kept = 0
     for compiled in companion.values():
         report["compile_seconds"] = round(report["compile_seconds"] + compiled.seconds, 1)
@@ -213,8 +217,10 @@ def _add_companion(report: Report, companion: dict[str, Compiled], target: Targe
 def _step_time(
     program: Program, need: Estimate, target: Target, step: Compiled, companion: dict[str, Compiled]
 ) -> StepTime | None:
-    """The time of the compiled step, and of what a companion runs before it; by the closed form where the compiler
-    refused it."""
+    """Return the time of the compiled step, including the auxiliary model's programs that run before it.
+
+    If the compiler refused the step, the time is the analytical estimate.
+    """
     if step.ledger is None:
         return closed_time(program.experiment, need, target)
     calls = [call.about for call in step.ledger.calls]
@@ -225,8 +231,10 @@ def _step_time(
 
 
 def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepTime | None:
-    """The time of a step by the closed form, with what a companion runs before it; None where the rates of the target
-    are not known."""
+    """Return the analytical estimate of a step's time, including the auxiliary model's passes before it.
+
+    The result is None if the rates of the target are not known.
+    """
     dtype = str(experiment.model.compute_dtype)
     step = closed_form_time(need.work, target.spec, target.num_devices, dtype)
     completion = closed_form_time(need.completion, target.spec, target.num_devices, dtype)
@@ -234,7 +242,7 @@ def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepT
 
 
 def _time_report(time: StepTime | None, experiment: Experiment, target: Target) -> Report | None:
-    """What a report says of the time of a step; None where nothing is known."""
+    """Return the report entry for the time of a step; None if the time is not known."""
     if time is None:
         return None
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
@@ -245,7 +253,7 @@ def _time_report(time: StepTime | None, experiment: Experiment, target: Target) 
 
 
 def _compared_estimate(need: Estimate, step: Compiled) -> Report:
-    """The closed form beside the compiled step; it has no error if the step was refused."""
+    """Return the analytical estimate and its error relative to the compiled step; None if that was refused."""
     error = None if step.message else need.peak_bytes / step.peak - 1.0
     return {"device_peak_bytes": need.peak_bytes, "breakdown": need.breakdown, "error": error}
 
@@ -257,12 +265,12 @@ def _add_phases(
     target: Target,
     step: Compiled,
 ) -> None:
-    """Compiles initialization and evaluation, and adds their peaks."""
+    """Compile initialization and evaluation, and add their peaks."""
     layout = program.layout
     state = _state_bytes(program)
     init = rehearsed(target, None, program.execution.rehearse_init, "the first values")
     evaluation = rehearsed(target, None, program.execution.rehearse_evaluation, "the evaluation")
-    # The rest of the state, which is no argument of evaluation, stays on the device too.
+    # Evaluation does not take the rest of the state as arguments, but it stays on the device too.
     argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
     peaks["init"] = _Peak(init.allocated, state.host)
     peaks["evaluation"] = _Peak(evaluation.allocated - argument_bytes + state.device, state.host)
@@ -279,7 +287,7 @@ def _head(
     target: Target,
     limit: int | None,
 ) -> Report:
-    """The facts of config and target, and every key that a report may lack, empty."""
+    """Return the report keys that follow from config and target, and empty defaults for all other keys."""
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
     sizes = experiment.mesh.resolve(target.num_devices)
     flops_per_token = experiment.model.flops_per_token(experiment.data.seq_len)
@@ -305,21 +313,21 @@ def _head(
 
 
 def _in_effect(experiment: Experiment) -> dict[str, Any]:
-    """{path: value} of the settings that most of the memory depends on, whoever has set them."""
+    """Return {path: value} of the settings that memory depends on most, including those left at their defaults."""
     memory = experiment.memory
     in_effect: dict[str, Any] = {"memory.update": memory.update, "memory.remat": memory.remat}
     for field in PLACED_FIELDS:
         in_effect[f"memory.{field}"] = getattr(memory, field).text
     in_effect["learner.accumulate"] = experiment.learner.accumulate
     in_effect["data.global_batch_size"] = experiment.data.global_batch_size
-    # An image has no length that could be set.
+    # Only token sequences have a length that can be set; images do not.
     if experiment.data.item == "token":
         in_effect["data.seq_len"] = experiment.data.seq_len
     return in_effect
 
 
 def device_bytes(step: Compiled) -> Report:
-    """The keys of a report that have the bytes of a program on each device."""
+    """Return the report keys for the bytes of a program on each device."""
     names = ("peak", "allocated", "argument", "output", "alias", "temp")
     return {f"device_{name}_bytes": getattr(step, name) for name in names}
 
@@ -330,9 +338,9 @@ def _add_host(
     temporary: int,
     target: Target,
 ) -> None:
-    """Adds the bytes in host memory, of one device and of a process.
+    """Add the bytes in host memory, per device and per process.
 
-    They are no part of the verdict, as people choose which machine has the devices.
+    They do not affect the verdict, because users choose the machine that holds the devices.
     """
     peak = state + temporary
     # A process holds the shards of all of its devices.
@@ -345,10 +353,10 @@ def _add_host(
 
 
 def traced(program: Program) -> Report:
-    """The keys of a report that are read off the traced loss: parameters that it does not reach."""
+    """Return the report keys that are read off the traced loss: parameters that no gradient reaches."""
     layout = program.checkpoint_layout
     model = program.experiment.model
-    # What is recomputed changes no gradient.
+    # Remat does not change which gradients are zero.
     remat = "none"
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
@@ -377,7 +385,7 @@ def traced(program: Program) -> Report:
 
 
 def _flops(count: FlopCount, tokens: int) -> Report:
-    """The keys of a report that tell FLOPs."""
+    """Return the report keys for FLOPs."""
     loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
         "flops_per_step": count.flops,
@@ -387,7 +395,7 @@ def _flops(count: FlopCount, tokens: int) -> Report:
 
 
 def _step(program: Program, step: Compiled) -> Report:
-    """The keys of a report that the training step's buffers tell."""
+    """Return the report keys that come from the training step's buffers."""
     layout = program.layout
     breakdown = dict.fromkeys(KEYS, 0)
     host_breakdown = dict.fromkeys(KEYS, 0)
@@ -403,8 +411,8 @@ def _step(program: Program, step: Compiled) -> Report:
         transfers = rehearsal.totals(step.ledger)
         named_buffers = rehearsal.named(program, step.ledger)
     if not named_buffers:
-        # The compiler refused the program, or it came from a cache without its buffers: the state
-        # is known, and what everything adds up to.
+        # The compiler refused the program, or it came from a cache without its buffers. Then only
+        # the state and the total are known.
         unnamed_group = "activations"
         named_buffers = _state_buffers(layout)
     for buffer in named_buffers:
@@ -422,7 +430,7 @@ def _step(program: Program, step: Compiled) -> Report:
 
 
 def _state_buffers(layout: StateLayout) -> list[Named]:
-    """The leaves of the layout that are on the device, as buffers."""
+    """Return the leaves of the layout that are on the device, as named buffers."""
     state_buffers = []
     for leaf in layout:
         if leaf.spec.memory_kind == "device":
@@ -433,7 +441,7 @@ def _state_buffers(layout: StateLayout) -> list[Named]:
 
 
 def largest(named_buffers: list[Named]) -> list[Report]:
-    """The largest buffers, those of the same name, group and shape as one."""
+    """Return the largest buffers; buffers with the same name, group and shape are merged into one row."""
     sizes_by_buffer: dict[tuple[str, str, str], list[int]] = {}
     for buffer in named_buffers:
         identity = (buffer.name, buffer.group, buffer.shape)
@@ -446,22 +454,22 @@ def largest(named_buffers: list[Named]) -> list[Report]:
 
 
 def _save_and_restore(program: Program, target: Target) -> dict[str, _Peak]:
-    """The peaks of saving and restoring, which the layout tells.
+    """Return the peaks of saving and restoring a checkpoint, which follow from the layout.
 
-    Saving copies to host memory what this process writes, each array once. Restoring fills the layout's leaves, with a
-    bounded number of bytes on their way through host memory; but stacks that are in parts are read as whole ones, into
-    host memory, and cut a leaf at a time.
+    Saving copies the arrays that this process writes to host memory, each once. Restoring fills the layout's leaves
+    through host memory, with a bounded number of bytes in flight. Stacks that are split into parts are an exception:
+    they are read whole into host memory and split one leaf at a time.
     """
     layout = program.layout
     state = _state_bytes(program)
     local_devices = target.num_devices // target.num_processes
     copied = 0
     for leaf in layout:
-        # Replicas on the devices of a process are written once.
+        # Replicas on the devices of one process are written only once.
         copied += min(leaf.spec.num_bytes, leaf.bytes_per_device * local_devices)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
     passing += local_devices * program.execution.bytes_by_host
-    # A process reads the shards of its own devices.
+    # A process reads only the shards of its own devices.
     passing = min(passing, local_devices * (state.device + state.host))
     return {
         "save": _Peak(state.device, state.host + copied // local_devices),

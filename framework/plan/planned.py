@@ -1,4 +1,4 @@
-"""One report, from where it is had soonest: the closed form, the cache of earlier plans, or the compiler."""
+"""Gets one report from the fastest source: the analytical estimate, the plan cache, or the compiler."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ def planned(
     suggests: bool = True,
     made: Made | None = None,
 ) -> Report:
-    """One report: from the cache, the closed form or the compiler.
+    """Return one report, from the cache, the analytical estimate or the compiler.
 
     Args:
-        spec: the name of the config.
-        config: resolved for the target.
-        target: to plan for.
+        spec: name of the config.
+        config: config resolved for the target.
+        target: the machine to plan for.
         limit: device memory in bytes; None means unknown.
-        name: what the target was asked for as; "" for the devices that are here, whose name says nothing.
-        estimate: the closed form alone.
-        phases: initialization and evaluation too.
-        fresh: compile again although nothing has changed.
-        suggests: look for settings that fit where this does not.
-        made: the step of the config, where it was compiled just now.
+        name: name by which the user requested the target; "" for the devices of this machine, for which no cached
+            report is used because their name does not identify them.
+        estimate: only compute the analytical estimate.
+        phases: compile initialization and evaluation too.
+        fresh: compile again even if nothing has changed.
+        suggests: look for settings that fit if the config does not.
+        made: the compiled step of the config, if there is one already.
     """
     about = {"target": name} if name else {}
     if estimate:
         return planning.quick(spec, config, target, limit, suggests=suggests) | about
     path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases, suggests=suggests)
     cached_report = None
-    # The name "local" does not say which devices this machine has.
+    # The name "local" does not identify the devices of this machine, so its reports are not read back.
     if not fresh and name and made is None:
         cached_report = cache.load(path)
     if cached_report is not None:

@@ -1,7 +1,7 @@
-"""What a step needs on a target: its programs compiled for it, and a rehearsal of their calls.
+"""Measures what a step needs on a target: compiles its programs for the target and dry-runs their calls.
 
-The peak is the largest over the calls of the program's own peak and of what is alive beside its arguments. A step that
-is one program has one call, with nothing beside it.
+The peak is the maximum over calls of the program's own peak plus the arrays that are alive in addition to its
+arguments. A step that is a single program has one call and no additional arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from framework.program.program import Program
 from framework.schedules.layerwise import programs
 from framework.schedules.layerwise.programs import Ledger
 
-# The arrays that programs leave behind, by the program and the place among its results.
+# Labels of the arrays that programs return: the program, and the position among its results.
 _GRADIENTS = re.compile(r"unit backward(, measured)?/2/[12]|head backward/2/[12]|embed backward/2/0|sum/2")
 _NEW = re.compile(r"update [a-z]+/2/([012])")
 _FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)\b")
@@ -30,7 +30,7 @@ _KINDS = {"state": "optimizer_state", "kept": "activations", "gradient": "gradie
 
 
 class RefusedError(Exception):
-    """The compiler refused a program; `compiled` holds what it said."""
+    """The compiler refused a program; `compiled` holds its message."""
 
     def __init__(self, compiled: Compiled):
         super().__init__(compiled.message)
@@ -38,13 +38,13 @@ class RefusedError(Exception):
 
 
 def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile], Ledger], what: str) -> Compiled:
-    """Adds up what all programs of `run` need, as if they were one.
+    """Compile all programs of `run` and return their combined memory, as if they were one program.
 
     Args:
         target: the machine to compile for.
-        mib: the memory limit in MiB, see `compile_for`.
-        run: rehearses with a function that compiles.
-        what: what a person is told is being compiled, such as "the training step".
+        mib: memory limit in MiB, see `compile_for`.
+        run: performs a dry run, given a function that compiles each program.
+        what: description for the status message, such as "the training step".
     """
     compile = _Compiler(target, mib, what)
     try:
@@ -55,7 +55,7 @@ def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile],
 
 
 def rehearse_companion(program: Program, target: Target) -> dict[str, Compiled]:
-    """What the programs of the experiment's companion need, by name; {} where there is none, or it runs none."""
+    """Compile the programs of the auxiliary model; {name: memory}, empty if there is no model or it runs no program."""
     companion = program.experiment.companion
     if companion is None:
         return {}
@@ -68,7 +68,10 @@ def rehearse_companion(program: Program, target: Target) -> dict[str, Compiled]:
 
 
 class _Compiler:
-    """Compiles for a target, and adds up the seconds; see `rehearsed`. Raises RefusedError."""
+    """Compiles programs for a target and adds up the compile times; see `rehearsed`.
+
+    Calling it raises RefusedError if the compiler refuses a program.
+    """
 
     def __init__(self, target: Target, mib: int | None, what: str):
         self._target = target
@@ -82,7 +85,7 @@ class _Compiler:
         with compile_times.compiling(what, lowered, about=target.name, times=times_folder()):
             compiled = compile_for(lowered, target.platform, hosted, self._mib)
         self.seconds += compiled.seconds
-        # One program that is refused ends the rehearsal, as the step cannot run without it.
+        # A refused program ends the dry run, because the step cannot run without it.
         if compiled.message:
             raise RefusedError(compiled)
         moved = 0
@@ -98,10 +101,10 @@ class _Compiler:
 
 
 def _as_one(ledger: Ledger, seconds: float) -> Compiled:
-    """All calls of a rehearsal, as if they were one program."""
+    """Combine all calls of a dry run as if they were one program."""
     assert ledger.worst is not None
     worst: Compiled = ledger.worst[0].about
-    # The arrays that are no arguments of the worst program are alive while it runs.
+    # Arrays that are not arguments of the program with the highest peak are alive while it runs.
     bytes_beside = ledger.peak - worst.peak
     return replace(
         worst,
@@ -114,7 +117,13 @@ def _as_one(ledger: Ledger, seconds: float) -> Compiled:
 
 
 def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
-    """Compiles the training step. The compiler is told a limit (bytes) that is less than what the target has."""
+    """Compile the training step.
+
+    Args:
+        program: the program to train with.
+        target: the machine to compile for.
+        limit: device memory in bytes; passed to the compiler only if it is below the target's own limit.
+    """
     is_lower = limit is not None and limit < (target.limit_bytes or 0)
     mib = limit >> 20 if limit is not None and is_lower else None
     step = rehearsed(target, mib, program.execution.rehearse_step, "the training step")
@@ -125,7 +134,7 @@ def compile_step(program: Program, target: Target, limit: int | None) -> Compile
 
 
 def named(program: Program, ledger: Ledger) -> list[Named]:
-    """The buffers alive at the peak: arrays between programs, and the temporaries of the program that runs."""
+    """Return the buffers alive at the peak: arrays kept between programs, and the running program's temporaries."""
     assert ledger.worst is not None
     compiled, alive = ledger.worst
     named_buffers = []
@@ -139,8 +148,8 @@ def named(program: Program, ledger: Ledger) -> list[Named]:
 
 
 def _place(label: str) -> tuple[str, str]:
-    """(name, group) of an array that lives between programs."""
-    # A label that begins with a number is that of an argument: of the state, or the batch.
+    """Return (name, group) of an array that is kept between programs."""
+    # A label that begins with a number belongs to an argument: the state or the batch.
     path = re.sub("^/[0-9]+/", "", label)
     if path != label:
         name = re.sub("/(first|stack)/[0-9]+/", r"/\1/", path)
@@ -156,10 +165,10 @@ def _place(label: str) -> tuple[str, str]:
 
 
 def totals(ledger: Ledger) -> dict[str, Any]:
-    """The keys of a report that sum up all calls: collective bytes by kind, and bytes between host and device."""
+    """Return the report keys that sum over all calls: collective bytes by kind, and bytes between host and device."""
     collective: Counter[str] = Counter()
     for call in ledger.calls:
-        # A program that is called several times is counted each time.
+        # A program that is called several times counts each time.
         if call.about.buffers is not None:
             collective.update(call.about.buffers.module.collective_bytes())
     return {"collective_bytes": dict(collective), "host_transfer_bytes": ledger.moved}

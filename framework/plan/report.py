@@ -1,4 +1,4 @@
-"""A plan as text: the table of one, and the table that compares several."""
+"""Formats plans as text: the tables of one plan, and the table that compares several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from framework.devices.mesh import mesh_text
 from framework.terminal.tables import Section, human_bytes, human_count, human_duration
 
 Report = dict[str, Any]
-# The groups that the bytes at a peak are divided into, in this order everywhere.
+# The groups of the memory breakdown, in the order used everywhere.
 KEYS: tuple[str, ...] = (
     *("parameters", "frozen", "buffers", "gradients", "optimizer_state"),
     *("ema", "batch", "activations", "other"),
@@ -18,7 +18,7 @@ _LINES = 12
 
 
 def verdict(report: Report) -> str:
-    """`fits: 8.61 GiB of 15.75 GiB, 7.14 GiB to spare`."""
+    """Return the verdict as text: `fits: 8.61 GiB of 15.75 GiB per device, 7.14 GiB to spare`."""
     need = report["device_allocated_bytes"]
     limit = report["device_limit_bytes"]
     note = ""
@@ -36,7 +36,7 @@ def verdict(report: Report) -> str:
 
 
 def sections(report: Report) -> list[Section]:
-    """The tables with everything that a person wants to see of one plan."""
+    """Return the tables that describe one plan."""
     untrained = [[leaf["path"], human_bytes(leaf["bytes"])] for leaf in report["zero_gradients"]]
     fitting = [[suggestion["setting"], needs(suggestion)] for suggestion in report["suggestions"]]
     possible_sections = [
@@ -53,18 +53,18 @@ def sections(report: Report) -> list[Section]:
 
 
 def time_cells(report: Report) -> list[str]:
-    """[the estimated time of a step, what bounds it]"""
+    """Return [estimated time of a step, what bounds it]."""
     time = report.get("time")
     return [human_duration(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
 
 
 def _subject(report: Report) -> str:
-    """What was compiled: the training step, or somebody's own function."""
+    """Return the name of what was compiled: the training step, or a user's function."""
     return report.get("subject", "the training step")
 
 
 def needs(suggestion: Report) -> str:
-    """The memory that a suggested setting needs, and how far that is known."""
+    """Return the memory that a suggested setting needs, and whether it was compiled or only estimated."""
     size = human_bytes(suggestion["device_peak_bytes"])
     return f"{size}, compiled" if suggestion["compiled"] else f"about {size}, not compiled"
 
@@ -79,7 +79,7 @@ def _breakdown(report: Report) -> list[list[str]]:
     parts.append(("left empty by packing", gaps, 0))
     for name, size, host_size in parts:
         if size or host_size:
-            # Shares are those of the peak without packing, so that the groups add up to 100%.
+            # Shares are relative to the peak without packing gaps, so that the groups add up to 100%.
             share = f"{100 * size / peak:.1f}%"
             rows.append([name, human_bytes(size), share, human_bytes(host_size) if host_size else "-"])
     rows.append(["peak", human_bytes(report["device_allocated_bytes"]), "", human_bytes(report["host_peak_bytes"])])
@@ -95,7 +95,7 @@ def _largest(report: Report) -> list[list[str]]:
 
 
 def _phases(report: Report) -> list[list[str]]:
-    """The rows of the phases under a header; none where there are no phases, as then the section is left out."""
+    """Return the rows of the phases under a header; [] if there are no phases, so that the section is left out."""
     if not report["phases"]:
         return []
     rows = [["", "device", "its host"]]
@@ -129,7 +129,7 @@ def _about(report: Report) -> list[list[str]]:
 
 
 def _error_text(report: Report) -> str:
-    """How far the closed form is from what was compiled."""
+    """Return the analytical estimate and its difference from the compiled peak, as text."""
     estimate = report["estimate"]
     compiled = f"the {human_bytes(report['device_peak_bytes'])} that are alive at the peak, packing apart"
     direction = "more" if estimate["error"] > 0 else "less"
@@ -140,7 +140,7 @@ def _error_text(report: Report) -> str:
 def _work(report: Report) -> list[list[str]]:
     unit = "call" if "subject" in report else "step"
     rows = [[f"FLOPs per {unit}", f"{human_count(report['flops_per_step'])}, all devices"]]
-    # A function that is no training step of ours has no tokens.
+    # A user's function has no tokens.
     if "flops_per_token" in report:
         model_flops = f"({human_count(report['model_flops_per_token'])} of the model's own)"
         rows.append([f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"])
@@ -155,7 +155,7 @@ def _work(report: Report) -> list[list[str]]:
 
 
 def _time(report: Report) -> list[list[str]]:
-    """The rows of the estimated time; none where it is not known."""
+    """Return the rows of the estimated time; [] if the time is not known."""
     time = report.get("time")
     if time is None:
         return []
@@ -168,7 +168,7 @@ def _time(report: Report) -> list[list[str]]:
         speed += f", {100 * time['model_flops_utilization']:.1f}% of the peak (MFU)"
     rows = [[f"a {unit}", speed]]
     for name, part_seconds in time["parts"].items():
-        # Parts that vanish beside the others are left out; a reader of the JSON has them.
+        # Parts below 0.1% of the step are left out here; the JSON report has them.
         if part_seconds > seconds / 1000:
             share = f"{100 * part_seconds / seconds:.1f}%"
             bounds = ", what bounds it most" if name == time["bound_by"] else ""
@@ -177,16 +177,16 @@ def _time(report: Report) -> list[list[str]]:
 
 
 def comparison(reports: Sequence[Report]) -> Section:
-    """The table with one row per plan: the settings that it does not share with all, and the parts at its own peak.
+    """Return a table with one row per plan: the settings that differ between plans, and the breakdown of its peak.
 
-    What decides comes first: a terminal or a page may have no room for the last columns.
+    The most important columns come first, because a terminal or a page may have no room for the last ones.
     """
     first = reports[0]
     common = []
     for setting in first["settings"]:
         if all(setting in report["settings"] for report in reports):
             common.append(setting)
-    # Columns that would be empty in all rows are left out.
+    # Leave out columns that would be zero in all rows.
     keys = [key for key in first["breakdown"] if any(report["breakdown"][key] for report in reports)]
     has_host = any(report["host_peak_bytes"] for report in reports)
     has_time = any(report.get("time") for report in reports)

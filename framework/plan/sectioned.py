@@ -1,4 +1,4 @@
-"""An experiment as the closed form sees it: with sections in the place of stacks that are cut."""
+"""View of an experiment for the analytical estimate: stacks are replaced by their layer ranges."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from framework.schedules.storage import Parts
 
 @dataclass(frozen=True)
 class Sectioned:
-    """Model and state of an experiment, where every stack lives and is recomputed alike.
+    """Model and state of an experiment, with stacks split so that each has uniform offload and remat settings.
 
-    With memory.update = layer_programs too, whose state has each layer by itself.
+    This holds for memory.update = layer_programs too, whose actual state stores each layer separately.
     """
 
     experiment: Experiment
@@ -30,24 +30,24 @@ class Sectioned:
 
     @cached_property
     def model(self) -> Chain:
-        """The model with sections as stages."""
+        """The model with layer ranges as stages."""
         experiment = self.experiment
         sections = sections_of(experiment.model, experiment.memory)
         return experiment.model.in_sections(sections)
 
     @cached_property
     def specs(self) -> Nested:
-        """The specs of the state, by group."""
+        """Specs of the state, by group."""
         return self._parts.specs(self.experiment.state_specs())
 
     @property
     def stacks(self) -> dict[str, Stack]:
-        """The stacks by stage."""
+        """{stage: stack} of the model."""
         return self.model.stacks
 
     @cached_property
     def offloading_stacks(self) -> set[str]:
-        """The stages of stacks whose kept activations go to host memory."""
+        """Stages of the stacks whose saved activations are offloaded."""
         everything = self.experiment.memory.activations.hosts_everything
         offloading = set()
         for name, stack in self.stacks.items():
@@ -57,10 +57,10 @@ class Sectioned:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether each unit is updated when its gradient is there, which then is gone."""
+        """True if each layer is updated as soon as its gradient is computed, which then is freed."""
         memory = self.experiment.memory
         return memory.update == "in_backward" or memory.updates_at_once
 
     def takes_gradients(self, stage: str) -> bool:
-        """Whether a stage's gradients leave device memory as the backward pass makes them."""
+        """Return whether a stage's gradients leave device memory as soon as the backward pass computes them."""
         return self.updates_in_backward or stage in self.specs.get("gradient", {})

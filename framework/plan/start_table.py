@@ -1,4 +1,4 @@
-"""The table at a run's start: parameters, bytes, mesh, data, versions."""
+"""Builds the table shown at a run's start: parameters, bytes, mesh, data, versions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from framework.terminal.tables import Section, start_table
 
 
 def start_report(name: str, program: Program, without_data: str = "", begins_at: str = "") -> list[Section]:
-    """The table of a run's start.
+    """Return the table that is shown at a run's start.
 
-    It has parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, how
-    long the run is, its learning rates, and the data.
+    It lists parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item,
+    length of the run, learning rates, and data.
 
     Args:
-        name: of the config.
-        program: its experiment on the devices.
-        without_data: the reason why there are no data; "" where the pipeline was set up.
-        begins_at: the step that the run begins at, and where its values are from; "" shows no such row.
+        name: name of the config.
+        program: the experiment's program on the devices.
+        without_data: reason why there is no data; "" if the pipeline was set up.
+        begins_at: first step of the run and the source of its weights; "" leaves the row out.
     """
     layout = program.layout
     experiment = program.experiment
@@ -61,11 +61,11 @@ def start_report(name: str, program: Program, without_data: str = "", begins_at:
 
 
 def _course(program: Program, begins_at: str, *, has_data: bool) -> dict[str, str]:
-    """The rows about a run's length, its learning rate and its beginning."""
+    """Return the rows about a run's length, learning rates and first step."""
     experiment = program.experiment
     steps = experiment.trainer.known_steps
     rows = {}
-    # The length is not known where it is in epochs of data that are not on this machine.
+    # The length is unknown if it is given in epochs and the data is not on this machine.
     if steps is not None:
         epochs = ""
         if has_data:

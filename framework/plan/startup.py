@@ -1,6 +1,6 @@
-"""The start of a run on devices that are not here: all that happens before the first array, for all its processes.
+"""Dry run of a run's start on absent devices: everything before the first array, for all processes.
 
-`plimsoll train --dry_run --target=...` says it.
+Used by `plimsoll train --dry_run --target=...`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ def dry_run(
     folder: Path,
     limit: int | None,
 ) -> bool:
-    """Starts a run for a target, prints what its processes do, and compiles its step.
+    """Start a run for a target, print what its processes do, and compile its step.
 
     Args:
-        name: of the config.
-        config: resolved for the target.
-        experiment: built from it.
+        name: name of the config.
+        config: config resolved for the target.
+        experiment: experiment built from the config.
         target: the machine to start for.
-        folder: the data keeps its tokens there; a source that is not on this machine is told, and is no error.
-        limit: device memory in bytes, by default the target's.
+        folder: folder where the data pipeline stores its tokens; a source that is missing on this machine is reported
+            and is not an error.
+        limit: device memory in bytes; None means the target's.
 
     Returns:
-        Whether the step fits.
+        True if the step fits.
 
     Raises:
-        ValueError: what the run itself would say before its first compile.
+        ValueError: the run itself would fail with this error before its first compilation.
     """
-    # A program that was not compiled for this machine is not kept.
+    # Do not cache programs that are compiled for another machine.
     jax.config.update("jax_enable_compilation_cache", False)
     program = Program(experiment, target.devices())
     missing = ""
@@ -73,7 +74,7 @@ def dry_run(
 
 
 def processes(program: Program) -> Section:
-    """The table of what each process reads and writes."""
+    """Return the table of what each process reads and writes."""
     device_counts = Counter(device.process_index for device in program.mesh.devices.flat)
     rows_by_process = reading(program)
     written_by_process, pieces = writing(program)
@@ -98,16 +99,15 @@ def processes(program: Program) -> Section:
 
 
 def reading(program: Program) -> dict[int, np.ndarray]:
-    """The rows of the global batch that each process reads: `program.rows_of_processes`.
+    """Return {process: rows of the global batch that it reads}, from `program.rows_of_processes`.
 
-    The data pipeline is asked for these. They are held against where the devices stand in the mesh; a difference is a
-    bug of ours.
+    These are the rows requested from the data pipeline. They are checked against the positions of the devices in the
+    mesh; a mismatch is a bug in the framework.
     """
     rows_by_process = program.rows_of_processes
     mesh = program.mesh
     batch_size = program.experiment.data.global_batch_size
-    # The batch is cut over the batch axes in the order of the mesh, into blocks of consecutive
-    # rows.
+    # The batch is sharded over the batch axes in mesh order, into blocks of consecutive rows.
     blocks = np.arange(batch_size).reshape(*(mesh.shape[axis] for axis in BATCH_AXES), -1)
     expected: dict[int, set[int]] = {}
     for position, device in np.ndenumerate(mesh.devices):
@@ -120,12 +120,12 @@ def reading(program: Program) -> dict[int, np.ndarray]:
 
 
 def writing(program: Program) -> tuple[dict[int, int], int]:
-    """Bytes that each process writes of a checkpoint of everything, and the number of pieces of arrays that those are.
+    """Return ({process: bytes that it writes of a full checkpoint}, number of array chunks in the checkpoint).
 
-    Orbax shares out the work (its replica-parallel saving): the replicas of a shard write equal parts of it, along the
-    first dimension that their number divides; if there is none, the first of them writes it all.
+    Orbax distributes the work (its replica-parallel saving): the replicas of a shard write equal parts of it, split
+    along the first dimension that their number divides. If there is none, the first replica writes the whole shard.
     """
-    # A process that writes nothing is listed too.
+    # Processes that write nothing are listed too.
     written_by_process = Counter({device.process_index: 0 for device in program.mesh.devices.flat})
     pieces = 0
     for leaf in program.checkpoint_layout:
@@ -138,7 +138,7 @@ def writing(program: Program) -> tuple[dict[int, int], int]:
             # Slices cannot be keys of a dict before Python 3.12.
             shard = tuple((part.start, part.stop) for part in index)
             processes_by_shard.setdefault(shard, []).append(device.process_index)
-        # Orbax does not cut small arrays in host memory, which may hang (its b/417243451).
+        # Orbax does not split small arrays in host memory, because that may hang (its b/417243451).
         is_small = len(shard_shape) < 2 or int(np.prod(shard_shape)) % 1024 != 0 or shard_shape[-1] % 128 != 0
         is_uncut = leaf.spec.memory_kind == "pinned_host" and is_small
         for replicas in processes_by_shard.values():
@@ -151,7 +151,7 @@ def writing(program: Program) -> tuple[dict[int, int], int]:
 
 
 def _span(numbers: Iterable[int]) -> str:
-    """`4`, or `2 to 4`."""
+    """Return the range of the numbers as text: `4`, or `2 to 4`."""
     values = sorted(numbers)
     low = values[0]
     high = values[-1]

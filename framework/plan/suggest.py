@@ -1,4 +1,4 @@
-"""Settings that fit where a config does not."""
+"""Suggests settings that fit when a config does not."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
 _Setting = tuple[str, Any]  # path and value
-# Settings of which the least bytes do not depend: neither state nor gradients are elsewhere by them.
+# Settings that do not affect `least_bytes`, because they move neither state nor gradients.
 _PLACES_NOTHING = ("memory.remat", "memory.activations", "learner.accumulate")
 
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
-    """The sizes of the mesh's axes.
+    """Check that an experiment is valid for a target, and return {mesh axis: size}.
 
     Raises:
-        ValueError: experiment and target do not fit each other.
+        ValueError: the experiment is not valid for the target.
     """
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.mesh.cut(sizes, target.num_slices)
@@ -38,12 +38,12 @@ def check(experiment: Experiment, target: Target) -> dict[str, int]:
 
 
 def closed_form(experiment: Experiment, target: Target) -> Estimate:
-    """The estimate for a target; ValueError as for `check`."""
+    """Return the analytical estimate for a target; raises ValueError like `check`."""
     return estimate(experiment, check(experiment, target), target.spec)
 
 
 def state_bytes(need: Estimate) -> int:
-    """The bytes of an estimate that live on the device between steps."""
+    """Return the estimated bytes that stay on the device between steps."""
     return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
 
 
@@ -56,20 +56,20 @@ def suggestions(
     present: Estimate | None = None,
     seconds: float = 300.0,
 ) -> list[dict[str, Any]]:
-    """Settings that fit, the mildest first: none of them changes what is computed.
+    """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 
-    The closed form says which are worth a try, and the compiler whether they fit; when it has taken `seconds`, those
-    that are left are told as the closed form has them, with `compiled` False. Three are enough.
+    The analytical estimate selects candidates and the compiler decides whether they fit. After `seconds` of searching,
+    the remaining candidates are returned with their estimates and `compiled` False.
 
     Args:
-        config: what does not fit.
-        target: the machine on which it does not.
+        config: config that does not fit.
+        target: machine on which it does not fit.
         limit: device memory in bytes.
-        peak: the bytes that it needs. Those beyond the closed form are taken to grow and shrink with the activations.
-        present: the closed form of the present settings, where it is known already.
-        seconds: for compiling.
+        peak: bytes that the config needs; the part beyond the state is assumed to scale like its estimate.
+        present: estimate of the current settings, if there is one already.
+        seconds: time limit for compiling.
     """
-    # The closed form is scaled to what the compiler said of the present settings.
+    # Scale the estimates so that they reproduce the peak of the current settings.
     scale = _scale(present or closed_form(config.instantiate(), target), peak)
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ def suggestions(
                 if compiled:
                     trial_peak = _compiled_peak(experiment, target, limit)
         except ValueError:
-            # The microbatches do not divide, or the schedule is not for this target.
+            # The batch does not divide into the microbatches, or the target does not support the schedule.
             continue
         if trial_peak <= limit:
             fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
@@ -100,13 +100,13 @@ def suggestions(
 
 
 def _compiled_peak(experiment: Experiment, target: Target, limit: int) -> int:
-    """The bytes of one device by the compiler."""
+    """Return the bytes per device according to the compiler."""
     program = Program(experiment, target.devices())
     return compile_step(program, target, limit).allocated
 
 
 def _scale(need: Estimate, peak: int) -> float:
-    """What the bytes beside the state are to be multiplied by, so that an estimate has this peak."""
+    """Return the factor for the bytes other than state that makes an estimate match this peak."""
     state = state_bytes(need)
     return max(peak - state, 0) / max(need.peak_bytes - state, 1)
 
@@ -116,12 +116,12 @@ def _flags(choice: list[_Setting]) -> str:
 
 
 def _placement(choice: list[_Setting]) -> frozenset[_Setting]:
-    """The settings of a choice that the least bytes depend on."""
+    """Return the settings of a choice that `least_bytes` depends on."""
     return frozenset(pair for pair in choice if pair[0] not in _PLACES_NOTHING)
 
 
 def _changed(config: Config, choice: list[_Setting]) -> Config:
-    """A copy of the config with other settings."""
+    """Return a copy of the config with changed settings."""
     trial = config.copy()
     for path, value in sorted(choice):
         trial.set_path(path, value)
@@ -129,16 +129,16 @@ def _changed(config: Config, choice: list[_Setting]) -> Config:
 
 
 def _scaled_peak(need: Estimate, scale: float) -> int:
-    """The peak of an estimate whose bytes beside the state are scaled."""
+    """Return the peak of an estimate after scaling its bytes other than state."""
     state = state_bytes(need)
     return int(state + scale * (need.peak_bytes - state))
 
 
 def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
-    """The settings to change together on this platform, the mildest first.
+    """Yield settings to change together on this platform, cheapest first.
 
-    They recompute, split into microbatches, move state to the host, shard it instead of copying it, and at last put
-    everything on the host.
+    They recompute, split into microbatches, offload state, shard it instead of replicating it, and finally offload
+    everything.
     """
     memory = config.memory
     recompute = _recompute_settings(memory)
@@ -148,18 +148,17 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
         hosted = [("memory.optimizer_state", "pinned_host")]
     streamed: list[_Setting] = []
     if memory.update == "after_backward":
-        # XLA's GPU compiler cannot take a part of what is in host memory within a program.
+        # Within a program, XLA's GPU compiler cannot slice arrays in host memory.
         update = "layer_programs" if platform == "gpu" else "streamed"
         streamed = [*hosted, ("memory.update", update)]
-    # Gradients move to the host together with a streamed update, which takes a part of them at a
-    # time.
+    # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
     hosted_gradients: list[_Setting] = []
     if streamed and memory.gradients == "device":
         hosted_gradients = [("memory.gradients", "pinned_host")]
     sharded: list[_Setting] = []
     if config.mesh.data != 1:
         sharded = [("mesh.data", 1), ("mesh.fsdp", -1)]
-    # The last recomputation is the one that needs least memory.
+    # The last remat setting needs the least memory.
     recompute_most = recompute[-1:]
     all_hosted = [*recompute_most, *(streamed or hosted)]
 
@@ -169,7 +168,7 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
     if hosted_gradients:
         combinations.append([*all_hosted, *hosted_gradients])
     for combination in combinations:
-        # What the config has already leaves nothing to change.
+        # A combination is empty if the config has all of its settings already.
         if combination:
             yield combination
     for microbatch in microbatches:
@@ -178,7 +177,7 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
         yield [*all_hosted, *sharded]
         for microbatch in microbatches:
             yield [*all_hosted, *sharded, microbatch]
-    # A sequence is split when there is but one for each device.
+    # Splitting sequences is for the case that each device has only one left.
     split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     for microbatch in microbatches[:2]:
         yield [*all_hosted, *split_sequences, microbatch]
@@ -200,7 +199,7 @@ def _recompute_settings(memory: Any) -> list[_Setting]:
 
 
 def _microbatch_settings(config: Config) -> list[_Setting]:
-    """Gradient accumulation over up to 64 times as many microbatches, but not over more than the batch has rows."""
+    """Return accumulation counts of 2 to 64 times the current one, up to the number of rows in the batch."""
     settings = []
     for doublings in range(1, 7):
         count = config.learner.accumulate * 2**doublings

@@ -1,4 +1,4 @@
-"""What the names of targets may be, and which ones a mistyped name may have meant."""
+"""Valid target names, and suggestions for mistyped ones."""
 
 import difflib
 import math
@@ -11,11 +11,11 @@ GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias
 
 
 def card(name: str) -> tuple[AcceleratorSpec | None, int]:
-    """The GPU that a name means, and how many; (None, 1) if it means none."""
+    """Return (GPU, number of GPUs) for a name; (None, 1) if the name is not a GPU."""
     spec = named(name)
     count = 1
     family, separator, digits = name.rpartition("x")
-    # Names of cards may have an x and digits themselves: rtx4090.
+    # Card names themselves may contain an x and digits, such as rtx4090.
     if spec is None and separator and digits.isdecimal():
         spec = named(family)
         count = int(digits)
@@ -25,19 +25,19 @@ def card(name: str) -> tuple[AcceleratorSpec | None, int]:
 
 
 def chips(topology: str) -> int:
-    """The chips of a slice, "4x4": 16."""
+    """Return the number of chips in a slice: 16 for "4x4"."""
     return math.prod(map(int, topology.split("x")))
 
 
 def topology_by_size(family: str) -> dict[int, str]:
-    """{the number in the name: topology} of Cloud's slices."""
+    """Return {number in the slice's name: topology} for Cloud's slices."""
     spec = spec_for(family)
     return {chips(topology) * spec.cores_per_chip: topology for topology in spec.topologies}
 
 
 def nearest(name: str) -> list[str]:
-    """Up to four names that may have been meant: those that only say more, then those that look alike."""
-    # Of "rtx4091x8" the end is a count, of "rtx4091" it is not: a card's name has a digit before it.
+    """Return up to four names that may have been meant: first longer forms of the name, then similar ones."""
+    # The end of "rtx4091x8" is a count, that of "rtx4091" is not: before a count there is a digit of the card's name.
     match = re.fullmatch(r"(.*\d\D*?)(x\d{1,3})", name)
     typed_family, count = match.groups() if match else (name, "")
     slices = [f"{family}-{size}" for family in TPUS for size in topology_by_size(family)]
@@ -50,7 +50,7 @@ def nearest(name: str) -> list[str]:
 
 
 def _says_more(choice: str, typed_family: str) -> bool:
-    """Whether a name is the typed one with an addition: a100-40 of a100, and rtx4060ti-8 of 4060ti."""
+    """Return whether a name extends the typed one: a100-40 extends a100, and rtx4060ti-8 extends 4060ti."""
     prefixes = (f"{typed_family}-", f"rtx{typed_family}-")
     return bool(typed_family) and choice.startswith(prefixes)
 
@@ -61,7 +61,17 @@ def check_size(
     sizes: set[int],
     prefix: str,
 ) -> None:
-    """Raises ValueError: a number of devices that is not one of `sizes`; the nearest are given, after `prefix`."""
+    """Check that a target has a valid number of devices.
+
+    Args:
+        name: name of the target, for the error message.
+        size: number of devices.
+        sizes: valid numbers of devices.
+        prefix: text before the number in the suggested names.
+
+    Raises:
+        ValueError: `size` is not one of `sizes`; the message suggests the nearest ones.
+    """
     if size not in sizes:
         smaller = sorted(valid_size for valid_size in sizes if valid_size < size)
         larger = sorted(valid_size for valid_size in sizes if valid_size > size)

@@ -1,4 +1,4 @@
-"""The table of `plimsoll plan --targets`: what can be planned for, and how, on this machine."""
+"""Builds the table of `plimsoll plan --targets`: the available targets, and how this machine plans for them."""
 
 from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec
 from framework.plan.gpu_description import compiled_architecture, cuda_here
@@ -17,11 +17,11 @@ _LEGEND = [
 
 
 def sections() -> list[Section]:
-    """The tables of TPUs and GPUs, of the devices of this machine, and what the columns mean."""
+    """Return the tables of TPUs, of GPUs, of this machine's devices, and of the columns' meanings."""
     rows_by_platform: dict[str, list[list[str]]] = {"tpu": [_HEADER], "gpu": [_HEADER]}
     listed_names: set[str] = set()
     for spec in ACCELERATORS:
-        # The row of a core of v4 has the name of the chip.
+        # v4 has one row per core and one per chip, both under the same name; list it once.
         if spec.platform in rows_by_platform and spec.name not in listed_names:
             rows_by_platform[spec.platform].append(_row(spec))
             listed_names.add(spec.name)
@@ -59,7 +59,7 @@ def _peak(spec: AcceleratorSpec) -> str:
 
 
 def _tera(flops: float) -> str:
-    """FLOP/s in units of 1e12."""
+    """Format FLOP/s in units of 1e12."""
     return f"{flops / 1e12:.4g}"
 
 
@@ -70,7 +70,7 @@ def _links(spec: AcceleratorSpec) -> str:
 
 
 def _gigabytes(bytes_per_second: float | None) -> str:
-    """Bytes per second in GB/s of 1e9, as data sheets have them."""
+    """Format bytes per second in GB/s of 1e9 bytes, as in data sheets; "-" if unknown."""
     return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:.0f}"
 
 

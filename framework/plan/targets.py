@@ -1,8 +1,8 @@
-"""Targets: the names of machines that a plan compiles for, without having one.
+"""Targets: machines that a plan can compile for without having access to one, and their names.
 
-v5e-16, v6e-8         TPUs, chips counted    v4-8, v5p-1024, tpu7x-8   TPUs, cores counted, as Cloud names them
+v5e-16, v6e-8         TPUs, by chips         v4-8, v5p-1024, tpu7x-8   TPUs, by cores, as Cloud names them
 2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
-h200, rtx4090, h100x16 GPUs, of whole hosts  cpu:8, local              devices of this machine
+h200, rtx4090, h100x16 GPUs, in whole hosts  cpu:8, local              devices of this machine
 """
 
 import os
@@ -17,7 +17,7 @@ from framework.devices.accelerators import AcceleratorSpec, accelerator_name, sp
 from framework.plan import target_names
 from framework.plan.gpu_description import cuda_here, gpu_description, note
 
-# Cards that are bought one by one: no machine has room for more.
+# Consumer cards are bought one by one, and no machine has room for more than this.
 _CARDS_PER_HOST = 8
 
 
@@ -26,14 +26,14 @@ class Target:
     """A machine to plan for.
 
     Attributes:
-        name: as `accelerators.accelerator_name` calls its devices; rules by accelerator match it.
-        spec: the figures of one of its devices.
-        num_devices: of all slices together.
-        num_processes: likewise hosts (on Cloud: VMs).
-        limit_bytes: the memory that a program may use on each device; None where not known.
-        topology: chips along each dimension of a TPU slice, "4x4".
-        num_slices: of TPUs; of GPUs the number of hosts, or of what NVLink joins where that is more.
-        at_hand: the devices, if they are of this machine.
+        name: name of its devices as returned by `accelerators.accelerator_name`; rules by accelerator match it.
+        spec: specification of one of its devices.
+        num_devices: number of devices in all slices.
+        num_processes: number of hosts (VMs on Cloud) in all slices.
+        limit_bytes: device memory in bytes that a program may use on each device; None if unknown.
+        topology: chips along each dimension of a TPU slice, such as "4x4".
+        num_slices: number of TPU slices; for GPUs, the number of hosts, or of NVLink domains if those are larger.
+        at_hand: the jax devices, if they belong to this machine.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Target:
 
     @property
     def host_limit_bytes(self) -> int | None:
-        """Memory of each process's host; None where not known.
+        """Memory of each process's host in bytes; None if unknown.
 
-        VMs with fewer chips than the one in the table of accelerators have as much for each chip, within 3%.
+        VMs with fewer chips than the one in the accelerator table have the same memory per chip, within 3%.
         """
         if self.spec.host_memory_bytes is None or self.spec.chips_per_host is None:
             return None
@@ -63,10 +63,10 @@ class Target:
 
     @property
     def rings(self) -> tuple[bool, bool, bool]:
-        """Whether links join the last chip of a TPU slice's dimension to the first, for x, y and z."""
+        """True for each of x, y and z along which wrap-around links join the last chip of a TPU slice to the first."""
         assert self.spec.ring_chips is not None
         closed = [length % self.spec.ring_chips == 0 for length in _three_dims(self.topology)]
-        # Slices that are made of cubes have rings in all dimensions or in none.
+        # Slices made of cubes have rings in all dimensions or in none.
         is_of_cubes = self.spec.topologies[0].count("x") == 2
         if is_of_cubes:
             closed = [all(closed)] * 3
@@ -75,13 +75,13 @@ class Target:
 
     @property
     def compiler_notes(self) -> list[str]:
-        """What a report says of its compiler: whether it was another architecture's."""
+        """Notes for a report if the program is compiled for another GPU architecture; else []."""
         if self.platform != "gpu" or self.at_hand:
             return []
         return list(filter(None, [note(self.spec, cuda_here())]))
 
     def devices(self) -> list[Any]:
-        """The jax devices: of a topology, which can be compiled for but not run on, or (CPU, local) real ones.
+        """Return the jax devices: those of a topology, which only support compilation, or (CPU, local) real ones.
 
         Raises:
             ValueError: the compiler is not installed or refuses the topology, or JAX runs with fewer CPU devices.
@@ -92,7 +92,7 @@ class Target:
         if self.at_hand:
             return list(self.at_hand)
         if self.platform == "cpu":
-            # A RuntimeError says that JAX has started: it may have enough devices all the same.
+            # A RuntimeError means that JAX has already started; it may still have enough devices.
             with suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", self.num_devices)
             if len(jax.devices("cpu")) < self.num_devices:
@@ -115,41 +115,38 @@ class Target:
             raise ValueError(f"no compiler for the topology {topology or options['topology']}: {error}") from None
 
     def _gpu_options(self) -> dict[str, Any]:
-        # Slices (what NVLink joins, as JAX finds it in a real run), hosts of a slice, GPUs of a
-        # host.
+        # Slices (NVLink domains, as JAX detects them in a real run) x hosts per slice x GPUs per host.
         hosts_per_slice = self.num_processes // self.num_slices
         shape = f"{self.num_slices}x{hosts_per_slice}x{self.num_devices // self.num_processes}"
         return {"target_config": gpu_description(self.spec, cuda_here()), "topology": shape}
 
     def _tpu_options(self) -> dict[str, Any]:
-        # Without rings libtpu's algorithms are others: on a cube of v5p each all-gather becomes an
-        # all-reduce.
+        # Without rings, libtpu chooses other algorithms: on a cube of v5p each all-gather becomes an all-reduce.
         options: dict[str, Any] = {"num_slices": self.num_slices, "wrap": self.rings}
-        # Where nothing is said, libtpu puts 2x2 chips on a host.
+        # By default libtpu puts 2x2 chips on a host.
         if self.num_processes == self.num_slices:
             options["chips_per_host_bounds"] = _three_dims(self.topology)
-        # One device is a chip with both of its cores, as on a TPU VM.
+        # Make one device of both cores of a chip, as on a TPU VM.
         if self.spec.name == "v4":
             options["chip_config_name"] = "megacore"
         return options
 
 
 def environment(name: str) -> None:
-    """Sets what JAX and the compiler of a target read from the environment, where it says nothing yet.
+    """Set the environment variables that JAX and the target's compiler read, unless they are already set.
 
-    To be called before JAX starts a backend.
+    Call it before JAX starts a backend.
     """
     settings = {
-        # Nothing runs: the accelerators of this machine are left alone.
+        # Planning runs nothing on a device, so do not occupy the accelerators of this machine.
         "JAX_PLATFORMS": "cpu",
-        # The check would ask a GPU driver.
+        # The check would query a GPU driver.
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        # Cloud's metadata server is waited for where there is none.
+        # Without this, libtpu waits for Cloud's metadata server even if there is none.
         "TPU_SKIP_MDS_QUERY": "1",
-        # The lock protects devices, and there are none.
+        # The lock protects devices, and planning uses none.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # Without these two libtpu complains on stderr that it is on no TPU VM. Its compiler does
-        # not use them.
+        # Without these two, libtpu complains on stderr that it is not on a TPU VM. Its compiler does not use them.
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     }
@@ -157,16 +154,16 @@ def environment(name: str) -> None:
         return
     for key, value in settings.items():
         os.environ.setdefault(key, value)
-    # If jax is imported, but not started, it has read JAX_PLATFORMS, and not yet the others.
+    # If jax is imported but not started, it has already read JAX_PLATFORMS, but not yet the others.
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def resolve(name: str) -> Target:
-    """The target of a name; JAX starts for `local` only.
+    """Return the target with a name; only `local` starts JAX.
 
     Raises:
-        ValueError: there is no such target, or none of this size; the nearest ones are given.
+        ValueError: there is no such target, or none of this size; the message suggests the nearest ones.
     """
     name = name.strip().lower()
     families = "|".join(target_names.TPUS)
@@ -190,7 +187,7 @@ def resolve(name: str) -> Target:
 
 
 def compiler_here(platform: str) -> str:
-    """The compiler on this machine for accelerators of a platform: libtpu, CUDA 12, XLA (of CPUs); empty: none."""
+    """Return the installed compiler for a platform: libtpu, CUDA 12 or 13, XLA (for CPU); empty if there is none."""
     if platform == "tpu":
         return "libtpu" if find_spec("libtpu") else ""
     if platform == "gpu":
@@ -200,12 +197,12 @@ def compiler_here(platform: str) -> str:
 
 
 def _three_dims(topology: str) -> tuple[int, ...]:
-    """The chips along x, y and z; a topology of two dimensions is one chip deep."""
+    """Return the chips along x, y and z; a two-dimensional topology is one chip deep."""
     return (*map(int, topology.split("x")), 1)[:3]
 
 
 def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
-    """The target of `count` GPUs: any number of one host, or whole hosts, or whole racks that NVLink joins."""
+    """Return the target of `count` GPUs: any number within one host, or whole hosts, or whole NVLink domains."""
     host = spec.chips_per_host or _CARDS_PER_HOST
     island = spec.chips_per_nvlink or host
     unit = 1
@@ -228,11 +225,10 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
 
 
 def _slices(family: str, topology: str, count: int) -> Target:
-    """The target of `count` TPU slices."""
+    """Return the target of `count` TPU slices."""
     spec = spec_for(family)
     chips = target_names.chips(topology)
-    # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four
-    # chips.
+    # On Cloud, up to eight chips of v5e and v6e form one VM; larger slices consist of VMs with four chips each.
     largest_host = 8 if family in ("v5e", "v6e") else 4
     hosts = 1 if chips <= largest_host else chips // 4
     prefix = f"{count}x" if count > 1 else ""
@@ -273,5 +269,5 @@ def _local() -> Target:
 
 
 def _share_of_memory(count: int) -> int:
-    """What each of `count` CPU devices has of this machine's memory."""
+    """Return the bytes of this machine's memory per CPU device, for `count` devices."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count

@@ -1,4 +1,4 @@
-"""What an update holds at its fullest instant besides the state: gradients, and what comes from the host."""
+"""Peak memory of the optimizer update in addition to the state: gradients, and arrays fetched from the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ def update_bytes(
     spec: AcceleratorSpec,
     resident: int,
 ) -> Counter[str]:
-    """Bytes that a device holds in the update, besides the `resident` state and batch."""
+    """Return the bytes by group that a device holds during the update, in addition to the `resident` state and batch.
+
+    Args:
+        sectioned: the experiment, with stacks split into layer ranges.
+        layout: layout of its state.
+        spec: the accelerator in use.
+        resident: bytes of state and batch on the device.
+    """
     memory = sectioned.experiment.memory
     if memory.update == "after_backward":
         update = _whole_update(layout, spec, resident)
@@ -33,13 +40,14 @@ def update_bytes(
 
 
 def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
-    """What an update of everything at once holds besides the `resident` state: gradients, and what comes from the host.
+    """Return the bytes that an update of the whole state holds in addition to `resident`: gradients and fetched state.
 
-    All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
-    nothing) happens after both exist for the largest arrays, unless the device would be too small: then one at a time.
+    All offloaded state is fetched together. A non-finite step changes nothing, so the update selects between old and
+    new values. For the largest arrays this happens after both exist, unless the device is too small for that; then the
+    arrays are handled one at a time.
     """
     hosted_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
-    # GPUs read and write host memory where it is.
+    # GPUs read and write host memory directly.
     if spec.platform == "gpu" or not hosted_sizes:
         return Counter()
     moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted_sizes))
@@ -51,7 +59,7 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
 
 
 def _reach_by_tensor(learner: Learner) -> dict[str, Reach]:
-    """{"stage/path" of a parameter: how far the optimizer of its group looks}."""
+    """Return {"stage/path" of a parameter: update locality of its group's optimizer}."""
     reach_by_tensor = {}
     for group in learner.groups:
         reach = learner.reach(group)
@@ -61,7 +69,7 @@ def _reach_by_tensor(learner: Learner) -> dict[str, Reach]:
 
 
 def _piece(layout: StateLayout, sectioned: Sectioned) -> Counter[str]:
-    """What an update by pieces moves: what is hosted of two pieces on its way in, and of two on its way out."""
+    """Return the bytes of a chunked update: the offloaded state of two chunks being fetched and two being written."""
     reach_by_tensor = _reach_by_tensor(sectioned.experiment.learner)
     stacks = sectioned.stacks
     bytes_by_piece: Counter[str] = Counter()
@@ -69,19 +77,18 @@ def _piece(layout: StateLayout, sectioned: Sectioned) -> Counter[str]:
         if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
             continue
         _, stage, path = leaf.path.split("/", 2)
-        # The optimizer's state of a tensor is moved together with the tensor.
+        # A tensor's optimizer state moves together with the tensor.
         owner = path
         if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer":
             owner = leaf.spec.owner
         tensor = f"{stage}/{owner}"
-        # The learner knows the whole stack of which this may be a section.
+        # This may be a layer range; the learner knows only the whole stack.
         section = stacks[stage].section if stage in stacks else None
         home = stage if section is None else section.home
         reach = reach_by_tensor.get(f"{home}/{owner}", "unit")
         unit_bytes = leaf.bytes_per_device // (stacks[stage].num_units if stage in stacks else 1)
-        # Elements and rows are updated in blocks of so many elements, which are float32 (4 bytes)
-        # at most.
+        # Elementwise and per-row updates run in blocks of BLOCK elements, which have at most 4 bytes each (float32).
         piece_bytes = min(unit_bytes, 4 * BLOCK) if reach in ("element", "row") else unit_bytes
-        # A unit whose tensors depend on each other is one piece.
+        # A layer whose tensors depend on each other is one chunk.
         bytes_by_piece[stage if reach == "unit" else tensor] += piece_bytes
     return Counter(optimizer_state=4 * max(bytes_by_piece.values(), default=0))

@@ -1,13 +1,14 @@
-"""The compiler's final program, read from its text: `HloModule::ToString`, the same for TPU, GPU and CPU.
+"""Parses the compiler's final program from its text: `HloModule::ToString`, the same format for TPU, GPU and CPU.
 
-arrays.py       array types: bytes, memory space, padding of tiles
-computations.py instructions, and the computations that they are in
-module.py       how often each computation runs
+arrays.py       array types: bytes, memory space, tile padding
+computations.py instructions, and the computations that contain them
+module.py       run count of each computation
+walk.py         the executed instructions, with their run counts
 source.py       the line of Python that an instruction comes from
-trips.py        how often a loop runs
-flops.py        floating-point operations of matrix products
+trips.py        trip counts of loops
+flops.py        FLOPs of matrix products
 traffic.py      bytes that an instruction moves to and from memory
-collectives.py  bytes that a chip receives from others
+collectives.py  bytes that a chip receives from other chips
 host.py         transfers between device and host memory
 """
 

@@ -1,7 +1,7 @@
-"""Array types in a program's text: `bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}`.
+"""Parses array types in a program's text: `bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}`.
 
-The part in braces is the layout: dimensions from minor to major, tiles, and the memory space. On TPU space 0 (not
-written) is HBM, 1 is the vector memory on the chip (VMEM), 5 is host memory.
+The part in braces is the layout: dimensions from minor to major, tiles, and the memory space. On TPU, space 0 (omitted
+in the text) is HBM, 1 is the on-chip vector memory (VMEM), and 5 is host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 HBM = 0
 VMEM = 1
 HOST = 5
-# The names of all other types end in the number of their bits.
+# The names of all other types end in their number of bits.
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -39,7 +39,7 @@ class Array(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An array type with its memory space, and the bytes that it takes up there: tiles are padded."""
+    """An array type with its memory space and the bytes that it occupies there, including tile padding."""
 
     array: Array
     space: int
@@ -47,24 +47,24 @@ class Placed(NamedTuple):
 
 
 def element_bits(dtype: str) -> int:
-    """Bits of one element; 32 for types that hold no numbers (token, opaque)."""
+    """Return the bits of one element; 32 for types that hold no numbers (token, opaque)."""
     digits = "".join(filter(str.isdigit, dtype))
     return _BITS.get(dtype) or int(digits or 32)
 
 
 @lru_cache(maxsize=65536)
 def placed(text: str) -> tuple[Placed, ...]:
-    """All array types in a piece of text, in order, with their places."""
+    """Return all array types in a text, in order, with their memory spaces and padded sizes."""
     return tuple(_placed(dtype, _numbers(dims), layout) for dtype, dims, layout in _SHAPE.findall(text))
 
 
 def arrays(text: str) -> list[Array]:
-    """All array types in a piece of text, in order."""
+    """Return all array types in a text, in order."""
     return [placed_array.array for placed_array in placed(text)]
 
 
 def bytes_in(text: str, *spaces: int) -> int:
-    """Bytes, padded, of all arrays in a piece of text that are in one of the memory spaces."""
+    """Return the padded bytes of all arrays in a text that are in one of the memory spaces."""
     total = 0
     for placed_array in placed(text):
         if placed_array.space in spaces:
@@ -78,7 +78,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _placed(dtype: str, dims: tuple[int, ...], layout: str) -> Placed:
     match = _SPACE.search(layout)
-    # HBM is not written.
+    # HBM is omitted in the text.
     space = int(match[1]) if match else HBM
     padded_bytes = math.prod(_padded(dims, layout)) * element_bits(dtype) // 8
     array = Array(dtype, dims, on_host=space == HOST)
@@ -86,17 +86,16 @@ def _placed(dtype: str, dims: tuple[int, ...], layout: str) -> Placed:
 
 
 def _padded(dims: tuple[int, ...], layout: str) -> list[int]:
-    """The dimensions, the minor ones rounded up to whole tiles.
+    """Return the dimensions, with the minor ones rounded up to whole tiles.
 
-    Only the first tile counts: those behind it, `(2,1)` in T(8,128)(2,1), divide it and add nothing.
+    Only the first tile matters: later ones, such as `(2,1)` in T(8,128)(2,1), subdivide it and add no padding.
     """
     padded = list(dims)
     minor_to_major = [int(axis) for axis in layout.split(":")[0].split(",") if axis.strip().isdigit()]
     tile = _TILE.search(layout)
     if tile:
         sizes = [int(size) for size in tile.groups() if size]
-        # A tile's sizes are written from major to minor, the last of them along the minor
-        # dimension.
+        # A tile's sizes are listed from major to minor; the last one is along the most minor dimension.
         for axis, size in zip(minor_to_major, reversed(sizes), strict=False):
             padded[axis] = -(-dims[axis] // size) * size
     return padded

@@ -1,10 +1,11 @@
-"""Bytes that a chip receives from other chips.
+"""Finds a program's collectives and the bytes that a chip receives from other chips.
 
-A collective is synchronous where nothing else runs until it is done. It is asynchronous where it is started and waited
-for by two instructions, `call-start` among them, which gives it to a SparseCore; or where a chain of fusions takes its
-steps beside matrix products (the TPU compiler's "async collective fusion"; all of a chain's fusions name one channel,
-so a channel counts once). And it is fused where a fusion first reduces and then scatters ("all-reduce-scatter"): one
-operation, during which nothing else runs.
+A collective has one of three modes:
+  sync: nothing else runs until it is done.
+  async: separate instructions start it and wait for it, including `call-start`, which runs it on a SparseCore; or a
+    chain of fusions runs its steps next to matrix products (the TPU compiler's "async collective fusion"; all fusions
+    of a chain name the same channel, so a channel counts once).
+  fused: one fusion first reduces and then scatters ("all-reduce-scatter"), and nothing else runs meanwhile.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: all-gather, all-reduce, ...
-        mode: see above.
+        mode: sync, fused or async; see the module's docstring.
         instruction: the collective itself.
-        scheduled: the instruction that the program executes: the collective, or the fusion around it.
-        last: of an asynchronous one, the instruction of the schedule by which it has to be through; else as scheduled.
-        runs: how often it runs in a step.
-        bytes_received: by one chip, each time.
+        scheduled: the instruction that the program executes: the collective, or the fusion that contains it.
+        last: for an asynchronous collective, the scheduled instruction by which it has to be done; else `scheduled`.
+        runs: number of runs in one execution of the program.
+        bytes_received: bytes that one chip receives in each run.
     """
 
     kind: str
@@ -58,19 +59,19 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of what is sent."""
+        """Dtype of the transferred data; "?" if unknown."""
         result_arrays = arrays(self.instruction.type)
         return result_arrays[0].dtype if result_arrays else "?"
 
 
 def kind_of(instruction: Instruction) -> str:
-    """The kind of collective that an instruction is or starts; "" if none."""
+    """Return the kind of collective that an instruction is or starts; "" if none."""
     name = instruction.opcode.removesuffix("-start")
     return name if name in KINDS else ""
 
 
 def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The collectives that an instruction is, starts, or has in what it calls."""
+    """Yield the collectives that an instruction is, starts, or contains in the computations that it calls."""
     if kind_of(instruction):
         yield instruction
     elif instruction.opcode in ("fusion", "call", "async-start", "call-start"):
@@ -81,7 +82,7 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 
 
 def collectives(module: Module) -> list[Collective]:
-    """All collectives that the program executes, each channel once for every computation that it is in."""
+    """Return all collectives that the program executes; each channel counts once per computation."""
     by_identity: dict[tuple[str, ...], Collective] = {}
     identity_by_start: dict[str, tuple[str, ...]] = {}
     for instruction, runs in executed(module):
@@ -93,7 +94,7 @@ def collectives(module: Module) -> list[Collective]:
         for inner in inside(module, instruction):
             channel = _number(inner, r"channel_id=(\d+)")
             chain = _number(inner, r'chain_id="(\d+)"')
-            # The steps of a chain have names of their own, and one channel.
+            # The steps of a chain have different names but the same channel.
             name = inner.name if inner is instruction else ""
             identity = (instruction.computation, channel, chain, name)
             earlier = by_identity.get(identity)
@@ -101,7 +102,7 @@ def collectives(module: Module) -> list[Collective]:
                 by_identity[identity] = _collective(module, inner, instruction, runs)
                 identity_by_start[instruction.name] = identity
             elif earlier.scheduled is not instruction:
-                # This is a further step of a chain.
+                # This is a later step of a chain.
                 by_identity[identity] = earlier._replace(last=instruction)
             elif earlier.instruction is inner:
                 # The computation is called from several places.
@@ -115,7 +116,7 @@ def _number(instruction: Instruction, pattern: str) -> str:
 
 
 def _mode(instruction: Instruction) -> Mode:
-    """How a collective runs, by the instruction of the schedule that it is or is in."""
+    """Return the mode of a collective, given the scheduled instruction that is or contains it."""
     if kind_of(instruction):
         return "async" if instruction.opcode.endswith("-start") else "sync"
     is_fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.called("calls")
@@ -132,7 +133,7 @@ def _collective(
     mode = _mode(scheduled)
     received = _received(module, instruction)
     if mode == "fused" and kind == "all-reduce":
-        # The part that is not scattered to this chip never arrives.
+        # Of the all-reduce, only the scatter half arrives: this chip receives only its own part of the result.
         kind = "reduce-scatter"
         received = received / 2
     return Collective(
@@ -147,26 +148,26 @@ def _collective(
 
 
 def _received(module: Module, instruction: Instruction) -> float:
-    """Bytes that one chip receives: in a ring of n, n-1 parts of n of the array; an all-reduce goes round twice."""
+    """Return the bytes that one chip receives in a ring of n: (n-1)/n of the array, for an all-reduce twice that."""
     kind = kind_of(instruction)
     size = group_size(instruction)
     operands = module.operands(instruction)
     operand_bytes = sum(operand.num_bytes for operand in operands)
     if kind == "all-gather":
-        # The operand is one chip's part.
+        # The operand is one chip's shard.
         return operand_bytes * (size - 1)
     if kind == "reduce-scatter" or kind == "all-to-all":
         return operand_bytes * (size - 1) / size
     if kind == "all-reduce":
         return 2 * operand_bytes * (size - 1) / size
     if kind == "collective-permute" and operands:
-        # Further operands are the places that it writes to.
+        # Further operands are the buffers that it writes to.
         return operands[0].num_bytes
     return operand_bytes
 
 
 def group_size(instruction: Instruction) -> int:
-    """How many chips take part together; 1 if the text does not say."""
+    """Return the number of chips in one group of a collective; 1 if the text does not contain it."""
     if match := _MESH_GROUPS.search(instruction.attributes):
         size_by_axis = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         group_axes = re.findall(r"'(\w+)'", match[2])

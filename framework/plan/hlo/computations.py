@@ -1,6 +1,6 @@
-"""What a program's text says: instructions, in computations, which call each other.
+"""Parses a program's text into instructions, grouped by computations that call each other.
 
-Only what is needed is read.
+Only the parts that the planner needs are read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from framework.plan.hlo.arrays import arrays
 from framework.plan.hlo.source import SourceLine, Sources
 
 NAMES = re.compile(r"%([\w.\-<>]+)")
-# The groups are ROOT, name, type, opcode, operands (whose own brackets are not nested) and
-# attributes.
+# The groups are ROOT, name, type, opcode, operands (which may contain one level of brackets) and attributes.
 _INSTRUCTION = re.compile(
     r"  (ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)", flags=re.DOTALL
 )
@@ -25,7 +24,7 @@ _CYCLES = re.compile(r'estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation: its name, type and opcode as text, the names of its operands, and what follows them."""
+    """One operation: its name, type and opcode as text, the names of its operands, and the attributes after them."""
 
     name: str
     type: str
@@ -36,42 +35,42 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """Its place in the traced program, `jit(step)/jvp(stack)/while/body/.../mul`; "" if unknown."""
+        """Its scope in the traced program, `jit(step)/jvp(stack)/while/body/.../mul`; "" if unknown."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         # XLA escapes the quotes in names such as state['ema'].
         return match[1].replace("\\'", "'") if match else ""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that it returns, without padding."""
+        """Bytes of all arrays that it returns, excluding padding."""
         return sum(array.num_bytes for array in arrays(self.type))
 
     @cached_property
     def estimated_cycles(self) -> int | None:
-        """The cycles that the TPU's compiler takes it to need, by its cost model for fusions; None if unsaid."""
+        """Cycles estimated by the TPU compiler's cost model for fusions; None if there is no estimate."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match else None
 
     def attribute(self, key: str) -> str:
-        """The name or number after `key=`, such as the computation that it `calls`; "" if there is none."""
+        """Return the name or number after `key=`, such as the computation that it `calls`; "" if there is none."""
         match = re.search(rf"\b{key}=%?([\w.\-<>]+)", self.attributes)
         return match[1] if match else ""
 
     def called(self, role: str) -> str:
-        """The computation that it uses as "body", "condition" or "calls"; "" if none."""
+        """Return the computation that it uses as "body", "condition" or "calls"; "" if none."""
         match = re.search(rf"{role}=%([\w.\-<>]+)", self.attributes)
         return match[1] if match else ""
 
 
 class Computations:
-    """A parsed program, with or without a schedule: its instructions, by the computations that they are in.
+    """A parsed program, with or without a schedule: its instructions, grouped by computation.
 
     Attributes:
-        text: what was parsed.
-        instructions: all of them, by name.
+        text: the parsed text.
+        instructions: {name: instruction} of all instructions.
         computations: {computation: its instructions}.
         roots: {computation: name of its result}.
-        entry: the computation that the program starts with.
+        entry: name of the computation that the program starts with.
         parameters: {instruction name: op_name} of the entry's arguments, which jax names `state['ema']['embed']`.
         loops: {computation: the while instruction whose body it is}.
     """
@@ -120,44 +119,44 @@ class Computations:
             self.roots[computation] = name
 
     def root(self, computation: str) -> Instruction | None:
-        """The instruction whose result is the computation's; None if the text has none."""
+        """Return the instruction that computes the result of a computation; None if the text has none."""
         return self.instructions.get(self.roots.get(computation, ""))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that made its operands."""
+        """Return the instructions that produce an instruction's operands."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions in a fusion; empty for anything else."""
+        """Return the instructions in a fusion; [] for anything else."""
         if instruction.opcode != "fusion":
             return []
         return self.computations.get(instruction.called("calls"), [])
 
     @cached_property
     def _sources(self) -> Sources:
-        # The tables stand in front of the first computation, which may be the entry.
+        # The tables come before the first computation, which may be the entry.
         tables, _, _ = self.text.partition("\n%")
         tables, _, _ = tables.partition("\nENTRY")
         return Sources(tables.splitlines())
 
     def source(self, instruction: Instruction) -> SourceLine | None:
-        """The line of Python that an instruction comes from; None if the text does not say."""
+        """Return the line of Python that an instruction comes from; None if the text does not contain it."""
         return self._sources.line_of(instruction.attributes)
 
     def branches(self, conditional: Instruction) -> list[str]:
-        """The computations that a conditional chooses between."""
+        """Return the computations that a conditional chooses between."""
         branch_list = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
         if branch_list:
             return NAMES.findall(branch_list[1])
-        # A conditional on a boolean has two branches with names of their own.
+        # A conditional on a boolean has two separately named branches.
         return [conditional.called(role) for role in ("true_computation", "false_computation")]
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """The lines of computations, with the pieces of an instruction that goes over several lines joined.
+    """Yield the lines of computations, joining instructions that span several lines.
 
-    The metadata of a Pallas kernel is such: `frontend_attributes={kernel_metadata={` and what is in it begin lines of
-    their own, one of them with a brace.
+    The metadata of a Pallas kernel spans several lines: `frontend_attributes={kernel_metadata={` and its contents start
+    on separate lines, and one of them starts with a brace.
     """
     pieces: list[str] = []
     for line in text.splitlines():

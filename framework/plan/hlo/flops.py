@@ -1,8 +1,9 @@
-"""Floating-point operations of matrix products and convolutions; a multiply-add counts 2.
+"""Counts the FLOPs of matrix products and convolutions; a multiply-add counts 2.
 
-The TPU's compiler writes every matrix product as a convolution. A contracted dimension is then the kernel's input
-feature or a window as large as the dimension; a batch dimension is a window of which each result uses one place. So
-places that really meet are counted, as XLA's own cost analysis does (xla/service/hlo_cost_analysis.cc).
+The TPU compiler writes every matrix product as a convolution. A contracted dimension is then the kernel's input feature
+or a window as large as the dimension; a batch dimension is a window in which each result uses only one position. So the
+count includes only window positions that meet an input element, as in XLA's own cost analysis
+(xla/service/hlo_cost_analysis.cc).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 
 class Flops:
-    """The matrix products of a program, by instruction.
+    """FLOPs of a program's matrix products, by instruction.
 
-    Loops count nothing by themselves, as their bodies' instructions are asked for one by one.
+    A loop itself counts as 0, because callers ask for the instructions in its body one by one.
     """
 
     def __init__(self, module: Module):
@@ -34,7 +35,7 @@ class Flops:
         self._of_computation: dict[str, int] = {}
 
     def of(self, instruction: Instruction) -> int:
-        """FLOPs of one instruction, and of all that it calls but loops and branches."""
+        """Return the FLOPs of one instruction and of everything that it calls, except loops and branches."""
         if instruction.opcode == "convolution":
             return _convolution(self._module, instruction)
         if instruction.opcode == "dot":
@@ -48,7 +49,10 @@ class Flops:
         return 0
 
     def product(self, instruction: Instruction) -> Instruction | None:
-        """The largest matrix product in a fusion, whose name says more than that of the fusion's last operation."""
+        """Return the largest matrix product in a fusion; None if there is none.
+
+        Its name is more informative than that of the fusion's last operation.
+        """
         products = list(self._products(instruction))
         return max(products, key=self.of, default=None)
 
@@ -106,12 +110,11 @@ def _convolution(module: Module, convolution: Instruction) -> int:
     kernel_dims = _operand_dims(module, convolution, 1)
     result_dims = arrays(convolution.type)[0].dims
     multiplied = 1
-    # Labels are digits for spatial dimensions; the others of the result are batch and output
-    # features.
+    # Digits label spatial dimensions; the other dimensions of the result are batch and output features.
     for label, size in zip(result_labels, result_dims, strict=True):
         if not label.isdigit():
             multiplied *= size
-    # Input features of the kernel are those of one group.
+    # The kernel's input features are those of one feature group.
     for label, size in zip(kernel_labels, kernel_dims, strict=True):
         if label == "i":
             multiplied *= size
@@ -125,7 +128,7 @@ def _convolution(module: Module, convolution: Instruction) -> int:
 
 
 def _windows(attributes: str) -> list[_Window]:
-    """The spatial dimensions of a convolution, from `window={size=3x3 stride=2x2 pad=1_1x1_1 lhs_dilate=2x2}`."""
+    """Parse the spatial dimensions of a convolution from `window={size=3x3 stride=2x2 pad=1_1x1_1 lhs_dilate=2x2}`."""
     match = _WINDOW.search(attributes)
     fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", match[1])) if match else {}
     sizes = fields["size"].split("x") if fields.get("size") else []
@@ -133,8 +136,8 @@ def _windows(attributes: str) -> list[_Window]:
     def numbers(key: str, default: str) -> list[str]:
         return fields[key].split("x") if key in fields else [default] * len(sizes)
 
-    # Padding is written for both ends; how much there is at the high end follows from the result's
-    # size.
+    # The text gives the padding at both ends; only the low end is needed, because the high end
+    # follows from the result's size.
     low_pads = [pad.split("_")[0] for pad in numbers("pad", "0_0")]
     strides = numbers("stride", "1")
     input_dilations = numbers("lhs_dilate", "1")
@@ -153,31 +156,32 @@ def _windows(attributes: str) -> list[_Window]:
 
 
 def _meetings(places: int, length: int, window: _Window) -> int:
-    """How many pairs of a result's place and a place in the window meet an element of the input.
+    """Count the pairs of a result position and a window position that meet an element of the input.
 
     Args:
-        places: of the result, along this dimension.
-        length: of the input, along this dimension.
+        places: size of the result along this dimension.
+        length: size of the input along this dimension.
+        window: the window along this dimension.
     """
     stride = window.stride
     dilation = window.input_dilation
     is_plain = window.pad_low == 0 and dilation == 1 and window.kernel_dilation == 1
     if is_plain and (places - 1) * stride + window.size <= length:
         return places * window.size
-    # Dilation makes holes between the elements, of which this is the last one's position.
+    # Dilation makes holes between the elements; this is the position of the last element.
     end = (length - 1) * dilation
     common = math.gcd(stride, dilation)
-    # One in so many places meets an element, the others meet holes.
+    # One of every `period` positions meets an element, the others meet holes.
     period = dilation // common
     total = 0
     for offset in range(window.size):
         shift = offset * window.kernel_dilation - window.pad_low
-        # At such an offset all places meet holes.
+        # At such an offset all positions meet holes.
         if shift % common:
             continue
         lowest = max(0, -(shift // stride))
         highest = min(places - 1, (end - shift) // stride)
-        # The first place that meets an element solves place * stride + shift = 0 modulo dilation.
+        # The first position that meets an element solves position * stride + shift = 0 modulo dilation.
         inverse = pow(stride // common, -1, period) if period > 1 else 0
         first = (-shift // common) * inverse % period
         if lowest > first:

@@ -1,6 +1,6 @@
-"""Transfers between device and host memory, and which way they go.
+"""Finds transfers between device and host memory, and their direction.
 
-A program names memory spaces on TPU only; elsewhere nothing is found here.
+Only TPU programs name memory spaces; in other programs this module finds nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")
 _UPDATES = ("dynamic-update-slice-start", "dynamic-update-slice")
 _STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start")
 _AT_ONCE = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "fusion")
-# Indices and the like are no transfer.
+# Smaller results, such as indices, do not count as transfers.
 _LEAST_BYTES = 64
 
 
 class HostTransfer(NamedTuple):
-    """Bytes, tiles padded, that an instruction moves one way; `waits` if nothing else runs until it is done."""
+    """Bytes, including tile padding, that an instruction moves; `waits` if nothing else runs until it is done."""
 
     direction: Direction
     num_bytes: int
@@ -29,7 +29,7 @@ class HostTransfer(NamedTuple):
 
 
 def transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
-    """The transfer to or from host memory that an instruction is or starts; None if it moves nothing."""
+    """Return the transfer to or from host memory that an instruction is or starts; None if it moves nothing."""
     if instruction.opcode not in _STARTS + _AT_ONCE:
         return None
     waits = instruction.opcode in _AT_ONCE
@@ -38,7 +38,7 @@ def transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
     if not reads_host and not bytes_in(instruction.type, HOST):
         return None
     if instruction.opcode in _UPDATES and len(operands) > 1:
-        # Of the array that is updated nothing moves but the update.
+        # Only the update moves, not the array that is updated.
         into_host = bool(bytes_in(operands[0].type, HOST))
         update = _largest(operands[1])
         from_host = update.space == HOST
@@ -49,18 +49,18 @@ def transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
     if not operands or not results:
         return None
     source = _largest(operands[0])
-    # What starts a transfer has its operands among its results, before or behind where it goes to.
+    # A start instruction also returns its operands, before or after the destination.
     is_from_host = source.space == HOST
     destinations = [result for result in results if (result.space == HOST) != is_from_host]
     if not destinations:
         return None
-    # A slice is smaller than its source, an array that it is written into is larger than it.
+    # A slice is smaller than its source, and smaller than an array that it is written into.
     moved_bytes = min(array.padded_bytes for array in (*destinations, source))
     return HostTransfer("from host" if is_from_host else "to host", moved_bytes, waits)
 
 
 def finished(instruction: Instruction) -> str:
-    """The instruction that started what this one waits for; "" if it waits for nothing."""
+    """Return the name of the instruction that started the transfer that this one waits for; "" if there is none."""
     is_done = instruction.opcode.endswith("-done") and instruction.operands
     return instruction.operands[0] if is_done else ""
 

@@ -1,4 +1,4 @@
-"""A program and how often each of its computations runs."""
+"""A parsed program and the run count of each of its computations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 
 
 class Module(Computations):
-    """A parsed program, with or without a schedule, and how often everything in it runs."""
+    """A parsed program, with or without a schedule, and the run counts of its parts."""
 
     def trip_count(self, loop: Instruction) -> int:
-        """How often a loop runs; 1 where its text does not tell."""
+        """Return the trip count of a loop; 1 if its text does not contain it."""
         return trip_count(self, loop) or 1
 
     @cached_property
     def unknown_loops(self) -> list[Instruction]:
-        """The loops whose text does not tell how often they run; they count once."""
+        """Loops whose trip count is not known from the text; they count once."""
         return [loop for loop in self.loops.values() if trip_count(self, loop) is None]
 
     @cached_property
@@ -32,7 +32,7 @@ class Module(Computations):
 
     @cached_property
     def _callers(self) -> dict[str, list[tuple[str, int]]]:
-        """{computation: [(the computation that calls it, how often)]}"""
+        """{computation: [(calling computation, number of calls per run of it)]}."""
         callers: dict[str, list[tuple[str, int]]] = {}
         for i in self.instructions.values():
             for role, names in _CALLED.findall(i.attributes):
@@ -42,21 +42,21 @@ class Module(Computations):
         return callers
 
     def runs(self, computation: str) -> int:
-        """How often a computation runs in one execution of the program."""
+        """Return the number of times a computation runs in one execution of the program."""
         if computation not in self._runs:
             callers = self._callers.get(computation, [])
             self._runs[computation] = sum(self.runs(caller) * times for caller, times in callers)
         return self._runs[computation]
 
     def collective_bytes(self) -> dict[str, int]:
-        """Bytes that a device takes part in moving, by kind of collective: the larger of operand and result."""
+        """Return the bytes that a device exchanges, by kind of collective: the larger of operands and results."""
         bytes_by_channel: dict[tuple[str, str], int] = {}
         for instruction in self.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
             runs = self.runs(instruction.computation) if kind in _COLLECTIVES else 0
             if runs:
                 channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-                # An asynchronous collective may be written down twice, with one channel.
+                # An asynchronous collective may appear twice in the text, with the same channel.
                 key = (kind, channel[1] if channel else instruction.name)
                 size = self._exchanged_bytes(instruction)
                 bytes_by_channel[key] = max(bytes_by_channel.get(key, 0), size * runs)
@@ -71,13 +71,13 @@ class Module(Computations):
             if name in self.instructions:
                 operand_bytes += self.instructions[name].num_bytes
         result_bytes = collective.num_bytes
-        # An instruction that starts an asynchronous collective has its operands among its results.
+        # An instruction that starts an asynchronous collective returns its operands too.
         if collective.opcode.endswith("-start"):
             result_bytes -= operand_bytes
         return max(operand_bytes, result_bytes)
 
     def host_bytes(self) -> int:
-        """Bytes that cross between device and host memory, both directions; 0 where the text names no memory spaces."""
+        """Return the bytes moved between device and host memory, both ways; 0 if the text has no memory spaces."""
         total = 0
         for instruction in self.instructions.values():
             is_move = instruction.opcode in ("copy", "copy-start", "dynamic-update-slice", "dynamic-slice")
@@ -88,7 +88,7 @@ class Module(Computations):
             result_arrays = arrays(instruction.type)
             if not source_arrays or not result_arrays:
                 continue
-            # The first result of what starts a copy is its destination.
+            # The first result of a copy-start is its destination.
             result = result_arrays[0]
             if result.on_host != source_arrays[0].on_host:
                 total += result.num_bytes * self.runs(instruction.computation)

@@ -1,8 +1,8 @@
-"""The line of Python that an instruction comes from.
+"""Finds the line of Python that an instruction comes from.
 
-XLA writes it in one of two ways. jax 0.10 and later: tables at the top of the text (file names, places in them, and
-frames that have a place and a caller), and `stack_frame_id=7` at the instruction. Before, and where tables are switched
-off: `source_file="..." source_line=78` at the instruction.
+XLA writes it in one of two ways. In jax 0.10 and later, there are tables at the top of the text (file names, locations
+in files, and frames with a location and a caller), and instructions have `stack_frame_id=7`. In earlier versions, and
+if the tables are switched off, instructions have `source_file="..." source_line=78`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LIBRARY = ("/site-packages/", "/dist-packages/")
 
 
 class SourceLine(NamedTuple):
-    """A file and a line in it, counted from 1."""
+    """A file and a line number in it, counted from 1."""
 
     file: str
     line: int
@@ -31,10 +31,10 @@ class _Frame(NamedTuple):
 
 
 class Sources:
-    """The tables of one program."""
+    """The source tables of one program."""
 
     def __init__(self, lines: list[str]):
-        """Reads the tables from the lines that come before the first computation."""
+        """Read the tables from the lines before the first computation."""
         files: dict[int, str] = {}
         places: dict[int, SourceLine] = {}
         frames: dict[int, _Frame] = {}
@@ -50,25 +50,25 @@ class Sources:
             elif table == "StackFrames" and (match := _FRAME.match(line)):
                 place = places.get(int(match[2]), SourceLine("", 0))
                 frames[int(match[1])] = _Frame(place, int(match[3] or 0))
-        # The first frame has no caller. XLA writes callers counted from 1 there, frames from 0: it
-        # then names itself.
+        # The first frame has no caller. If it names itself, XLA counts callers from 1 and frames
+        # from 0, so callers need a shift.
         shift = 1 if 1 in frames and frames[1].caller == 1 else 0
         self._frames: dict[int, _Frame] = {}
         for number, frame in frames.items():
             self._frames[number] = _Frame(frame.place, frame.caller - shift)
 
     def line_of(self, attributes: str) -> SourceLine | None:
-        """The innermost line that is not in an installed package, or else the innermost; None if nothing is known.
+        """Return the innermost line outside installed packages, or else the innermost line; None if unknown.
 
         Args:
-            attributes: of the instruction.
+            attributes: text of the instruction's attributes.
         """
         if inline := _INLINE.search(attributes):
             return SourceLine(inline[1], int(inline[2] or 0))
         frame_id = _FRAME_ID.search(attributes)
         number = int(frame_id[1]) if frame_id else 0
         innermost = None
-        # A table with a circle of callers would never end.
+        # Guard against a cycle of callers in the table.
         visited: set[int] = set()
         while number in self._frames and number not in visited:
             visited.add(number)

@@ -1,7 +1,7 @@
-"""Bytes that an instruction moves to and from memory, tiles padded.
+"""Counts the bytes that an instruction moves to and from memory, including tile padding.
 
-What counts: the arrays that it reads and writes whole; of a slice taken from a larger array the slice; of an update in
-place the update. Fused intermediates count nothing: they are never stored.
+Arrays that are read or written whole count fully; a slice of a larger array counts only the slice, and an in-place
+update only the update. Fused intermediates count as 0, because they are never stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from framework.plan.hlo.module import Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _VIEWS = ("bitcast", "tuple")
-# The instruction that reads a value, and which of its operands the value is.
+# The instruction that reads a value, and the index of the value among its operands.
 _Use = tuple[Instruction, int]
 
 
@@ -24,11 +24,11 @@ class Traffic:
         self._uses: dict[str, dict[str, list[_Use]]] = {}
 
     def hbm_bytes(self, instruction: Instruction) -> int:
-        """Bytes of the chip's main memory."""
+        """Return the bytes moved to and from the chip's main memory."""
         if instruction.opcode == "fusion":
             return self._of_fusion(instruction)
         if instruction.opcode == "dynamic-update-slice":
-            # The update is read, and written into its place.
+            # The update is read and then written into the array.
             update = self._module.instructions[instruction.operands[1]]
             return 2 * _all_bytes(update.type)
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
@@ -37,7 +37,7 @@ class Traffic:
         return bytes_in(instruction.type, HBM) + sum(bytes_in(operand.type, HBM) for operand in operands)
 
     def vmem_bytes(self, instruction: Instruction) -> int:
-        """Bytes of the vector memory on the chip."""
+        """Return the bytes moved to and from the on-chip vector memory."""
         operands = self._module.operands(instruction)
         return bytes_in(instruction.type, VMEM) + sum(bytes_in(operand.type, VMEM) for operand in operands)
 
@@ -70,7 +70,7 @@ class Traffic:
         return total
 
     def _parameters(self, fusion: Instruction) -> dict[int, Instruction]:
-        """{index of the operand: the parameter that stands for it inside}"""
+        """Return {operand index: the parameter that represents it inside the fusion}."""
         parameters = {}
         for inner in self._module.fused(fusion):
             if inner.opcode == "parameter":
@@ -78,13 +78,13 @@ class Traffic:
         return parameters
 
     def _read(self, value: Instruction, size: int) -> int:
-        """Bytes that a computation reads of a value that is `size` bytes large."""
+        """Return the bytes that a computation reads of a value with `size` bytes."""
         total = 0
         for reader, index in self._uses_in(value.computation).get(value.name, []):
             if reader.opcode in _SLICES and index == 0:
                 total += _all_bytes(reader.type)
             elif reader.opcode == "dynamic-update-slice" and index == 0:
-                # The value is updated in place: nothing of it is read.
+                # The value is updated in place, so none of it is read.
                 continue
             elif reader.opcode in _VIEWS:
                 total += self._read(reader, size)
@@ -96,7 +96,7 @@ class Traffic:
         return min(total, size)
 
     def _written(self, value: Instruction) -> int:
-        """Bytes that storing a value costs."""
+        """Return the bytes that are written to store a value."""
         operands = self._module.operands(value)
         if value.opcode == "dynamic-update-slice":
             return _all_bytes(operands[1].type)
@@ -111,7 +111,7 @@ class Traffic:
         if computation not in self._uses:
             uses: dict[str, list[_Use]] = {}
             for instruction in self._module.computations[computation]:
-                # The operand of a parameter is its number, not a name.
+                # A parameter's operand is its number, not a name.
                 if instruction.opcode != "parameter":
                     for index, name in enumerate(instruction.operands):
                         uses.setdefault(name, []).append((instruction, index))

@@ -1,8 +1,9 @@
-"""How often a loop runs.
+"""Determines the trip count of a loop.
 
-The CPU's and the GPU's compiler note it. In a TPU's program it has to be read: the condition compares a number of the
-loop's carry with a bound, the body adds a step to it, and it has a first value. Not every loop counts from 0 by 1:
-loops of collective matrix products advance by 2, and loops whose first turn was peeled off begin at 1.
+The CPU and GPU compilers write it into the text. In a TPU program it has to be inferred: the condition compares a
+counter in the loop's carry with a bound, the body adds a step to the counter, and the counter has an initial value. Not
+every loop counts from 0 by 1: loops of collective matrix products advance by 2, and loops whose first iteration was
+peeled off start at 1.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _DEPTH = 32
 
 
 class _Affine(NamedTuple):
-    """A number of the carry plus a constant; a plain constant where `index` is None."""
+    """A carry element plus a constant; only the constant if `index` is None."""
 
     index: int | None
     offset: int
 
 
 class _Comparison(NamedTuple):
-    """A loop's condition: a number of the carry against a bound, which itself may still be reached."""
+    """A loop's condition: compares a counter in the carry with a bound; `inclusive` if it also runs at the bound."""
 
     counter: _Affine
     bound: _Affine
@@ -32,9 +33,9 @@ class _Comparison(NamedTuple):
 
 
 def trip_count(program: Computations, loop: Instruction) -> int | None:
-    """How often a loop runs; None where its text does not tell.
+    """Return the trip count of a loop; None if it cannot be inferred from the text.
 
-    A counter whose first value or step cannot be read is taken to begin at 0 and to go up by 1.
+    A counter whose initial value or step cannot be read is assumed to start at 0 and to advance by 1.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(noted[1])
@@ -43,7 +44,7 @@ def trip_count(program: Computations, loop: Instruction) -> int | None:
         return None
     counter = comparison.counter.index
     bound = comparison.bound
-    # A bound in the carry is one that the loop does not change.
+    # A bound in the carry is assumed to be constant during the loop.
     last = bound.offset if bound.index is None else _initial(program, loop, bound.index)
     if last is None:
         return None
@@ -60,7 +61,7 @@ def _comparison(program: Computations, condition: str) -> _Comparison | None:
     root = program.root(condition)
     arguments = ()
     if root is not None and root.opcode == "fusion":
-        # The comparison is in the fusion, whose parameters stand for its operands.
+        # The comparison is inside the fusion, whose parameters represent its operands.
         arguments = root.operands
         root = program.root(root.called("calls"))
     if root is None or root.opcode != "compare":
@@ -76,19 +77,19 @@ def _comparison(program: Computations, condition: str) -> _Comparison | None:
 
 
 def _step(program: Computations, loop: Instruction, counter: int) -> int:
-    """The number that a turn adds to a number of the carry; 1 if it cannot be read."""
+    """Return the amount that one iteration adds to a counter in the carry; 1 if it cannot be read."""
     body = program.root(loop.called("body"))
     if body is None or body.opcode != "tuple" or counter >= len(body.operands):
         return 1
     next_value = _affine(program, body.operands[counter])
     if next_value is None or next_value.index != counter:
         return 1
-    # A step of 0 was misread: the loop would never end.
+    # A step of 0 must be misread, because the loop would never end.
     return next_value.offset or 1
 
 
 def _initial(program: Computations, loop: Instruction, index: int) -> int | None:
-    """The constant that a number of the carry begins with."""
+    """Return the constant initial value of a carry element; None if it is not a known constant."""
     start = program.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index >= len(start.operands):
         return None
@@ -97,8 +98,8 @@ def _initial(program: Computations, loop: Instruction, index: int) -> int | None
         return None
     if value.index is None:
         return value.offset
-    # The loop is in another loop's body, which hands the number on. If it never changes, the outer
-    # loop's counts.
+    # The loop is in the body of another loop, which passes the value on. If the value never
+    # changes, the outer loop's initial value applies.
     outer = program.loops.get(loop.computation)
     root = program.root(loop.computation)
     if outer is None or root is None or root.opcode != "tuple":
@@ -116,10 +117,13 @@ def _affine(
     arguments: tuple[str, ...] = (),
     depth: int = 0,
 ) -> _Affine | None:
-    """A scalar in terms of the carry of the computation that it is in; None if it is anything else.
+    """Express a scalar in terms of the carry of its computation; None if that is not possible.
 
     Args:
-        arguments: inside of a fusion, the names of the fusion's operands.
+        program: the program.
+        name: name of the instruction that computes the scalar.
+        arguments: inside a fusion, the names of the fusion's operands.
+        depth: recursion depth.
     """
     instruction = program.instructions.get(name)
     if instruction is None or depth > _DEPTH:
@@ -148,7 +152,7 @@ def _element(
     arguments: tuple[str, ...],
     depth: int,
 ) -> _Affine | None:
-    """A number out of a tuple: of the carry, of a fusion with several results, or of a tuple made before."""
+    """Express an element of a tuple: of the carry, of a fusion with several results, or of a tuple instruction."""
     index = int(element.attribute("index"))
     source = program.instructions.get(element.operands[0])
     while source is not None and source.opcode == "opt-barrier":
@@ -167,7 +171,7 @@ def _element(
 
 
 def _sum(left: _Affine | None, right: _Affine | None, sign: int) -> _Affine | None:
-    """`left` plus or minus `right`; None if that is no number of the carry plus a constant."""
+    """Return `left` plus or minus `right`; None if the result is not a carry element plus a constant."""
     if left is None or right is None:
         return None
     if right.index is not None and (sign < 0 or left.index is not None):

@@ -1,4 +1,4 @@
-"""The instructions that a program executes, with how often: loops by their trip counts, of branches the longest."""
+"""Lists the instructions that a program executes, with run counts: loops by trip count, and only the longest branch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from framework.plan.hlo.module import Module
 
 
 class Executed(NamedTuple):
-    """An instruction, and how often it runs in one execution of the program."""
+    """An instruction, and the number of times it runs in one execution of the program."""
 
     instruction: Instruction
     runs: int
 
 
 def executed(module: Module, computation: str = "", runs: int = 1) -> Iterator[Executed]:
-    """The instructions that a computation (without a name: the program) executes, in the order of the text.
+    """Yield the instructions that a computation executes, in the order of the text.
 
-    Loops, branches and calls are replaced by what they execute; fusions are single instructions. A loop's condition
-    costs nothing worth counting.
+    Loops, branches and calls are replaced by the instructions that they execute; fusions are single instructions. Loop
+    conditions are ignored, because their cost is negligible.
+
+    Args:
+        module: the program.
+        computation: name of the computation; "" means the whole program.
+        runs: number of times the computation runs.
     """
     for instruction in module.computations.get(computation or module.entry, []):
         if instruction.opcode == "while":
@@ -34,7 +39,7 @@ def executed(module: Module, computation: str = "", runs: int = 1) -> Iterator[E
 
 
 def longest_branch(module: Module, conditional: Instruction) -> str:
-    """The branch with the most estimated cycles."""
+    """Return the branch of a conditional with the most estimated cycles."""
 
     def cycles(branch: str) -> int:
         total = 0

@@ -1,19 +1,19 @@
-"""How long a training step takes, by the final program, without the device.
+"""Estimates the time of a training step from its final program, without the device.
 
     parts.py          the estimate: seconds by what bounds them
-    compiled_time.py  of a compiled step, for whatever it was compiled for
-    tpu.py            of a program on TPU, by the compiler's cycles, which these count:
-        rates.py        what a chip can do, and what is assumed where nothing is published or measured
-        categories.py   what kind of work an instruction is
-        attention.py    floating-point operations of attention kernels
-        operations.py   each operation's time: the compiler's estimate, adjusted; its roof
-        timeline.py     the schedule played through: what compute hides of transfers to and from the host
-        count.py        all of it together
-    gpu.py            of a program on a GPU, by a roofline of its kernels, which gpu_kernels.py reads
-    cpu.py            of a program on CPU, by a roofline of its operations
-    closed_form.py    of a step that was never compiled, by the work that traced.py reads off the traced program
+    compiled_time.py  time of a compiled step on any target
+    tpu.py            time of a program on TPU, from the compiler's cycles; it uses:
+        rates.py        speeds of a chip, and assumptions for those that are neither published nor measured
+        categories.py   kinds of work
+        attention.py    FLOPs of attention kernels
+        operations.py   time of each operation: the compiler's estimate, adjusted, and its roofline bound
+        timeline.py     simulation of the schedule: how much of the transfers to and from the host compute hides
+        count.py        combines all of these
+    gpu.py            time of a program on a GPU, from a roofline of its kernels, which gpu_kernels.py reads
+    cpu.py            time of a program on CPU, from a roofline of its operations
+    closed_form.py    analytical estimate of a step that was not compiled, from the work that traced.py counts
 
-These are no measurements: docs/plan.md and docs/speed.md tell how to read them.
+These are estimates, not measurements: docs/plan.md and docs/speed.md explain how to read them.
 """
 
 from framework.plan.step_time.count import StepCount, count

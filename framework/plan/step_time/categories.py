@@ -1,4 +1,4 @@
-"""What kind of work an instruction of a TPU's program is."""
+"""Classifies the instructions of a TPU program by kind of work."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from framework.plan.step_time.attention import is_attention
 
 Category = Literal[
     "matmul",
-    # A matrix product with steps of a collective beside it.
+    # A matrix product fused with steps of a collective.
     "collective matmul",
     "attention",
     # Pallas kernels other than attention.
     "kernel",
     # Elementwise operations and reductions.
     "vector",
-    # Copies and changes of layout.
+    # Copies and layout changes.
     "copy",
-    # Slices of arrays, updates in place, gathers.
+    # Slices of arrays, in-place updates, gathers.
     "slice",
     "collective",
-    # Copies between HBM and VMEM, beside other work.
+    # Copies between HBM and VMEM that overlap with other work.
     "async copy",
     "host transfer",
     "custom call",
 ]
-# These are no work of the cores: their cost is counted by their bytes, elsewhere.
+# These categories are not work of the cores; their bytes are counted elsewhere.
 MOVED_BESIDE: tuple[Category, ...] = ("collective", "async copy", "host transfer")
-# For these the compiler's estimate is far too high.
+# The compiler's estimate is far too high for these categories.
 THIN: tuple[Category, ...] = ("vector", "copy", "slice")
 
 _ARITHMETIC = {
@@ -42,12 +42,12 @@ _ARITHMETIC = {
     "reduce-window", "rng-bit-generator", "rsqrt", "scatter", "select", "sine", "sort", "sqrt", "subtract", "tanh",
     "xor",
 }  # fmt: skip
-# Operations that compute indices or pick rows are no reason to call a fusion arithmetic.
+# These often only compute indices or pick rows, so they do not make a fusion with slices arithmetic.
 _OF_INDICES = {"add", "and", "clamp", "compare", "select"}
 _SLICES = {"dynamic-slice", "dynamic-update-slice", "gather"}
 _COPIES = {"copy", "transpose", "reshape", "concatenate", "pad", "slice", "broadcast"}
 _STARTS = {"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start"}
-# Names for values, constants, and the order of side effects.
+# These only name values, hold constants, or order side effects.
 _NO_WORK = {
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "iota", "opt-barrier",
     "parameter", "partition-id", "replica-id", "tuple",
@@ -58,15 +58,15 @@ _NO_WORK_CALLS = re.compile(
 
 
 def is_work(instruction: Instruction) -> bool:
-    """Whether an instruction takes time of its own."""
+    """Return whether an instruction itself takes time."""
     if instruction.opcode == "custom-call":
         return not _NO_WORK_CALLS.search(instruction.attributes)
     return instruction.opcode not in _NO_WORK and not instruction.opcode.endswith(("-done", "-update"))
 
 
 def category(module: Module, flops: Flops, instruction: Instruction) -> Category:
-    """The kind of work that an instruction is."""
-    # Fusions may move to the host too, so this question comes first.
+    """Return the kind of work of an instruction."""
+    # Fusions may be host transfers too, so check this first.
     if host.transfer(module, instruction):
         return "host transfer"
     if instruction.opcode == "fusion":
@@ -90,7 +90,7 @@ def category(module: Module, flops: Flops, instruction: Instruction) -> Category
 
 def _of_fusion(module: Module, flops: Flops, fusion: Instruction) -> Category:
     multiplies = flops.of(fusion) > 0
-    # The TPU's compiler names the steps of an asynchronous collective fusion so.
+    # The TPU compiler uses this name for the steps of an asynchronous collective fusion.
     is_step_of_collective = "async_collective" in fusion.name or "async_collective" in fusion.called("calls")
     if is_step_of_collective or any(collectives.inside(module, fusion)):
         return "collective matmul" if multiplies else "collective"
@@ -105,7 +105,7 @@ def _of_fusion(module: Module, flops: Flops, fusion: Instruction) -> Category:
 
 
 def _opcodes(module: Module, fusion: Instruction) -> Counter[str]:
-    """The opcodes of what a fusion is made of."""
+    """Count the opcodes inside a fusion, including nested fusions."""
     opcodes: Counter[str] = Counter()
     for inner in module.fused(fusion):
         if inner.opcode == "fusion":

@@ -1,4 +1,4 @@
-"""The time of a step by its work alone, before any compiler has seen it: for `--estimate`, and to rank settings."""
+"""Analytical estimate of a step's time from its work, without compiling: for `--estimate`, and to rank settings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ from framework.plan.step_time.traced import traced_work
 from framework.program.companion import Passes
 from framework.program.experiment import Experiment
 
-# Of the peak, what products reach in compiled steps by the compiler's own cycles (`tools.bench.tpu_time`): 0.80 of v5e
-# and 0.60 of v6e in Llama steps with attention; the others are taken to be as their like.
+# Fraction of the peak that matrix products reach in compiled steps, by the compiler's own cycles
+# (`tools.bench.tpu_time`): 0.80 on v5e and 0.60 on v6e in Llama steps with attention. The other TPUs are assumed to
+# match the most similar one of these.
 _PRODUCTS_REACHED = {"v6e": 0.6, "tpu7x": 0.6}
 _PRODUCTS_REACHED_BY_OTHERS = 0.8
-# Products hide most of what asynchronous collectives do; so much of their time shows all the same.
+# Matrix products hide most of the asynchronous collectives; this fraction of their time stays exposed.
 _LINKS_SHOWN = 0.1
-# Of the published rate of a chip's links, what collectives reach that nothing runs beside: a mesh axis is rings along
-# some of a slice's dimensions. By the final programs of Mixtral 8x7B and Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
+# Fraction of the published rate of a chip's links that synchronous collectives reach. It is below 1 because a mesh axis
+# forms rings along only some of a slice's dimensions. Values from the final programs of Mixtral 8x7B and
+# Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
 _WAITED_LINKS_REACHED = 0.44
-# What the backward pass can hide of the host link, as a part of the time of products: it is two thirds of them.
+# Host-link time that the backward pass can hide, as a fraction of the time of matrix products; the backward pass has
+# two thirds of these.
 _HIDDEN_BY_BACKWARD = 0.6
-# Of the time in which a unit's state comes or goes, what shows under memory.update = in_backward, where all of it is
-# asked for at once and where it comes in pieces. By the cycles of the final programs of Llama 2 7B on v5e-16, with one
-# and two sequences a chip: 0.38 and 0.32, and 1.59 and 1.56. In pieces both ways are used one after the other.
+# Exposed fraction of the time to move a layer's state one way under memory.update = in_backward: with the whole layer
+# prefetched, and with chunked updates. Values from the cycles of the final programs of Llama 2 7B on v5e-16, with one
+# and two sequences per chip: 0.38 and 0.32 with prefetch, 1.59 and 1.56 in chunks. In chunks, the two directions are
+# used one after the other, so the fraction exceeds 1.
 _SHOWN_WITH_PREFETCH = 0.35
 _SHOWN_IN_PIECES = 1.58
 _BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
@@ -44,16 +48,17 @@ class Work(NamedTuple):
     """The work of one device in a step.
 
     Attributes:
-        flops: of matrix products.
-        product_bytes: operands and results of products.
-        update_bytes: that the update reads and writes on the device.
-        received_bytes: from other devices.
-        host_bytes: to or from the host for the update, each way.
-        hidden_by: the part of the time of products that the link can be busy beside with these.
-        least_shown: of their time, what shows however long products take.
-        pass_host_bytes: to or from the host for the forward and backward passes, each way; products run beside these.
-        waited_host_bytes: to and from the host while nothing else runs.
-        waited_received_bytes: from other devices, of `received_bytes`, while nothing else runs.
+        flops: FLOPs of matrix products.
+        product_bytes: bytes of the operands and results of matrix products.
+        update_bytes: bytes that the update reads and writes in device memory.
+        received_bytes: bytes received from other devices.
+        host_bytes: bytes moved between device and host for the update, in each direction.
+        hidden_by: fraction of the time of matrix products during which the host link can move `host_bytes`.
+        least_shown: fraction of the time to move `host_bytes` that stays exposed however long products take.
+        pass_host_bytes: bytes moved between device and host for the forward and backward passes, in each direction,
+            while matrix products run.
+        waited_host_bytes: bytes moved to and from the host while nothing else runs.
+        waited_received_bytes: the part of `received_bytes` that arrives while nothing else runs.
     """
 
     flops: float
@@ -69,7 +74,7 @@ class Work(NamedTuple):
 
     @property
     def link_bytes(self) -> float:
-        """Bytes whose time the link between device and host takes: what moves both ways at once counts once."""
+        """Bytes that determine the time of the host link: bytes that move both ways at the same time count once."""
         return self.host_bytes + self.pass_host_bytes + self.waited_host_bytes
 
 
@@ -81,15 +86,15 @@ def work_of(
     device_flops: float,
     hosted_activations: int,
 ) -> Work:
-    """The work of a step.
+    """Return the work of one device in a step.
 
     Args:
-        experiment: what is trained.
-        sizes: of the mesh's axes.
-        layout: of the state while training.
-        traced: the gradients of one microbatch on one device.
-        device_flops: of a step on one device.
-        hosted_activations: bytes of one microbatch that wait in one device's host memory.
+        experiment: the experiment to train.
+        sizes: {mesh axis: size}.
+        layout: layout of the state during training.
+        traced: traced gradients of one microbatch on one device.
+        device_flops: FLOPs of a step on one device.
+        hosted_activations: bytes of one microbatch's offloaded activations, per device.
     """
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
@@ -102,7 +107,7 @@ def work_of(
     return Work(
         flops=device_flops,
         product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
-        # State and weights are read and written, gradients likewise.
+        # The update reads and writes state and weights, and gradients, which have the size of the weights.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
         host_bytes=_update_host_bytes(experiment, layout),
@@ -115,11 +120,11 @@ def work_of(
 
 
 def completing_work(passes: Passes, num_devices: int) -> Work:
-    """The work of one device while a companion completes the batch of a step.
+    """Return the work of one device while an auxiliary model completes the batch of a step.
 
     Args:
-        passes: of the companion.
-        num_devices: that share their FLOPs.
+        passes: forward passes of the auxiliary model.
+        num_devices: number of devices that share their FLOPs.
     """
     return Work(
         flops=passes.flops / num_devices,
@@ -127,17 +132,17 @@ def completing_work(passes: Passes, num_devices: int) -> Work:
         update_bytes=0.0,
         received_bytes=0.0,
         host_bytes=0.0,
-        # One program brings each layer between the one before it and its own products.
+        # The passes are one program, which fetches a layer after the previous layer's products, without overlap.
         waited_host_bytes=passes.moved_bytes,
     )
 
 
 def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
-    """Bytes that a device receives in a microbatch to put experts' weights together, and to add up their gradients.
+    """Return the bytes that a device receives per microbatch to gather experts' weights and to sum their gradients.
 
-    Their products are kernels, with which the TPU's compiler overlaps no collective. It gathers the weights for both
-    passes, and makes the sum of the gradients one all-reduce on v5p, where each device needs its shard alone: of
-    Mixtral 8x7B on 128 of them, by the final program, 87 GiB each of these four times.
+    The experts' products are kernels, and the TPU compiler does not overlap collectives with kernels. It gathers the
+    weights for both passes. On v5p it sums the gradients with an all-reduce, although each device needs only its shard,
+    so the sum counts twice. In the final program of Mixtral 8x7B on 128 v5p, each of these four is 87 GiB.
     """
     shards = sizes["fsdp"]
     gathers = 2
@@ -152,9 +157,10 @@ def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
 
 
 def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
-    """Bytes that a device receives in a step because replicas add up their gradients.
+    """Return the bytes that a device receives in a step to sum gradients over replicas.
 
-    What is cut over other axes than `data` is cut already; along `expert` all but experts have replicas.
+    Replicas are along `data` and, except for experts' weights, along `expert`. Along the other axes the weights are
+    already sharded.
     """
     received = 0.0
     for leaf in layout:
@@ -166,10 +172,10 @@ def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
 
 
 def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
-    """Bytes that a device receives in a step because heads and hidden units are cut over the axis `model`.
+    """Return the bytes that a device receives in a step because heads and hidden units are sharded over axis `model`.
 
-    The trace of one device leaves these out. Attention and MLP of each layer end in a sum over the axis, forward and
-    backward, and once more forward where a layer is recomputed.
+    The trace of one device does not include these. Attention and MLP of each layer end in an all-reduce over the axis,
+    in the forward and the backward pass, and once more if the layer is recomputed.
     """
     shards = sizes["model"]
     model = experiment.model
@@ -180,15 +186,18 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     data = experiment.data
     positions = data.global_batch_size * data.seq_len // (batch_shards(sizes) * sizes["seq"])
     activation_bytes = positions * model.dim * jnp.dtype(model.compute_dtype).itemsize
-    # In a ring a sum moves everything twice: parts are added up, and then passed on.
+    # A ring all-reduce moves everything twice: first a reduce-scatter, then an all-gather.
     return round(2 * (shards - 1) / shards * sums * activation_bytes)
 
 
 def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
-    """Bytes that come from the host for the update. No more go there, and both ways are used at once."""
+    """Return the bytes fetched from the host for the update.
+
+    The update writes back no more than that, and both directions are used at the same time.
+    """
     hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
     from_host = hosted["optimizer"] + hosted["ema"]
-    # The update takes weights once more, unless it is part of the backward pass.
+    # The update fetches the weights again, unless it is part of the backward pass.
     memory = experiment.memory
     if memory.update != "in_backward" and not memory.updates_at_once:
         from_host += hosted["parameter"]
@@ -196,11 +205,11 @@ def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
 
 
 class _PassBytes(NamedTuple):
-    """Bytes that move for the forward and backward passes of a step.
+    """Bytes that move between device and host for the forward and backward passes of a step.
 
     Attributes:
-        beside: each way, while products run.
-        waited: while nothing else runs.
+        beside: bytes in each direction while matrix products run.
+        waited: bytes in both directions while nothing else runs.
     """
 
     beside: float
@@ -208,18 +217,19 @@ class _PassBytes(NamedTuple):
 
 
 def _pass_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> _PassBytes:
-    """What weights, gradients and activations in host memory cost the passes.
+    """Return the bytes that the passes move for offloaded weights, gradients and activations.
 
-    Programs of layers carry them beside the next layer's products. In the loops of one program the compiler moves them
-    between one layer and the next: of a step of Llama 3 8B on 256 v5e, 6.6 s of 14.3 are waits for activations.
+    Per-layer programs overlap these transfers with the next layer's products. In the loops of a single program, the
+    compiler moves them between layers without overlap: in a step of Llama 3 8B on 256 v5e, 6.6 s of 14.3 s are waits
+    for activations.
     """
     hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
     memory = experiment.memory
     keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
     is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
     times = experiment.learner.accumulate * (2 if is_run_twice else 1)
-    # For each microbatch weights come for its forward and for its backward pass. Activations go and come; gradients
-    # go, and come to be added to, or for the update.
+    # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
+    # back. Gradients go to the host and come back to be accumulated or for the update.
     weights = 2 * (hosted["parameter"] + hosted["frozen"])
     both_ways = hosted_activations + hosted["gradient"]
     if memory.update == "layer_programs":
@@ -228,7 +238,7 @@ def _pass_bytes(experiment: Experiment, layout: StateLayout, hosted_activations:
 
 
 def _hidden_by(experiment: Experiment) -> float:
-    """The part of the time of products beside which the update's bytes can move."""
+    """Return the fraction of the time of matrix products during which the update's bytes can move."""
     memory = experiment.memory
     if memory.update == "layer_programs":
         return 1.0
@@ -236,7 +246,7 @@ def _hidden_by(experiment: Experiment) -> float:
 
 
 def _least_shown(experiment: Experiment) -> float:
-    """Of the time in which the update's bytes move, what shows however long products take."""
+    """Return the fraction of the update's transfer time that stays exposed however long matrix products take."""
     memory = experiment.memory
     if memory.update != "in_backward":
         return 0.0
@@ -244,13 +254,13 @@ def _least_shown(experiment: Experiment) -> float:
 
 
 def closed_form_time(work: Work, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
-    """The time of a step; None where the rates of the device are not published.
+    """Return the analytical estimate of a step's time; None if the rates of the device are not known.
 
     Args:
-        work: of one device.
-        spec: of the device.
-        num_devices: of the target.
-        dtype: of what products take.
+        work: work of one device.
+        spec: the accelerator in use.
+        num_devices: number of devices of the target.
+        dtype: dtype of the operands of matrix products.
     """
     if spec.platform == "tpu":
         return _on_tpu(work, spec)
@@ -325,13 +335,13 @@ def _time(
 
 
 def _shown_host_seconds(work: Work, update: float, passes: float, products: float) -> float:
-    """The seconds that the host link keeps a step waiting.
+    """Return the seconds that a step waits for the host link.
 
     Args:
-        work: of the step.
-        update: seconds of what the update moves.
-        passes: of what the forward and backward passes move.
-        products: of the products, beside which the link can be busy.
+        work: work of one device in the step.
+        update: seconds to move the update's bytes.
+        passes: seconds to move the bytes of the forward and backward passes.
+        products: seconds of matrix products, which can overlap with the transfers.
     """
     shown_in_passes = max(0.0, passes - products)
     left_products = max(0.0, work.hidden_by * products - passes)

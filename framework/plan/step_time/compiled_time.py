@@ -1,4 +1,4 @@
-"""The estimated time of a compiled step, for whatever it was compiled for."""
+"""Estimates the time of a compiled step on any target."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _UNPROVEN = "never compared with a run"
 
 
 class _Run(NamedTuple):
-    """A program of a step, and how often it runs."""
+    """A program of a step, and the number of times it runs."""
 
     compiled: Compiled
     runs: int
 
 
 def time_of(calls: Sequence[Compiled], target: Target, peak_bytes: int) -> StepTime | None:
-    """The time of a step; None where the rates of the target are not known, or the compiler left no text.
+    """Return the time of a step; None if the rates of the target are unknown or there is no program text.
 
     Args:
-        calls: the step's programs in order, each as often as it runs.
-        target: that they were compiled for.
-        peak_bytes: of one device.
+        calls: programs of the step in order, one entry per run.
+        target: the machine that they were compiled for.
+        peak_bytes: peak memory per device.
     """
     counts = Counter(map(id, calls))
     programs = [_Run(compiled, counts[id(compiled)]) for compiled in {id(call): call for call in calls}.values()]
@@ -52,7 +52,12 @@ def time_of(calls: Sequence[Compiled], target: Target, peak_bytes: int) -> StepT
 
 
 def rates_of(spec: AcceleratorSpec, cores: int) -> DeviceRates | None:
-    """The measured rates of a device, else the assumed ones; `cores` are those of a CPU."""
+    """Return the measured rates of a device, else assumed ones.
+
+    Args:
+        spec: the device.
+        cores: number of cores, for the assumed rates of a CPU.
+    """
     measured = store.load(spec.name)
     if measured is not None:
         return measured
@@ -73,7 +78,7 @@ def _on_cpu(programs: Sequence[_Run], target: Target, peak_bytes: int) -> StepTi
         others += runs * program_time.others
         copies += runs * program_time.collectives
         starts += runs
-    # The devices of a CPU are threads that share its cores, which were measured together.
+    # CPU devices are threads that share the cores, and the rates were measured with all cores together.
     num_devices = target.num_devices
     if rates.measured:
         basis = f"roofline of the program's operations, by rates measured on {rates.measured} (plimsoll calibrate)"
@@ -117,7 +122,13 @@ def _on_gpu(programs: Sequence[_Run], spec: AcceleratorSpec) -> StepTime | None:
 
 
 def _added(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis: str) -> StepTime:
-    """The step that runs such programs so often, on an accelerator."""
+    """Add up the times of a step's programs on an accelerator.
+
+    Args:
+        times: (time of one run, number of runs) of each program.
+        program_start: seconds that Python needs to start a program.
+        basis: sentence that describes the estimate.
+    """
     products = sum(runs * program.products for program, runs in times)
     others = sum(runs * program.others for program, runs in times)
     links = sum(runs * program.links for program, runs in times)
@@ -126,7 +137,7 @@ def _added(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis
     if starts == 1:
         host_waits = times[0][0].host_waits
     else:
-        # Programs that move state run beside those that compute: the schedule asks for it ahead.
+        # The schedule prefetches state, so programs that move it overlap with those that compute.
         host_seconds = sum(runs * program.host_seconds for program, runs in times)
         host_waits = max(0.0, host_seconds - device_seconds)
     return StepTime(
@@ -134,7 +145,7 @@ def _added(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis
         memory=others,
         links=links,
         host_link=host_waits,
-        # Python starts programs while the device works on earlier ones.
+        # Python starts programs while the device is still running earlier ones.
         python=max(0.0, starts * program_start - device_seconds - host_waits),
         basis=basis,
     )

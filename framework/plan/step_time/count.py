@@ -1,4 +1,4 @@
-"""The count of a step: its operations, collectives and host transfers, and how long it takes by them."""
+"""Counts the operations, collectives and host transfers of a TPU step, and estimates its time from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from framework.plan.step_time.timeline import Cost, Span, Timeline, play
 
 
 class Part(NamedTuple):
-    """A program that is a step, or one of a step's several programs, and how often it runs in a step."""
+    """A program of a step, which may have one or several, and the number of times it runs in the step."""
 
     module: Module
     runs: int
@@ -23,18 +23,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCount:
-    """The work of a step on one chip, and how long it takes.
+    """The work of a step on one chip, and its estimated time.
 
     Attributes:
-        rates: of the chip.
-        operations: of all programs; `runs` are those of a step.
-        collectives: likewise.
-        at_all_links: the timeline with the fastest collectives, asynchronous ones taken as hidden.
-        at_two_links: the timeline with the slowest collectives, asynchronous ones taken as hidden.
-        not_hidden_at_all_links: seconds that would be added if asynchronous collectives went one after the other over
-            the links, beside the operations between their start and their end.
-        not_hidden_at_two_links: likewise with the slowest collectives.
-        unknown_loops: loops that are counted once, as their text does not tell how often they run.
+        rates: rates of the chip.
+        operations: operations of all programs; their `runs` are per step.
+        collectives: collectives of all programs; their `runs` are per step.
+        at_all_links: timeline with the fastest collectives, assuming that asynchronous ones are hidden.
+        at_two_links: timeline with the slowest collectives, assuming that asynchronous ones are hidden.
+        not_hidden_at_all_links: seconds to add if asynchronous collectives share the links one after the other and
+            overlap only with the operations between their start and their end, at the speed of all links.
+        not_hidden_at_two_links: the same seconds at the speed of two links.
+        unknown_loops: number of loops that count once because their trip count is not known from the text.
     """
 
     rates: Rates
@@ -48,41 +48,41 @@ class StepCount:
 
     @property
     def low(self) -> float:
-        """Seconds of the step, at best."""
+        """Seconds of the step in the best case."""
         return self.at_all_links.seconds
 
     @property
     def high(self) -> float:
-        """Seconds of the step where collectives have two links only."""
+        """Seconds of the step if collectives have only two links."""
         return self.at_two_links.seconds
 
     @property
     def middle(self) -> float:
-        """The middle of the range in seconds, by which two programs are compared."""
+        """Middle of the range in seconds, used to compare programs."""
         return (self.low + self.high) / 2
 
     @property
     def product_flops(self) -> int:
-        """FLOPs of matrix products, attention kernels left out."""
+        """FLOPs of matrix products, excluding attention kernels."""
         products = [operation for operation in self.operations if operation.category != "attention"]
         return sum(operation.flops * operation.runs for operation in products)
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of attention kernels, as if nothing were masked."""
+        """FLOPs of attention kernels, counted without masks."""
         kernels = [operation for operation in self.operations if operation.category == "attention"]
         return sum(kernel.flops * kernel.runs for kernel in kernels)
 
 
 def count(parts: Sequence[Part], rates: Rates) -> StepCount:
-    """Counts a step.
+    """Count the work of a step.
 
     Args:
-        parts: its programs, compiled for TPU, scheduled.
-        rates: of the chip that they are for.
+        parts: programs of the step, compiled for TPU and scheduled.
+        rates: rates of the chip that they are compiled for.
 
     Raises:
-        ValueError: the text has no estimates of the compiler: it was written before the code was generated.
+        ValueError: the text has no compiler estimates, because it was written before code generation.
     """
     all_operations: list[Operation] = []
     all_collectives: list[Collective] = []
@@ -94,7 +94,7 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
         costs = _costs(program_operations, program_collectives)
         spans = _spans(program_collectives)
         for index, speed in enumerate((rates.all_links, rates.two_links)):
-            # Without spans asynchronous collectives cost nothing.
+            # Without spans, asynchronous collectives cost nothing.
             timeline = play(module, costs, received_per_second=speed, host_per_second=rates.pcie)
             timelines[index].add(timeline, runs)
             with_spans = play(
@@ -124,7 +124,7 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
 
 
 def _check_estimates(all_operations: list[Operation]) -> None:
-    # Some fusions of every program that is scheduled have an estimate.
+    # In every scheduled program, at least some fusions have an estimate.
     fusions = [operation for operation in all_operations if operation.instruction.opcode == "fusion"]
     if fusions and all(fusion.estimate is None for fusion in fusions):
         raise ValueError(
@@ -133,7 +133,7 @@ def _check_estimates(all_operations: list[Operation]) -> None:
 
 
 def _costs(program_operations: list[Operation], program_collectives: list[Collective]) -> dict[str, Cost]:
-    """{instruction: what it takes}; asynchronous collectives are no cost of the instructions that start them."""
+    """Return {instruction: cost}; the cost excludes asynchronous collectives that the instruction starts."""
     received: defaultdict[str, float] = defaultdict(float)
     for collective in program_collectives:
         if collective.mode != "async":
@@ -146,7 +146,7 @@ def _costs(program_operations: list[Operation], program_collectives: list[Collec
 
 
 def _spans(program_collectives: list[Collective]) -> list[Span]:
-    """The asynchronous collectives; each has to be through before the program goes on after the last of its steps."""
+    """Return the asynchronous collectives; each has to be done before the program continues after its last step."""
     spans = []
     for collective in program_collectives:
         if collective.mode == "async":

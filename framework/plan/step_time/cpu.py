@@ -1,8 +1,8 @@
-"""The time of a program on CPU: a roofline (Williams et al. 2009, doi 10.1145/1498765.1498785) of each operation.
+"""Time of a program on CPU: a roofline (Williams et al. 2009, doi 10.1145/1498765.1498785) of each operation.
 
-An operation takes as long as its products, its bytes, its elementwise arithmetic or its exponentials, whichever is the
-longest, at rates that `plimsoll calibrate` measures. How fast memory is depends on what is in use: a loop over a few
-megabytes stays in the caches, a whole step does not.
+An operation takes as long as its matrix products, its bytes, its elementwise arithmetic or its transcendental
+functions, whichever takes longest, at rates that `plimsoll calibrate` measures. The speed of memory depends on the
+working set: a loop over a few megabytes stays in the caches, a whole step does not.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ARITHMETIC = {
     "reduce", "select", "subtract", "xor",
 }  # fmt: skip
 _BATCH = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
-# XLA starts an operation in so many seconds.
+# Seconds that XLA needs to start an operation.
 _START = 5e-7
 
 
 class CpuTime(NamedTuple):
-    """Seconds of a program, or of a step's programs.
+    """Seconds of a program, or of all programs of a step.
 
     Attributes:
-        products: of operations that have matrix products.
-        others: of all others.
-        collectives: of exchanges between devices, which are copies here.
+        products: seconds of operations that contain matrix products.
+        others: seconds of all other operations.
+        collectives: seconds of exchanges between devices, which are copies on CPU.
     """
 
     products: float = 0.0
@@ -48,12 +48,12 @@ class CpuTime(NamedTuple):
 
 
 def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
-    """The time of one run of a program.
+    """Return the time of one run of a program.
 
     Args:
         module: the program, compiled for CPU.
-        rates: of the CPU.
-        peak_bytes: memory that the program uses: no working set is larger.
+        rates: rates of the CPU.
+        peak_bytes: peak memory of the program in bytes, an upper bound of every working set.
     """
     flops = Flops(module)
     traffic = Traffic(module)
@@ -78,7 +78,7 @@ def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
 
 
 class _WorkingSets:
-    """The bytes that are in use again and again where an instruction stands: those of its loop, or of the program."""
+    """Working set of each computation: the bytes that its loop, or the whole program, uses repeatedly."""
 
     def __init__(self, module: Module, traffic: Traffic, peak_bytes: int):
         self._module = module
@@ -87,13 +87,13 @@ class _WorkingSets:
         self._by_computation: dict[str, float] = {}
 
     def of(self, computation: str) -> float:
-        """The working set of the instructions of a computation."""
+        """Return the working set, in bytes, of the instructions of a computation."""
         if computation not in self._by_computation:
             moved = 0
             for instruction, runs in executed(self._module, computation):
                 if is_work(instruction):
                     moved += runs * self._traffic.hbm_bytes(instruction)
-            # What is written once is read once or more.
+            # Halve the traffic, because arrays are both written and read, at least once each.
             self._by_computation[computation] = max(1.0, min(moved / 2, self._peak_bytes))
         return self._by_computation[computation]
 
@@ -110,7 +110,7 @@ def _product_seconds(module: Module, rates: DeviceRates, instruction: Instructio
 
 
 def _elementwise_seconds(module: Module, rates: DeviceRates, instruction: Instruction) -> float:
-    """The longer of arithmetic and of exponentials."""
+    """Return the longer of the times for arithmetic and for transcendental functions."""
     arithmetic = _operations(module, instruction, _ARITHMETIC)
     transcendental = _operations(module, instruction, _TRANSCENDENTAL)
     arithmetic_seconds = rates.curve("arithmetic").seconds(arithmetic)
@@ -118,7 +118,7 @@ def _elementwise_seconds(module: Module, rates: DeviceRates, instruction: Instru
 
 
 def _operations(module: Module, instruction: Instruction, opcodes: set[str]) -> int:
-    """How many elements an instruction computes with some opcodes, everything that is fused into it included."""
+    """Count the elements that an instruction, including everything fused into it, computes with the given opcodes."""
     if instruction.opcode == "fusion":
         return sum(_operations(module, inner, opcodes) for inner in module.fused(instruction))
     if instruction.opcode not in opcodes:

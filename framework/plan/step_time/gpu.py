@@ -1,6 +1,6 @@
-"""The time of a program on a GPU: a roofline of each kernel at the rates that such a device reaches.
+"""Time of a program on a GPU: a roofline of each kernel at the rates that this kind of device reaches.
 
-The rates are those that `plimsoll calibrate` measured on such a GPU, or parts of the published peaks.
+The rates are those that `plimsoll calibrate` measured on such a GPU, or fractions of the published peaks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, kernels_of
 from framework.plan.step_time.timeline import Cost, Span, play
 from framework.plan.step_time.tpu import PRODUCTS, ProgramTime
 
-# Fused attention reaches less than a plain product: FlashAttention-3 says 740 of 989 TFLOP/s forward, and less backward
-# (arXiv 2407.08608); cuDNN's is alike.
+# Fused attention is slower than a plain matrix product: FlashAttention-3 reports 740 of 989 TFLOP/s in the forward pass
+# and less in the backward pass (arXiv 2407.08608). cuDNN's attention is similar.
 _ATTENTION_OF_PRODUCTS = 0.7
 _HALF_TYPES = ("bf16", "f16")
 
 
 def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> ProgramTime:
-    """The time of one run of a program that was compiled for a GPU.
+    """Return the time of one run of a program that was compiled for a GPU.
 
     Raises:
         ValueError: the peaks of this GPU are not published.
@@ -45,7 +45,7 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
         module,
         costs,
         spans,
-        # One GPU has no links and needs none.
+        # A single GPU has no links and needs none.
         received_per_second=rates.links or float("inf"),
         host_per_second=rates.host_link or float("inf"),
     )
@@ -59,7 +59,7 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
 
 
 def _seconds(kernel: Kernel, rates: DeviceRates) -> float:
-    """The seconds of one run of a kernel."""
+    """Return the seconds of one run of a kernel."""
     if kernel.category in MOVED_BESIDE:
         return 0.0
     seconds = rates.curve("memory").seconds(kernel.hbm_bytes)

@@ -1,9 +1,10 @@
-"""The kernels that a GPU's step is made of: what each computes and moves, and the least time that it can take.
+"""Lists the kernels of a GPU step: what each computes and moves, and a lower bound of its time.
 
-XLA's compiler for GPUs notes no cost beside the kernels, as that for TPUs does. What can be said without a device is a
-lower bound (the roofline model, Williams et al. 2009, doi 10.1145/1498765.1498785): no kernel is faster than its FLOPs
-at the peak, or than its bytes at the bandwidth of device memory. The sum of these over a step says where its time goes
-at best, and which bytes are moved for nothing; how near each kernel comes to its bound only a GPU can say.
+Unlike the TPU compiler, XLA's GPU compiler does not annotate kernels with their cost. Without a device, only a lower
+bound is available (the roofline model, Williams et al. 2009, doi 10.1145/1498765.1498785): no kernel is faster than its
+FLOPs at the peak, or than its bytes at the bandwidth of device memory. The sum of these bounds over a step shows where
+its time goes in the best case, and which transfers are wasted. Only a GPU can show how close each kernel comes to its
+bound.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ _CUSTOM_FUSION = re.compile(r'"custom_fusion_config":\s*\{"name":\s*"([^"]*)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _EMITTERS: dict[str, Maker] = {"kLoop": "loop", "kInput": "reduction", "kOutput": "transpose"}
-# Matrix products of attention forward (scores, weighted values) and backward (those of the five gradients and scores).
+# Number of matrix products of attention: forward (scores, weighted values) and backward (scores again, four gradients).
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 @dataclass(frozen=True)
 class GpuRates:
-    """What a GPU can do at most.
+    """Peak rates of a GPU.
 
     Attributes:
-        flops: by the dtype of a product's operands, FLOP/s. hbm: bytes/s of device memory. link: bytes/s that a GPU
-            receives from the others of its machine.
+        name: name of the accelerator.
+        flops: {dtype of a product's operands: peak FLOP/s}.
+        hbm: bandwidth of device memory in bytes/s.
+        link: bytes/s that a GPU receives from the others of its machine; NaN if unknown.
     """
 
     name: str
@@ -52,10 +55,10 @@ class GpuRates:
 
     @staticmethod
     def of(spec: AcceleratorSpec) -> GpuRates:
-        """Those of the table of accelerators.
+        """Return the rates of a GPU in the accelerator table.
 
         Raises:
-            ValueError: it has no such figures for this kind.
+            ValueError: the table does not have these figures, or the accelerator is not a GPU.
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
             raise ValueError(
@@ -66,13 +69,18 @@ class GpuRates:
 
 
 class Kernel(NamedTuple):
-    """One kernel, or one copy or collective.
+    """One kernel, copy or collective.
 
     Attributes:
-        category: what it does, as for TPUs. maker: what makes it. runs: how often it runs in a step.
-        flops: of its matrix products, each time. dtype: of their operands; "" if it has none.
-        hbm_bytes: that it moves to and from device memory, each time.
-        seconds: the least that it can take, each time.
+        instruction: its instruction in the program.
+        category: kind of work, as for TPUs.
+        maker: the library or emitter that generates it.
+        runs: number of runs in a step.
+        flops: FLOPs of its matrix products in each run.
+        dtype: dtype of their operands; "" if it has no matrix products.
+        hbm_bytes: bytes moved to and from device memory in each run.
+        seconds: lower bound of the time of each run.
+        source: the line of Python that it comes from; None if unknown.
     """
 
     instruction: Instruction
@@ -87,15 +95,17 @@ class Kernel(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from; "" if unknown."""
+        """Its scope in the traced program; "" if unknown."""
         return self.instruction.op_name
 
 
 class Overlap(NamedTuple):
-    """A collective, and the kernels that run while it is under way.
+    """A collective, and the kernels that run while it is in progress.
 
     Attributes:
-        seconds: on the link, each time. beside: the least that the kernels between its start and its end take.
+        collective: the collective.
+        seconds: seconds on the link in each run.
+        beside: lower bound of the seconds of the kernels between its start and its end.
     """
 
     collective: Collective
@@ -111,7 +121,7 @@ class GpuStep(NamedTuple):
 
 
 def read(parts: Sequence[Part], rates: GpuRates) -> GpuStep:
-    """The kernels of all programs of a step."""
+    """Return the kernels and collectives of all programs of a step."""
     kernels: list[Kernel] = []
     overlaps: list[Overlap] = []
     for part in parts:
@@ -124,7 +134,7 @@ def read(parts: Sequence[Part], rates: GpuRates) -> GpuStep:
 
 
 def kernels_of(module: Module, rates: GpuRates) -> Iterator[Kernel]:
-    """The kernels of one run of a program, in the order of its text."""
+    """Yield the kernels of one run of a program, in the order of its text."""
     flops = Flops(module)
     traffic = Traffic(module)
     for instruction, runs in executed(module):
@@ -157,7 +167,7 @@ def _maker(instruction: Instruction) -> Maker:
     if kind and "triton" in kind[1]:
         return "Triton"
     if custom:
-        return "slice"  # what is cut out of a stack or put into one, by a copy
+        return "slice"  # a copy that slices a stack or updates one in place
     return _EMITTERS.get(instruction.attribute("kind"), "call")
 
 
@@ -166,7 +176,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[int, str]:
-    """(FLOPs of an instruction's matrix products, the dtype of their operands)."""
+    """Return (FLOPs of an instruction's matrix products, dtype of their operands)."""
     if "__cudnn$fmha" in instruction.attributes:
         return _attention_flops(instruction), arrays(instruction.type)[0].dtype
     if "__cublas$" in instruction.attributes:
@@ -175,7 +185,7 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
     if product is None:
         return 0, ""
     if product.opcode == "custom-call":
-        # The first operands of a grouped product are where its tiles begin.
+        # The first operands of a grouped product are tile offsets, so use the dtype of the result.
         return flops.of(product), arrays(product.type)[0].dtype
     return flops.of(instruction), _operand_dtype(module, product)
 
@@ -185,8 +195,10 @@ def _operand_dtype(module: Module, product: Instruction) -> str:
 
 
 def _attention_flops(call: Instruction) -> int:
-    """Of cuDNN's fused attention: scores [B, H, queries, keys] are in the call's own description; a causal mask leaves
-    half of them out."""
+    """Return the FLOPs of a call of cuDNN's fused attention.
+
+    The shape of the scores [B, H, queries, keys] is in the call's attributes. A causal mask halves the work.
+    """
     scores = _SCORES.search(call.attributes)
     if scores is None:
         return 0
@@ -198,7 +210,7 @@ def _attention_flops(call: Instruction) -> int:
 
 
 def _library_flops(module: Module, call: Instruction) -> int:
-    """Of a product by cuBLAS."""
+    """Return the FLOPs of a cuBLAS matrix product."""
     contracted = _CONTRACTED.search(call.attributes)
     left = arrays(module.instructions[call.operands[0]].type)[0].dims
     axes = [int(number) for number in re.findall(r"\d+", contracted[1])] if contracted else []
@@ -206,7 +218,7 @@ def _library_flops(module: Module, call: Instruction) -> int:
 
 
 def _overlaps(module: Module, kernels: list[Kernel], runs: int, rates: GpuRates) -> Iterator[Overlap]:
-    """The collectives, with what runs between the start and the end of each, as if it had the GPU to itself."""
+    """Yield each collective with the time of the kernels between its start and end, as if it had the GPU to itself."""
     least = {one.instruction.name: one.seconds for one in kernels}
     for collective in collectives(module):
         order = [one.name for one in module.computations[collective.scheduled.computation]]

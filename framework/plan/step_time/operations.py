@@ -1,7 +1,8 @@
-"""The operations of a program: where each comes from, what it computes and moves, and how long it takes.
+"""Lists the operations of a program: the source of each, what it computes and moves, and its time.
 
-Three times of each: `estimate` is the compiler's, by which it decides fusions; `roof` is the longer of FLOPs at the
-peak and of bytes at the peak of HBM, which nothing can beat; `seconds` is what is believed, see step_time.rates.
+Each operation has three times. `estimate` is the compiler's, on which it bases its fusions. `roof` is the longer of
+FLOPs at the peak and bytes at the peak HBM bandwidth, a lower bound. `seconds` is the best estimate; see
+step_time.rates.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from framework.plan.step_time.rates import CAUSAL_SHARE, THIN_OVER_HBM, VMEM_BYT
 
 @dataclass(frozen=True)
 class Operation:
-    """One instruction that takes time; figures are of one run.
+    """One instruction that takes time; figures are per run.
 
     Attributes:
-        instruction: of the program.
-        runs: how often it runs in a step.
-        category: the kind of work.
-        op_name: its place in the traced program.
-        source: the line of Python.
-        flops: of matrix products; of an attention kernel as if nothing were masked.
-        hbm_bytes: read and written.
-        estimate: seconds by the compiler; None where it has none.
-        roof: seconds, see above.
-        seconds: see above.
+        instruction: the instruction in the program.
+        runs: number of runs in a step.
+        category: kind of work.
+        op_name: its scope in the traced program.
+        source: the line of Python that it comes from.
+        flops: FLOPs of matrix products; those of an attention kernel are counted without masks.
+        hbm_bytes: bytes read from and written to HBM.
+        estimate: seconds estimated by the compiler; None if there is no estimate.
+        roof: lower bound in seconds, see the module's docstring.
+        seconds: best estimate in seconds, see the module's docstring.
     """
 
     instruction: Instruction
@@ -51,7 +52,7 @@ class Operation:
 
 
 def operations(module: Module, rates: Rates) -> Iterator[Operation]:
-    """Every operation that a program executes, in the order of its text."""
+    """Yield every operation that a program executes, in the order of its text."""
     flops = Flops(module)
     traffic = Traffic(module)
     for instruction, runs in executed(module):
@@ -70,7 +71,7 @@ def _operation(
     module: Module, rates: Rates, flops: Flops, traffic: Traffic, instruction: Instruction, runs: int
 ) -> Operation:
     kind = category(module, flops, instruction)
-    # A product says more about a fusion than its last operation does.
+    # A matrix product describes a fusion better than its last operation does.
     named_instruction = flops.product(instruction) or instruction
     hbm_bytes = traffic.hbm_bytes(instruction)
     cycles = instruction.estimated_cycles
@@ -78,7 +79,7 @@ def _operation(
     if kind == "attention":
         kernel = attention(module, instruction)
         num_flops = kernel.flops
-        # Blocks that the causal mask empties are skipped.
+        # The kernel skips blocks that the causal mask empties.
         causal_flops = CAUSAL_SHARE * kernel.flops
         roof = causal_flops / rates.flops
         seconds = causal_flops / rates.attention_flops(kernel.head_size)
@@ -114,13 +115,13 @@ def _seconds(
     roof: float,
     vmem_bytes: int,
 ) -> float:
-    """The seconds that an operation other than attention is believed to take."""
+    """Return the best estimate, in seconds, of an operation other than attention."""
     if kind in MOVED_BESIDE:
         return 0.0
     if kind in THIN and estimate is not None:
         vmem_seconds = vmem_bytes / VMEM_BYTES_PER_CYCLE / rates.cycles
         return min(estimate, max(THIN_OVER_HBM * roof, vmem_seconds))
-    # Nothing beats the roof, even if the compiler believes so.
+    # No operation beats the roof, even if the compiler's estimate is lower.
     return max(estimate or 0.0, roof)
 
 
@@ -128,12 +129,12 @@ def _vmem_bytes(traffic: Traffic, kind: Category, instruction: Instruction) -> i
     vmem_bytes = traffic.vmem_bytes(instruction)
     if kind != "slice":
         return vmem_bytes
-    # Of an array in VMEM that is sliced, or updated in place, most is not touched.
+    # Most of an array in VMEM that is sliced or updated in place is not touched.
     return min(vmem_bytes, 4 * bytes_in(instruction.type, HBM, VMEM))
 
 
 def _op_name(module: Module, instruction: Instruction) -> str:
-    """The operation's name in the traced program; of a fusion that has none, that of the last operation in it."""
+    """Return the operation's name in the traced program; a fusion without one uses that of its last named operation."""
     if instruction.op_name:
         return instruction.op_name
     for inner in reversed(module.fused(instruction)):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# What bounds a step, as a person is told it. Whatever the cores do besides products is told by what usually bounds it.
+# User-facing names of what bounds a step. Everything that the cores do besides matrix products is named after its usual
+# bound, memory.
 MATRIX_UNITS = "matrix units"
 MEMORY = "memory"
 LINKS = "links"
@@ -17,7 +18,7 @@ PARTS = (MATRIX_UNITS, MEMORY, LINKS, HOST_LINK, PYTHON)
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step that nothing else hides, by what they are spent on.
+    """Exposed seconds of a step, by what they are spent on; hidden work is not counted.
 
     Attributes:
         matrix_units: matrix products and attention kernels.
@@ -25,7 +26,7 @@ class StepTime:
         links: waiting for other devices.
         host_link: waiting for host memory.
         python: waiting for Python to start the next program.
-        basis: a sentence: what it was estimated by, and how sure it is.
+        basis: a sentence that describes the method of the estimate and its reliability.
     """
 
     matrix_units: float
@@ -37,22 +38,22 @@ class StepTime:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """{what bounds: seconds}"""
+        """{name of the bound: seconds}."""
         seconds = (self.matrix_units, self.memory, self.links, self.host_link, self.python)
         return dict(zip(PARTS, seconds, strict=True))
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return sum(self.parts.values())
 
     @property
     def bound_by(self) -> str:
-        """The part that is largest."""
+        """Name of the largest part."""
         return max(PARTS, key=lambda name: self.parts[name])
 
     def after(self, earlier: StepTime) -> StepTime:
-        """The time of this and of what runs before it."""
+        """Return the sum of this time and that of `earlier`, which runs before it."""
         return replace(
             self,
             matrix_units=earlier.matrix_units + self.matrix_units,
@@ -63,12 +64,12 @@ class StepTime:
         )
 
     def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> dict[str, Any]:
-        """What a report of the plan says of the time.
+        """Return the time entry of a plan's report.
 
         Args:
-            tokens: of a step, on all devices; None for a function that has none.
-            model_flops: likewise FLOPs that the model needs, without what is recomputed.
-            peak_flops: of all devices, a second; None where not published.
+            tokens: tokens of a step on all devices; None for a function that has none.
+            model_flops: FLOPs of a step on all devices that the model needs, excluding recomputation; None if unknown.
+            peak_flops: peak FLOP/s of all devices together; None if not published.
         """
         utilization = None
         if model_flops and peak_flops:

@@ -1,8 +1,8 @@
-"""What a chip can do in a second, and what is assumed where nothing is published or measured.
+"""Speeds of a chip, and the assumptions used when a speed is neither published nor measured.
 
 The published figures are in framework/devices/accelerators.toml, each with its source. The constants below calibrate
-the TPU compiler's cost model: they come from comparing its `estimated_cycles` with the static profile that libtpu
-writes of the scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profile_to=DIR), on v5e, by operation:
+the TPU compiler's cost model. They come from comparing its `estimated_cycles` with libtpu's static profile of the
+scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profile_to=DIR), on v5e, by operation:
 
     operation                                estimate, cycles    profile      HBM at its peak
     matmul 4096^3, bfloat16                  1,083,068           1,080,291    (MXU: 1,048,576)
@@ -10,7 +10,7 @@ writes of the scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profi
     rotary: multiply, subtract, convert      52,084              6,019        in VMEM
     rotary: concatenate (pad, maximum)       26,106              4,877        3,848
 
-So the estimate is right for matrix products and 3 to 9 times too high for thin elementwise work.
+So the estimate is accurate for matrix products and 3 to 9 times too high for thin elementwise work.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from typing import NamedTuple
 
 from framework.devices.accelerators import AcceleratorSpec
 
-# Thin operations take the time of their bytes at the peak of HBM times this, or of their bytes in
-# VMEM at that rate, whichever is longer, but never more than the compiler's estimate.
+# Thin operations take this factor times their HBM bytes at peak bandwidth, or their VMEM bytes at
+# the rate below, whichever is longer, but never more than the compiler's estimate.
 THIN_OVER_HBM = 1.25
 VMEM_BYTES_PER_CYCLE = 1400
-# Attention kernels have no estimate. They are taken to reach this part of the peak, in proportion
-# to the head's size below the MXU's 128 rows; and of the FLOPs of a kernel without a mask, a causal
-# one leaves half.
+# Attention kernels have no compiler estimate. They are assumed to reach this fraction of the peak, reduced in
+# proportion if the head size is below the MXU's 128 rows. A causal mask leaves half of the FLOPs of an unmasked kernel.
 ATTENTION_OF_PEAK = 0.5
 ATTENTION_FULL_HEAD = 128
 CAUSAL_SHARE = 0.5
-# Transfers of stacks are taken to reach this part of PCIe's published rate: 12 GB/s a chip each way
-# on v5e.
+# Transfers of stacks are assumed to reach this fraction of PCIe's published rate: 12 GB/s per chip each way on v5e.
 PCIE_REACHED = 0.75
 
 
@@ -38,13 +36,13 @@ class Rates(NamedTuple):
     """The speeds of one jax device, per second.
 
     Attributes:
-        name: of the accelerator.
-        flops: bfloat16 products.
-        flops_per_cycle: the same, in cycles of the compiler's cost model.
+        name: name of the accelerator.
+        flops: FLOPs of bfloat16 matrix products.
+        flops_per_cycle: FLOPs of bfloat16 matrix products per cycle of the compiler's cost model, not per second.
         hbm: bytes to and from device memory.
-        all_links: bytes received from other chips, over all links of a chip.
-        two_links: likewise over two: those that the corner of a slice without wrap-around has.
-        pcie: bytes to or from the host, each way at once.
+        all_links: bytes received from other chips over all links of a chip.
+        two_links: bytes received over two links, the number that the corner of a slice without wrap-around has.
+        pcie: bytes in each direction between device and host, both at the same time.
     """
 
     name: str
@@ -57,15 +55,15 @@ class Rates(NamedTuple):
 
     @property
     def cycles(self) -> float:
-        """Cycles of the compiler's cost model in a second."""
+        """Cycles of the compiler's cost model per second."""
         return self.flops / self.flops_per_cycle
 
     @staticmethod
     def of(spec: AcceleratorSpec) -> Rates:
-        """The rates of an accelerator.
+        """Return the rates of an accelerator.
 
         Raises:
-            ValueError: it is no TPU, or its figures are not published.
+            ValueError: it is not a TPU, or its figures are not published.
         """
         figures = (
             spec.peak_bf16_flops,
@@ -90,7 +88,7 @@ class Rates(NamedTuple):
         )
 
     def attention_flops(self, head_size: int) -> float:
-        """Products that an attention kernel is taken to do in a second."""
-        # A head that is smaller than the MXU leaves rows of it idle.
+        """Return the FLOP/s that an attention kernel is assumed to reach."""
+        # A head smaller than the MXU leaves some of its rows idle.
         used_rows = min(1.0, head_size / ATTENTION_FULL_HEAD)
         return self.flops * ATTENTION_OF_PEAK * used_rows

@@ -1,10 +1,10 @@
-"""The schedule of a program played through, to see what compute hides of the transfers that go on beside it.
+"""Simulates the schedule of a program to find how much of its transfers compute hides.
 
-Operations run one after the other. A transfer begins when it is started, or when the one before it on its lane is
-through, and goes on beside the operations; where the program waits for one that is not done, time passes until it is.
-So transfers share their lane, and what compute does between the start of one and its end is what hides it. There is a
-lane to the host, one from it, and one from other chips, for asynchronous collectives. Other collectives take their
-bytes' time, and what is on that lane then waits for them.
+Operations run one after the other. A transfer begins when it is started, or when the previous transfer on its lane is
+done, and overlaps with the operations. If the program waits for an unfinished transfer, the clock advances until it is
+done. So transfers on one lane are serialized, and the compute between a transfer's start and its end hides it. There is
+one lane to the host, one from the host, and one from other chips, for asynchronous collectives. Synchronous collectives
+take the time of their bytes and delay transfers on that last lane.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from framework.plan.hlo.walk import longest_branch
 
 
 class Cost(NamedTuple):
-    """The cost of an instruction: seconds of the cores, and bytes received that everything else waits for."""
+    """The cost of an instruction: seconds of the cores, and bytes received synchronously, while nothing else runs."""
 
     seconds: float
     received: float
 
 
 class _Work(NamedTuple):
-    """Operations one after the other."""
+    """Operations that run one after the other."""
 
     cost: Cost
 
@@ -38,7 +38,7 @@ _LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
 
 
 class _Start(NamedTuple):
-    """A transfer is started."""
+    """The start of a transfer."""
 
     name: str
     lane: Lane
@@ -46,13 +46,13 @@ class _Start(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The program waits for the transfer that was started by this name."""
+    """A wait for the transfer that was started under this name."""
 
     name: str
 
 
 class _Loop(NamedTuple):
-    """Events that happen again in each turn."""
+    """Events that repeat in each iteration of a loop."""
 
     turns: int
     events: list[_Event]
@@ -62,7 +62,7 @@ _Event = _Work | _Start | _Done | _Loop
 
 
 class Span(NamedTuple):
-    """An asynchronous collective: it may begin before one instruction, and has to be through after another."""
+    """An asynchronous collective: it may start before instruction `first` and has to be done after `last`."""
 
     first: str
     last: str
@@ -74,14 +74,14 @@ class Timeline:
     """Seconds of a step, or of a program.
 
     Attributes:
-        compute: of operations.
-        collectives: that nothing else runs beside.
-        waits: for transfers to and from the host that nothing hides any more.
-        collective_waits: likewise for asynchronous collectives, where they are played.
+        compute: seconds of operations.
+        collectives: seconds of synchronous collectives.
+        waits: seconds of waiting for host transfers that compute does not hide.
+        collective_waits: seconds of waiting for asynchronous collectives, if they are simulated.
         moved: bytes to and from the host, by direction.
-        transfers: how many there are, by direction.
-        exposed: seconds of waiting in which the link of that direction was busy.
-        hidden_alone: bytes that compute between start and done would hide if each transfer had the link to itself.
+        transfers: number of host transfers, by direction.
+        exposed: seconds of waiting during which the link of that direction was busy.
+        hidden_alone: bytes that compute between start and end would hide if each transfer had the link to itself.
     """
 
     compute: float = 0.0
@@ -95,11 +95,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds of everything together."""
+        """Total seconds."""
         return self.compute + self.collectives + self.waits + self.collective_waits
 
     def add(self, program: Timeline, runs: int) -> None:
-        """Adds a program that runs so often."""
+        """Add a program that runs `runs` times."""
         self.compute += runs * program.compute
         self.collectives += runs * program.collectives
         self.waits += runs * program.waits
@@ -119,14 +119,14 @@ def play(
     received_per_second: float,
     host_per_second: float,
 ) -> Timeline:
-    """The timeline of a program.
+    """Simulate a program and return its timeline.
 
     Args:
         module: the program.
-        costs: {instruction: what it takes}.
+        costs: {instruction: cost}.
         spans: asynchronous collectives; those that are left out cost nothing.
-        received_per_second: bytes from other chips.
-        host_per_second: bytes to or from the host, each way.
+        received_per_second: bytes per second from other chips.
+        host_per_second: bytes per second between device and host, in each direction.
     """
     player = _Player(received_per_second, host_per_second)
     events = _Schedule(module, costs, spans).events(module.entry)
@@ -172,7 +172,7 @@ class _Schedule:
         if instruction.opcode == "while":
             turns = self._module.trip_count(instruction)
             body_events = self.events(instruction.called("body"))
-            # Merged, as a loop of many layers is played turn by turn.
+            # Merge events, because a loop over many layers is simulated iteration by iteration.
             yield _Loop(turns, _merged(body_events))
         elif instruction.opcode == "call":
             yield from self.events(instruction.called("to_apply"))
@@ -183,7 +183,7 @@ class _Schedule:
 
 
 def _merged(events: Iterable[_Event]) -> list[_Event]:
-    """The same events with work that follows work in one piece, loops that do nothing else included."""
+    """Merge consecutive work into one event, including loops that contain only work."""
     merged: list[_Event] = []
     for event in events:
         if isinstance(event, _Loop) and all(isinstance(inner, _Work) for inner in event.events):
@@ -199,7 +199,7 @@ def _merged(events: Iterable[_Event]) -> list[_Event]:
 
 
 def _work_of_loop(loop: _Loop) -> _Work:
-    """All turns of a loop that has nothing but work."""
+    """Return all iterations of a loop that contains only work, as one event."""
     costs = [event.cost for event in loop.events if isinstance(event, _Work)]
     seconds = loop.turns * sum(cost.seconds for cost in costs)
     received = loop.turns * sum(cost.received for cost in costs)
@@ -207,7 +207,7 @@ def _work_of_loop(loop: _Loop) -> _Work:
 
 
 class _UnderWay(NamedTuple):
-    """A transfer that was started: when it is through, and the seconds of work before its start."""
+    """A transfer in progress: its end time, and the seconds of work before its start."""
 
     start: _Start
     end: float
@@ -215,7 +215,7 @@ class _UnderWay(NamedTuple):
 
 
 class _Player:
-    """A clock, and the lanes."""
+    """Simulates events with a clock and the transfer lanes."""
 
     def __init__(self, received_per_second: float, host_per_second: float):
         self.timeline = Timeline()
@@ -234,7 +234,7 @@ class _Player:
             elif isinstance(event, _Done):
                 self._finish(self._under_way[event.name])
             else:
-                # Turn by turn, as the lanes may still be busy from the turn before.
+                # Simulate each iteration, because the lanes may still be busy from the previous one.
                 for _ in range(event.turns):
                     self.run(event.events)
 
@@ -242,7 +242,7 @@ class _Player:
         received = cost.received / self._speeds["from chips"]
         self.timeline.compute += cost.seconds
         self.timeline.collectives += received
-        # An asynchronous collective that is under way waits while this one uses the links.
+        # An asynchronous collective in progress pauses while this one uses the links.
         if self._free_at["from chips"] > self._now:
             self._free_at["from chips"] += received
         self._now += cost.seconds + received

@@ -1,4 +1,4 @@
-"""The time of a program on TPU, by the compiler's own cycles: what `count` finds, as parts that add up."""
+"""Time of a program on TPU, from the compiler's own cycles: the result of `count`, as parts that add up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from framework.plan.hlo.module import Module
 from framework.plan.step_time.count import Part, count
 from framework.plan.step_time.rates import Rates
 
-# Operations whose time is that of the matrix units.
+# Categories whose time is attributed to the matrix units.
 PRODUCTS = ("matmul", "collective matmul", "attention")
 
 
@@ -16,11 +16,11 @@ class ProgramTime(NamedTuple):
     """Seconds of one run of a program on an accelerator.
 
     Attributes:
-        products: of matrix products and attention kernels.
-        others: of everything else that the cores do.
-        links: of collectives that nothing hides.
-        host_waits: for transfers to and from the host that the program itself does not hide.
-        host_seconds: of the host link in the busier direction, hidden or not.
+        products: seconds of matrix products and attention kernels.
+        others: seconds of everything else that the cores do.
+        links: seconds of collectives that compute does not hide.
+        host_waits: seconds of waiting for host transfers that the program itself does not hide.
+        host_seconds: seconds that the host link is busy in the busier direction, hidden or not.
     """
 
     products: float
@@ -31,13 +31,13 @@ class ProgramTime(NamedTuple):
 
 
 def tpu_time(module: Module, rates: Rates) -> ProgramTime:
-    """The time of one run of a program that was compiled for TPU.
+    """Return the time of one run of a program that was compiled for TPU.
 
-    Collectives have all links of a chip at best, and two at worst; the middle is taken, with what is not hidden of the
-    asynchronous ones.
+    Collectives use all links of a chip in the best case and two in the worst. The result is the middle of the two and
+    includes the exposed part of asynchronous collectives.
 
     Raises:
-        ValueError: the text has no estimates of the compiler.
+        ValueError: the text has no compiler estimates.
     """
     counted = count([Part(module, 1)], rates)
     products = 0.0

@@ -1,4 +1,4 @@
-"""The work of one device that a traced program shows, before any compiler has seen it: for the closed form."""
+"""Counts the work of one device in a traced program, before compilation, for the analytical estimate."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED, inner_jaxprs
 
-# What these make is as much larger or smaller than what they take as a device receives.
+# For these, the bytes that a device receives are the difference between the sizes of results and operands.
 _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
-# How often these receive the bytes that they take, in a ring of many devices.
+# For these, the bytes that a device receives are this factor times the operands, in a ring of many devices.
 _RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION, LOCAL_GROUPED)
 
 
 class TracedWork(NamedTuple):
-    """What a program moves.
+    """Bytes that a program moves on one device.
 
     Attributes:
-        product_bytes: operands and results of matrix products and attention kernels. XLA fuses most other work with
-            what makes or takes these arrays.
-        received_bytes: that come from other devices.
+        product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels. XLA fuses
+            most other work into the producers or consumers of these arrays.
+        received_bytes: bytes received from other devices.
     """
 
     product_bytes: int = 0
@@ -33,7 +33,7 @@ class TracedWork(NamedTuple):
 
 
 def traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
-    """The work of a program of one device; loops count by their trip counts, of branches the largest."""
+    """Return the work of a program on one device; loops count by trip count, and only the largest branch counts."""
     equations: Any = getattr(jaxpr, "jaxpr", jaxpr)
     product_bytes = 0
     received_bytes = 0
