@@ -1,7 +1,7 @@
-"""Accelerators: the names people use, what jax calls them, and what each one has (memory, peak rates, host).
+"""Accelerators: their common names, their jax device kinds, and their specs (memory, peak rates, host).
 
-The tables are accelerators.toml (TPUs, CPUs), gpus_server.toml and gpus_workstation.toml, every figure with its source.
-Imports nothing but the standard library: it is there before JAX is.
+The tables are accelerators.toml (TPUs, CPUs), gpus_server.toml and gpus_workstation.toml; every figure has its source.
+This module imports only the standard library, because it is needed before JAX is imported.
 """
 
 import difflib
@@ -18,47 +18,58 @@ GIB = 2**30
 MIB = 2**20
 # Files of this folder.
 _TABLES = ("accelerators.toml", "gpus_server.toml", "gpus_workstation.toml")
-# What people write before a card's name, or leave out: "NVIDIA GeForce RTX 4090", "rtx4090" and "4090" are one.
+# Optional prefixes of a card's name: "NVIDIA GeForce RTX 4090", "rtx4090" and "4090" are the same card.
 _MAKERS = ("nvidia", "tesla", "geforce", "rtx")
-# Of a GPU's memory, for XLA. The rest is for the CUDA context, the kernels' code, NCCL, and cuDNN and cuBLAS handles.
+# Fraction of a GPU's memory for XLA. The rest is for the CUDA context, kernel code, NCCL, and cuDNN and cuBLAS handles.
 GPU_MEMORY_FRACTION = 0.92
-# XLA pins no more host memory than that on a GPU machine, GiB for all GPUs of a process; 64 where it is not set. It
-# grows by need, so `plimsoll train` sets nearly all that the machine has: the rest is for Python, data and checkpoints.
+# This variable limits the host memory that XLA pins on a GPU machine, in GiB for all GPUs of a process; the default is
+# 64. The pool grows on demand, so `plimsoll train` sets the limit to most of the machine's memory and leaves the rest
+# to Python, data and checkpoints.
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_MEMORY_FRACTION = 0.9
-# The second is the old name, which still counts.
+# The second is the old name, which JAX still accepts.
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# Limits of a container, of cgroup version 2 and 1.
+# Files with a container's memory limit, for cgroup versions 2 and 1.
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """What one jax device of a kind has. Bytes and FLOP/s are per jax device; None: unknown (no MFU, no limit).
+    """Specs of one kind of jax device. Bytes and FLOP/s are per jax device; None means unknown (no MFU, no limit).
 
     Attributes:
-      name: the name people use: v5e, h200, cpu. platform: tpu, gpu or cpu, as jax names it.
-      device_kinds: the values of `jax.Device.device_kind` that mean this accelerator; by the first of them a GPU that
-        is only compiled for is told from others.
-      aliases: further names, besides those that `named` understands without.
-      memory_bytes: device memory: HBM as published, or (GPU) the total that the CUDA driver reports.
-      usable_bytes: what one program may use, where that is published. None for GPUs, see `limit_bytes`.
-      peak_bf16_flops: dense bfloat16 products, and float16 ones where peak_f16_flops does not say otherwise.
-      peak_tf32_flops: float32 in tensor cores. peak_f32_flops: float32 outside of them.
-      flops_per_cycle: bfloat16 products of a TPU, in cycles of its compiler's cost model.
-      hbm_bytes_per_second: to and from device memory, together.
-      ici_bytes_per_second: from other chips of a slice, one way, over all links; ici_link_bytes_per_second: over one.
-        Of GPUs: NVLink that joins all of a machine. nvlink_pair_bytes_per_second: of a bridge, which joins two cards.
-      pcie_bytes_per_second: to or from the host, one way.
-      cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
-      chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names. None: as
-        many as its owner has put in.
-      chips_per_nvlink: GPUs that NVLink joins, where they are of several hosts.
-      ring_chips: a slice's dimension is closed to a ring where it is a multiple of so many chips; one with three
-        dimensions, where all of them are.
-      topologies: of the slices that Cloud has, in chips.
-      compute_capability: of a GPU, "8.9"; multiprocessors (SMs), clock_ghz (the largest) and l2_bytes likewise.
-      compiler_options: what its compiler is told unless a config says otherwise (name, value).
+        name: common name: v5e, h200, cpu.
+        platform: tpu, gpu or cpu, as jax names it.
+        device_kinds: values of `jax.Device.device_kind` that mean this accelerator. The first one identifies a GPU when
+            compiling for it without a device.
+        aliases: further names, in addition to the spellings that `named` already understands.
+        memory_bytes: device memory: HBM as published or, for GPUs, the total that the CUDA driver reports.
+        usable_bytes: memory that one program may use, if published. None for GPUs, see `limit_bytes`.
+        peak_bf16_flops: FLOP/s of dense bfloat16 matrix products, and of float16 ones unless peak_f16_flops is set.
+        peak_f16_flops: FLOP/s of dense float16 matrix products, if they differ from bfloat16 ones.
+        peak_tf32_flops: FLOP/s of float32 matrix products in tensor cores.
+        peak_f32_flops: FLOP/s of float32 outside of tensor cores.
+        flops_per_cycle: FLOPs of a TPU's bfloat16 products per cycle of its compiler's cost model.
+        hbm_bytes_per_second: bandwidth to and from device memory, together.
+        ici_bytes_per_second: bandwidth from other chips of a slice, one way, over all links. For GPUs: NVLink that
+            joins all GPUs of a machine.
+        ici_link_bytes_per_second: bandwidth of one such link, one way.
+        nvlink_pair_bytes_per_second: bandwidth of an NVLink bridge, which joins two cards.
+        pcie_bytes_per_second: bandwidth to or from the host, one way.
+        cores_per_chip: TensorCores of one chip. Names count cores: v5p-8 has 4 chips.
+        devices_per_chip: jax devices of one chip.
+        chips_per_host: chips of one machine (a VM, on Cloud). The comment in the table names the machine. None if the
+            number is up to the owner.
+        chips_per_nvlink: number of GPUs that NVLink joins, if it spans several hosts.
+        host_memory_bytes: memory of that machine; None if it is up to the owner.
+        ring_chips: a dimension of a slice is closed to a ring if it is a multiple of this number of chips. In a slice
+            with three dimensions, all of them have to be multiples.
+        topologies: topologies of the slices that Cloud offers, in chips.
+        compute_capability: compute capability of a GPU, such as "8.9".
+        multiprocessors: number of streaming multiprocessors (SMs) of a GPU.
+        clock_ghz: maximum clock of a GPU.
+        l2_bytes: size of a GPU's L2 cache.
+        compiler_options: default compiler options (name, value), which a config can override.
     """
 
     name: str
@@ -92,14 +103,15 @@ class AcceleratorSpec:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What a program has to fit into: usable bytes where known, else the whole memory, else None.
+        """The memory that a program has to fit into: usable bytes if known, else the whole memory, else None.
 
-        On a GPU JAX takes a fraction of the memory when it starts and gives no program more: XLA_CLIENT_MEM_FRACTION,
-        for which `plimsoll train` takes GPU_MEMORY_FRACTION (JAX itself 0.75) where the environment says nothing.
+        On a GPU, JAX reserves the fraction XLA_CLIENT_MEM_FRACTION of the memory when it starts, and programs get no
+        more than that. If the environment does not set it, `plimsoll train` uses GPU_MEMORY_FRACTION (JAX's own default
+        is 0.75).
         """
         if self.platform == "gpu" and self.memory_bytes is not None:
             values = [os.environ.get(name) for name in _FRACTION_VARIABLES]
-            # Variables that are set to nothing count as not set.
+            # An empty variable counts as not set.
             fractions = [value for value in values if value]
             fraction = fractions[0] if fractions else GPU_MEMORY_FRACTION
             return int(self.memory_bytes * float(fraction))
@@ -108,10 +120,10 @@ class AcceleratorSpec:
         return self.memory_bytes
 
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
-        """Peak FLOP/s of a matrix product whose operands are `dtype`, at XLA's default precision; None if not known.
+        """Return the peak FLOP/s of a matrix product of `dtype` at XLA's default precision; None if unknown.
 
-        By default XLA runs a float32 product in bfloat16 passes on TPU and in TF32 on A100 and later, so that is the
-        rate an MFU has to be measured against (docs.jax.dev/en/latest/201/precision.html). Older GPUs have no TF32.
+        By default XLA computes a float32 product in bfloat16 passes on TPU, and in TF32 on A100 and later, so that is
+        the reference rate for MFU (docs.jax.dev/en/latest/201/precision.html). Older GPUs have no TF32.
         """
         if dtype == "bfloat16":
             return self.peak_bf16_flops
@@ -126,11 +138,14 @@ class AcceleratorSpec:
 
 
 def _table() -> Iterator[AcceleratorSpec]:
-    """The rows of all tables. There sizes are in GiB or MiB; lists become tuples, so that a spec can be hashed."""
+    """Yield the rows of all tables.
+
+    Sizes in GiB or MiB become bytes, and lists become tuples, so that a spec can be hashed.
+    """
     for file_name in _TABLES:
         rows = tomllib.loads(Path(__file__).with_name(file_name).read_text())
         for name, row in rows.items():
-            # A row may give a name of its own: several kinds of devices are one accelerator.
+            # A row may override its name, so that several kinds of devices are one accelerator.
             fields: dict[str, Any] = {"name": name}
             for key, value in row.items():
                 if key.endswith("_gib"):
@@ -150,7 +165,10 @@ ACCELERATORS = tuple(_table())
 
 
 def _plain(name: str) -> str:
-    """A name as it is compared: "RTX 4090", "rtx-4090" and "4090" are one, and "A100-80GB" is "a100-80"."""
+    """Normalize a name for comparison.
+
+    "RTX 4090", "rtx-4090" and "4090" are the same, and "A100-80GB" is the same as "a100-80".
+    """
     plain_name = re.sub(r"[\s_-]+", "", name.lower())
     for maker in _MAKERS:
         plain_name = plain_name.removeprefix(maker)
@@ -161,22 +179,23 @@ _SPEC_BY_PLAIN_NAME = {_plain(name): spec for spec in reversed(ACCELERATORS) for
 
 
 def named(name: str) -> AcceleratorSpec | None:
-    """The row of a name as people type it ("RTX 4090", "4090", "h100-sxm"), or None."""
+    """Return the spec for a name in any common spelling ("RTX 4090", "4090", "h100-sxm"), or None."""
     return _SPEC_BY_PLAIN_NAME.get(_plain(name))
 
 
 def names() -> list[str]:
-    """All names, aliases included, each once."""
+    """Return all names, including aliases, without duplicates."""
     return list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
 
 
 def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
-    """The row for a name ("v5p"), a jax device kind ("TPU v5"), or jax devices of one kind.
+    """Return the spec for a name ("v5p"), a jax device kind ("TPU v5"), or jax devices of one kind.
 
-    Devices of a kind without a row get a spec that knows nothing but its name: training on them works, without an MFU.
+    Devices of an unknown kind get a spec with only a name and a platform. Training on them works, but without MFU.
 
     Raises:
-      ValueError: an unknown name (the nearest ones are given), no devices, or devices of several kinds.
+        ValueError: the name is unknown (the message lists the nearest ones), or there are no devices, or devices of
+            several kinds.
     """
     if isinstance(name_or_devices, str):
         kind = name_or_devices
@@ -185,8 +204,8 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
         if len(kinds) != 1:
             raise ValueError(f"expected devices of one kind, got {kinds or 'no devices'}")
         kind = kinds[0]
-        # A topology that is compiled for without a device shows each core of a v4 as a device, and
-        # libtpu calls that a TPU v4 too.
+        # When compiling for a topology without a device, each core of a v4 is a device, and libtpu calls that "TPU v4",
+        # too.
         if kind == "TPU v4" and getattr(name_or_devices[0], "num_cores", 2) == 1:
             kind = "TPU v4 core"
     specs_of_kind = [spec for spec in ACCELERATORS if kind == spec.name or kind in spec.device_kinds]
@@ -205,9 +224,9 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
 
 
 def _told_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> AcceleratorSpec:
-    """Of cards that share a name: the smallest whose memory holds what JAX has taken of the device's."""
+    """Pick one of several cards with the same name: the smallest whose memory holds the bytes that JAX reserved."""
     taken_bytes = 0
-    # Devices that are only compiled for, and those of other processes, know no memory.
+    # Devices of other processes, and abstract ones for compilation, do not report their memory.
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         taken_bytes = (device.memory_stats() or {}).get("bytes_limit", 0)
     by_memory = sorted(specs, key=lambda spec: spec.memory_bytes or 0)
@@ -218,15 +237,15 @@ def _told_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> Accelerato
 
 
 def accelerator_name(devices: Sequence[Any]) -> str:
-    """The name of a set of devices, as Cloud and people write it; rules by accelerator match it with fnmatch.
+    """Return the usual name of a set of devices, which rules by accelerator match with fnmatch.
 
-    v5e-8 (chips), v5p-8 (cores: four chips), h200x8, cpu-8; several slices are 2xv5e-256, which `v5e-*` does not match
-    (a mesh over slices is another mesh) and `*v5e-*` does. Raises ValueError as `spec_for`.
+    Examples: v5e-8 (chips), v5p-8 (cores: four chips), h200x8, cpu-8. Several slices are 2xv5e-256, which `*v5e-*`
+    matches and `v5e-*` does not, because several slices need a different mesh. Raises ValueError like `spec_for`.
     """
     spec = spec_for(devices)
     slices: set[int] = set()
     for device in devices:
-        # GPUs have this attribute too, where it counts hosts.
+        # GPUs have this attribute, too, but there it counts hosts.
         slice_index = getattr(device, "slice_index", None) if spec.platform == "tpu" else None
         slices.add(slice_index or 0)
     num_slices = len(slices)
@@ -238,11 +257,11 @@ def accelerator_name(devices: Sequence[Any]) -> str:
 
 
 def machine_memory_bytes() -> int:
-    """Memory of this machine, or as much of it as this process's container (cgroup) may use."""
+    """Return the memory of this machine in bytes, or the limit of the process's container (cgroup) if that is lower."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     limits = [page_bytes * os.sysconf("SC_PHYS_PAGES")]
     for path in _CGROUP_LIMITS:
-        # A file says "max" where there is no limit; it is not there with the other cgroup version.
+        # The file contains "max" if there is no limit, and does not exist with the other cgroup version.
         with suppress(OSError, ValueError):
             limits.append(int(Path(path).read_text()))
     return min(limits)

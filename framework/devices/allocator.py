@@ -1,8 +1,9 @@
-"""Tells the C library to keep the memory that a program on CPU gives back.
+"""Configures the C library to keep the memory that CPU programs free.
 
-XLA for CPU asks for a step's temporary buffers at its begin and frees them at its end. The C library hands large blocks
-back to the kernel, which gives them out again as pages that it zeroes one by one, when each is first touched: 26 of the
-65 ms of processor time of a step of `nanogpt-cpu`. A process that trains wants the same blocks again at once.
+XLA on CPU allocates a step's temporary buffers at the start of the step and frees them at its end. By default, the C
+library returns large blocks to the kernel. The kernel then hands them out again as pages, which it zeroes one by one
+when they are first touched: this takes 26 of the 65 ms of processor time in a step of `nanogpt-cpu`. But a training
+process needs the same blocks again immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
-# Environment variables by which a user sets what malloc does.
+# Environment variables with which a user configures malloc.
 _OF_THE_USER = (
     "MALLOC_ARENA_MAX",
     "MALLOC_MMAP_MAX_",
@@ -27,34 +28,34 @@ _OF_THE_USER = (
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory for the next request, until the process ends. Returns whether glibc does so.
+    """Make glibc keep freed memory for later allocations, until the process ends. Return whether that succeeded.
 
-    The process then stays as large as it was at its peak. Nothing is changed with other C libraries, or where the
-    environment says what malloc is to do.
+    The process then stays as large as its peak. Nothing changes with other C libraries, or if the environment
+    configures malloc.
     """
     mallopt = _mallopt()
     if mallopt is None:
         return False
-    # All blocks come from the heap, none by a mapping of its own, which would go back when it is freed.
+    # Allocate all blocks from the heap. A block with its own mapping would be returned to the kernel when freed.
     if not mallopt(_M_MMAP_MAX, 0):
         return False
-    # The end of the heap is never given back.
+    # Never return the end of the heap to the kernel.
     return bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def share_one_heap() -> bool:
-    """Tells glibc to have one heap for all threads; to be called before there are any. Returns whether glibc does so.
+    """Make glibc use one heap for all threads. Return whether that succeeded. Call it before there are other threads.
 
-    By default threads have heaps of their own, and these go back to the kernel whatever `keep_freed_memory` says: a
-    step of `nanogpt-cpu` with a batch of 48 took 52,000 page faults and 75 ms of system time, and with one heap 60 and
-    3 ms.
+    By default threads have separate heaps, which are returned to the kernel regardless of `keep_freed_memory`. A step
+    of `nanogpt-cpu` with a batch of 48 took 52,000 page faults and 75 ms of system time; with one heap, it takes 60
+    page faults and 3 ms.
     """
     mallopt = _mallopt()
     return mallopt is not None and bool(mallopt(_M_ARENA_MAX, 1))
 
 
 def _mallopt() -> Callable[[int, int], int] | None:
-    """The function of glibc; None with other C libraries, or where the user says what malloc is to do."""
+    """Return glibc's mallopt; None with other C libraries, or if the user configures malloc."""
     if sys.platform != "linux" or any(name in os.environ for name in _OF_THE_USER):
         return None
     return getattr(ctypes.CDLL(None), "mallopt", None)

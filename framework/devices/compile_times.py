@@ -1,7 +1,7 @@
-"""How long each program took to compile the last time on this machine, so that a person knows what to wait for.
+"""Records how long each program took to compile on this machine, to show what to expect the next time.
 
-A file of one number, in seconds, for each program, beside the compile cache. A program is known by the text of what was
-lowered and by the devices that it is for.
+Each program has a file with a single number, in seconds, next to the compile cache. The key of a program is its lowered
+text and the devices that it is compiled for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from framework.terminal import phases
 from framework.terminal.phase_views import human_seconds
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# A program that compiles faster is not worth a file.
+# Programs that compile faster than this are not recorded.
 _MIN_SECONDS = 0.5
 
 
 class _Hits:
-    """Counts the programs that JAX has taken from its compile cache."""
+    """Counts the programs that JAX has loaded from its compile cache."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -39,18 +39,18 @@ _hits: list[_Hits] = []
 
 
 def folder() -> Path | None:
-    """Where the times are: beside the programs of the compile cache; None if no program is kept either."""
+    """Return the folder of the times, next to the programs of the compile cache; None if there is no cache."""
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return Path(cache) / "times" if cache else None
 
 
 def key_of(lowered: Any, about: str) -> str:
-    """The name of a program: of what was lowered, and what else it depends on, such as the devices."""
+    """Return the key of a program: a hash of its lowered text and of other facts, such as the devices."""
     return hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
 
 
 def read(times: Path, key: str) -> float | None:
-    """The seconds that a program took the last time; None if it was never compiled here."""
+    """Return the seconds that a program took the last time; None if it was never compiled here."""
     try:
         return float((times / key).read_text())
     except (OSError, ValueError):
@@ -58,10 +58,10 @@ def read(times: Path, key: str) -> float | None:
 
 
 def write(times: Path, key: str, seconds: float) -> None:
-    """Remembers the seconds that a program took. A disk that is full or read-only costs the memory of it."""
+    """Store the seconds that a program took. On a full or read-only disk, they are lost."""
     with contextlib.suppress(OSError):
         times.mkdir(parents=True, exist_ok=True)
-        # The file is renamed when it is complete, as another process may read it meanwhile.
+        # Rename the file when it is complete, because another process may read it in the meantime.
         temporary = times / f".{key}-{os.getpid()}"
         temporary.write_text(f"{seconds:.2f}\n")
         temporary.replace(times / key)
@@ -69,15 +69,15 @@ def write(times: Path, key: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def compiling(what: str, lowered: Any, *, about: str = "", times: Path | None = None) -> Iterator[None]:
-    """Says that a program is being compiled until the context ends, and how long that took the last time.
+    """Show that a program is being compiled until the context exits, and how long it took the last time.
 
-    Where nobody is told of phases, it does nothing.
+    If phases are not shown, this does nothing.
 
     Args:
-        what: names the program: "the training step".
-        lowered: `jax.stages.Lowered`.
-        about: the devices that it is for, if not those of this process.
-        times: the folder of the times, if not the one beside the compile cache.
+        what: name of the program, such as "the training step".
+        lowered: the lowered program, a `jax.stages.Lowered`.
+        about: description of the devices that it is compiled for, if not those of this process.
+        times: folder of the times, if not the one next to the compile cache.
     """
     if not phases.are_shown():
         yield
@@ -100,6 +100,6 @@ def compiling(what: str, lowered: Any, *, about: str = "", times: Path | None = 
         is_cached = _hits[0].count > num_hits
         if is_cached:
             compile_phase.outcome = ", from the cache"
-    # Reading it from the cache says nothing of how long compiling would take.
+    # Do not record the time of a cache hit, which does not predict the compile time.
     if times is not None and not is_cached and seconds >= _MIN_SECONDS:
         write(times, key, seconds)

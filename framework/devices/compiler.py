@@ -1,4 +1,4 @@
-"""Options of the XLA compiler beyond its own defaults: set by config, and checked with that very compiler."""
+"""Options of the XLA compiler: set by the config, and checked with the compiler itself."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from framework.config.components import component
 from framework.config.names import did_you_mean
 
 _PATH = "config.compiler.options."
-# Options that read or write files, run programs beside the compiler (ptxas, of xla_gpu_cuda_data_dir), or hand a whole
+# Options that read or write files, run other programs (such as ptxas from xla_gpu_cuda_data_dir), or pass an entire
 # command line on to LLVM or ptxas.
 _FILES = re.compile(r"dump|_dir$|_dir_|_file|_path$|_from$|_to$|_cache_|extra_(flags|options)|_url|profile")
 
 
 @component
 class Compiler:
-    """Options for all programs alike: what the step needs (fast memory for a kernel, say) evaluation needs too.
+    """Compiler options for all programs: evaluation needs the same ones as the train step, such as memory for a kernel.
 
     Args:
-        options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
-            They go before those that framework/devices/accelerators.toml has for the kind of device, and so do
-            XLA_FLAGS and LIBTPU_INIT_ARGS.
-        of_accelerator: whether the latter are used at all.
+        options: compiler options by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes:
+            {"xla_tpu_scoped_vmem_limit_kib": 65536}. They take precedence over the defaults for the kind of device in
+            framework/devices/accelerators.toml, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
+        of_accelerator: whether to use those defaults for the kind of device at all.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Compiler:
         self.of_accelerator = of_accelerator
 
     def options_for(self, mesh: Any) -> dict[str, bool | str]:
-        """All options for the programs of a mesh's devices."""
+        """Return all options for programs on the devices of a mesh."""
         from framework.devices.accelerators import spec_for
 
         usual: dict[str, bool | int | str] = {}
@@ -51,16 +51,18 @@ class Compiler:
         variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
         environment = " ".join(os.environ.get(name, "") for name in variables)
         names_in_environment = set(re.findall(r"--(\w+)", environment))
-        # An option that is handed to one compilation would win over the user's own flag.
-        # They stay in the table's order: caches of compiled programs have the options in their keys.
+        # Leave out options that the environment sets: an option of a single compilation would override the user's flag.
+        # Keep the table's order, because the options are part of the keys of compile caches.
         usual_values = {name: value for name, value in usual.items() if name not in names_in_environment}
         return _options_of(usual_values) | self.options
 
     def check(self, mesh: Any) -> None:
-        """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.
+        """Check the options by compiling a tiny program for the devices of a mesh; without options, do nothing.
+
+        It takes 0.1 s for 8 devices and 0.2 s for 1024.
 
         Raises:
-            ValueError: their compiler does not know an option or refuses its value, or it is one of other devices'.
+            ValueError: the compiler does not know an option or rejects its value, or an option is for another platform.
         """
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -68,7 +70,7 @@ class Compiler:
         platform = mesh.devices.flat[0].platform
         replicated = NamedSharding(mesh, PartitionSpec())
         for name in self.options:
-            # XLA takes the options of CPUs and GPUs everywhere, and leaves those of others aside without a word.
+            # XLA accepts CPU and GPU options on all platforms, and silently ignores those for other platforms.
             match = re.match("xla_(cpu|gpu|tpu)_", name)
             if match and match[1] != platform:
                 kinds = f"for {match[1].upper()}s, and these devices are {platform.upper()}s"
@@ -81,8 +83,7 @@ class Compiler:
             lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
             message = _compiler_message(error)
-            # The message does not say in one form which option it is about, so the longest name
-            # that it contains is taken.
+            # The message does not name the option in a fixed format, so take the longest name that it contains.
             mentioned_names = [name for name in self.options if name in message]
             name = max(mentioned_names, key=len, default="")
             package = "libtpu" if platform == "tpu" else "jaxlib"
@@ -91,13 +92,13 @@ class Compiler:
 
 
 def _compiler_message(error: Exception) -> str:
-    """The first line of the compiler's error, without the code before it and the colons after it."""
+    """Return the first line of a compiler error, without the code before it and the colons after it."""
     first_line = str(error).splitlines()[0]
     return first_line.removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
 
 
 def _options_of(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
-    """Options in the types that XLA takes: text, but for booleans, which must be bool."""
+    """Convert options to the types that XLA accepts: bool for booleans, str for everything else."""
     booleans: dict[str, bool] = {"true": True, "false": False}
     converted: dict[str, bool | str] = {}
     for name, value in options.items():
@@ -107,17 +108,17 @@ def _options_of(options: Mapping[str, bool | int | float | str]) -> dict[str, bo
 
 
 def names_files(option: str, value: Any) -> bool:
-    """Whether an option makes the compiler read or write files, going by the name, or by a value that is a path."""
+    """Return whether an option makes the compiler read or write files, judging by its name or a path as its value."""
     if _FILES.search(option):
         return True
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def check_environment() -> None:
-    """Raises ValueError for a flag in XLA_FLAGS that XLA does not know: it would end the process."""
+    """Raise ValueError for an unknown flag in XLA_FLAGS, which would abort the process later."""
     flags = os.environ.get("XLA_FLAGS", "")
     for name in re.findall(r"(?:^|\s)--(\w+)", flags):
-        # XLA reads its flags as it starts, and then aborts; but their names are in its binary.
+        # XLA aborts at startup because of an unknown flag. The names of all known flags are in its binary.
         with _library("jaxlib") as library:
             is_known = library.find(name.encode()) >= 0
         if not is_known:
@@ -126,7 +127,7 @@ def check_environment() -> None:
 
 
 def _options(package: str) -> list[str]:
-    """The names of options in the compiler's binary: nothing else lists those of a TPU. Takes a second."""
+    """Return the option names in the compiler's binary: TPU options are not listed anywhere else. Takes a second."""
     with _library(package) as library:
         names = re.findall(rb"xla_[a-z0-9_]{4,80}", library)
         return sorted({name.decode() for name in names})
@@ -134,7 +135,7 @@ def _options(package: str) -> list[str]:
 
 @contextmanager
 def _library(package: str) -> Iterator[mmap.mmap]:
-    """The bytes of a package's largest shared library, which is the compiler; mapped, as it has hundreds of MB."""
+    """Map a package's largest shared library, the compiler, into memory: it is too large (hundreds of MB) to read."""
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     libraries = Path(folders[0]).glob("*.so")

@@ -1,10 +1,10 @@
-"""What the environment tells JAX's backends, for whoever is about to start them."""
+"""Prepares the environment of JAX's backends, and starts them."""
 
 import os
 
 
 def prepare_jax() -> None:
-    """Checks the environment of JAX's backends, and sets it where it says nothing yet."""
+    """Check the environment variables of JAX's backends, and set defaults for those that are missing."""
     import jax  # noqa: F401
 
     from framework.devices.accelerators import (
@@ -18,31 +18,31 @@ def prepare_jax() -> None:
 
     check_environment()
 
-    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of
-    # it. The variable has an old name too, and jaxlib refuses both at once.
+    # By default JAX reserves three quarters of a GPU's memory, but the largest model needs nearly all of it. The
+    # variable also has an old name, and jaxlib refuses both at the same time.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
-    # Nor more host memory than 64 GiB. Only GPUs read either.
+    # By default JAX uses at most 64 GiB of host memory. Only the GPU backend reads either variable.
     host_gib = HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB
     os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
-    # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain
-    # about that in five lines on stderr, if it is installed for planning.
+    # On a machine without TPU chips, which importing jax detects, libtpu would print five lines of complaints to
+    # stderr if it is installed for planning.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def start_devices() -> None:
-    """Has JAX find its devices, after the processes of a run have met.
+    """Make JAX find its devices. Call it after the processes of a run have connected.
 
     Raises:
-        ValueError: it finds none of those that JAX_PLATFORMS asks for.
+        ValueError: JAX finds no devices, or none of those that JAX_PLATFORMS asks for.
     """
     import jax
 
     try:
         jax.devices()
-    # JAX 0.10 asserts that there is a backend.
+    # JAX 0.10 uses an assertion to check that there is a backend.
     except (RuntimeError, AssertionError) as error:
         asked = os.environ.get("JAX_PLATFORMS", "")
         reason = " ".join(str(error).split())

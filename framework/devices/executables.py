@@ -1,8 +1,9 @@
-"""Compiled programs on disk for the processes that JAX's compilation cache leaves out, so that a restart is quick.
+"""Stores compiled programs on disk for processes that JAX's compilation cache does not serve, for a quick restart.
 
-JAX lets the first process of a run write its cache, for all. On CPU the others never find anything in it, as the key of
-a program differs by process: each restart would compile again. Here those processes keep their own, by the text of what
-was lowered; on any other platform, or in the first process, nothing differs from JAX.
+In JAX, the first process of a run writes the compilation cache for all processes. On CPU, the others never find
+anything in it, because the key of a program differs between processes, so each restart would compile again. This module
+gives those processes their own cache, keyed by the lowered text. On any other platform, and in the first process, it
+leaves everything to JAX.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from jax.experimental import serialize_executable
 from framework.devices import compile_times
 from framework.terminal import interrupts
 
-# JAX's own limit of a second would leave out most programs of a small model.
+# JAX's default of one second would exclude most programs of a small model.
 _MIN_COMPILE_SECONDS = 0.05
-# Of this process, by what `call` was given: the function, its static arguments, shapes and shardings.
+# Programs of this process, by the arguments of `call`: function, static arguments, tree, shapes, dtypes and shardings.
 _programs: dict[Any, Any] = {}
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Keeps compiled programs on disk, so that the next start does not compile again."""
+    """Store compiled programs on disk, so that the next start does not compile again."""
     if directory is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
-    # -1 stands for no limit: small programs count as much as large ones.
+    # -1 means no limit: small programs matter as much as large ones.
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def folder() -> Path | None:
-    """The folder in which this process keeps programs; None if JAX keeps them, or nobody does."""
+    """Return the folder in which this process stores programs; None if JAX stores them, or if there is no cache."""
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache or not jax.process_index() or jax.default_backend() != "cpu":
         return None
@@ -52,14 +53,15 @@ def compiled(
     devices: list[Any] | None = None,
     what: str = "",
 ) -> Any:
-    """`lowered.compile()`, a jax.stages.Compiled, from the disk if it was there before.
+    """Return `lowered.compile()`, a jax.stages.Compiled, and load it from disk if it is already there.
 
-    What is read was written by this user on this host, with the trust that JAX's own cache of machine code has.
+    The files are machine code, written by this user on this host, and are trusted like JAX's own cache.
 
     Args:
-        options: of the compiler, with which it was jitted.
-        devices: where it runs, if not on all.
-        what: what a person is told is being compiled, such as "the training step"; "" tells nobody.
+        lowered: the lowered program.
+        options: compiler options with which it was jitted.
+        devices: devices on which it runs; None for all.
+        what: name of the program for the status message, such as "the training step"; "" for no message.
     """
     cache = folder()
     if cache is None:
@@ -75,31 +77,31 @@ def compiled(
         )
     except FileNotFoundError:
         pass
-    # The file was cut short, or is of another build: the program is compiled again.
+    # The file is truncated or from another build, so compile the program again.
     except Exception as error:
         logging.warning("%s cannot be used: %s", path, error)
     result = lowered.compile()
     try:
         serialized = serialize_executable.serialize(result)
         _keep(path, serialized[0])
-    # A disk that is full or read-only costs the cache, not the run.
+    # A full or read-only disk must not end the run.
     except OSError as error:
         logging.warning("%s is not kept: %s", path, error.strerror or error)
     return result
 
 
 def _key(lowered: Any, options: Any) -> str:
-    """The hash of all that a compiled program depends on, as hexadecimal digits."""
-    # Machine code of another host may use instructions that this one has not, so the host counts.
+    """Return a hash of everything that a compiled program depends on, as hexadecimal digits."""
+    # Include the host: machine code from another host may use instructions that this one does not have.
     facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
     facts += [jax.process_count(), jax.process_index()]
-    # The text alone does not tell a random key from its words, nor which names the arguments have.
+    # The lowered text does not distinguish a random key from an array of its words, and omits the argument names.
     facts += [str(lowered.in_avals), str(lowered.in_tree), lowered.as_text()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _keep(path: Path, program: bytes) -> None:
-    """Writes a program under a temporary name and renames it, so that no process reads half a file."""
+    """Write a program under a temporary name and rename it, so that no process reads a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
@@ -112,7 +114,7 @@ def _keep(path: Path, program: bytes) -> None:
 
 
 def call(jitted: Any, arrays: Any, *static: Any) -> Any:
-    """`jitted(arrays, *static)`, of a tree of arrays and of static arguments, by a program that is `compiled`."""
+    """Return `jitted(arrays, *static)` for a tree of arrays and static arguments, using a program from `compiled`."""
     if folder() is None:
         return jitted(arrays, *static)
     leaves, tree = jax.tree.flatten(arrays)
@@ -125,7 +127,7 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
 
 
 def _devices_of(leaves: list[Any]) -> list[Any]:
-    """The devices on which arrays lie, by id; where there are only numpy arrays, the first of this process."""
+    """Return the devices of some arrays, sorted by id; this process's first device if all are numpy arrays."""
     device_sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
     if not device_sets:
         return jax.local_devices()[:1]
@@ -133,7 +135,7 @@ def _devices_of(leaves: list[Any]) -> list[Any]:
 
 
 class HostBytes(NamedTuple):
-    """The bytes in host memory, per device, of a program's arguments, its results, and its donated arguments."""
+    """Bytes in host memory, per device, of a program's arguments, its results, and its donated arguments."""
 
     arguments: int = 0
     results: int = 0
@@ -141,16 +143,17 @@ class HostBytes(NamedTuple):
 
     @staticmethod
     def in_place(size: int) -> HostBytes:
-        """The bytes of a program that takes `size` bytes in host memory, donated, and returns them."""
+        """Return the bytes of a program that takes `size` donated bytes in host memory and returns them."""
         return HostBytes(arguments=size, results=size, donated=size)
 
 
 def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
-    """Device memory at the worst instant, from a program's `memory_analysis()`.
+    """Return the peak device memory in bytes, from a program's `memory_analysis()`.
 
-    TPU: XLA's own peak counts what is in host memory, and knows it apart; a program from jax's compilation cache may
-    have lost it. (In programs of megabytes it counts on-chip memory too, 128 MiB at most: where the buffers are
-    known, their sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation.
+    On TPU, it is XLA's own peak, minus the host memory that XLA includes and also reports separately. A program from
+    jax's compilation cache may have lost the peak; then the sum is used. (In programs of megabytes, the peak includes
+    on-chip memory, too, 128 MiB at most. If the buffers are known, their sum is more accurate.) On GPU and CPU, it is
+    the sum of all buffers, which is not an overestimate there, because all temporaries are one allocation.
     """
     if platform == "tpu" and stats.peak_memory_in_bytes:
         # Results that are donated arguments are counted once, among the arguments.
@@ -165,10 +168,10 @@ def on_device(
     platform: str,
     hosted: HostBytes,
 ) -> tuple[int, int, int]:
-    """Bytes of (arguments, results, donated arguments) in device memory, from a program's `memory_analysis()`.
+    """Return the bytes of (arguments, results, donated arguments) in device memory, from `memory_analysis()`.
 
-    The compiler's own figures are too large: on CPU it counts all of what is in host memory among the device's, on GPU
-    arguments that it lost sight of.
+    The compiler's own figures are too large. On CPU they include everything in host memory, and on GPU they include
+    the host arguments that the compiler does not recognize as such.
     """
     argument_bytes = stats.argument_size_in_bytes
     result_bytes = stats.output_size_in_bytes

@@ -1,8 +1,9 @@
-"""The device mesh: axes data, fsdp, expert, seq, model, in that order (model varies fastest, so it gets the nearest
-devices).
+"""The device mesh, with the axes data, fsdp, expert, seq and model, in that order.
 
-Devices come in islands with a fast network inside and a slow one between them: TPU slices, and GPUs that NVLink joins
-(mostly: of one host). JAX numbers both as `slice_index`, whatever the number of processes.
+The axis model varies fastest, so it gets the nearest devices.
+
+Devices form islands, with a fast network inside and a slow one between them: TPU slices, and groups of GPUs that NVLink
+joins (usually those of one host). JAX numbers both kinds as `slice_index`, regardless of the number of processes.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ AXES = ("data", "fsdp", "expert", "seq", "model")
 
 @component
 class MeshShape:
-    """Sizes of the mesh axes; one of them may be -1 and takes what is left.
+    """Sizes of the mesh axes. One of them may be -1, which means all remaining devices.
 
     Args:
-        data: replicas; parameters are copied, sequences are split.
-        fsdp: parameters and sequences are split (fully sharded data parallel, ZeRO-3).
-        expert: experts of a mixture are split.
-        seq: positions of each sequence are split.
-        model: heads and hidden units are split (tensor parallel).
-        pipe: reserved, 1.
-        across: how often each axis is cut between islands, {"data": 2} (elsewhere `dcn_mesh_shape`). Without it the
-            first axes are, as often as they can be: along data and fsdp the least has to go over the slow network.
+        data: number of replicas; parameters are copied, sequences are sharded (data parallelism).
+        fsdp: parameters and sequences are sharded (fully sharded data parallelism, ZeRO-3).
+        expert: experts of an MoE layer are sharded (expert parallelism).
+        seq: positions of each sequence are sharded (sequence parallelism).
+        model: heads and hidden units are sharded (tensor parallelism).
+        pipe: reserved; must be 1.
+        across: number of islands along each axis, such as {"data": 2} (elsewhere called `dcn_mesh_shape`). By default
+            the first axes are split between islands as far as possible, because the axes data and fsdp cause the least
+            traffic on the slow network.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class MeshShape:
         across: dict[str, PositiveInt] = {},  # noqa: B006
     ):
         self.across = across
-        # In the order of AXES, which is the order of the mesh's dimensions.
+        # Keep the order of AXES, which is the order of the mesh's dimensions.
         self.sizes: dict[str, int] = {
             "data": data,
             "fsdp": fsdp,
@@ -68,10 +70,10 @@ class MeshShape:
             raise ValueError(f"expected at most one axis of -1, given {self.sizes}")
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """The sizes for a number of devices, -1 filled in.
+        """Return the sizes for a number of devices, with -1 filled in.
 
         Raises:
-            ValueError: they do not multiply to num_devices.
+            ValueError: the product of the sizes is not `num_devices`.
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         has_inferred = -1 in self.sizes.values()
@@ -91,14 +93,18 @@ class MeshShape:
         )
 
     def cut(self, sizes: dict[str, int], islands: int) -> dict[str, int]:
-        """How often each axis is cut between so many islands; only the axes that are cut.
+        """Return the number of islands along each axis, for the axes that span several islands.
+
+        Args:
+            sizes: sizes of the axes.
+            islands: number of islands.
 
         Raises:
-            ValueError: `across` does not multiply to the number of islands, or does not divide the axes.
+            ValueError: the product of `across` is not the number of islands, or `across` does not divide the axes.
         """
         cuts: dict[str, int] = {}
         remaining_islands = islands
-        # The first axes are cut as often as they can be: over data and fsdp the least has to go.
+        # Split the first axes as far as possible: data and fsdp cause the least traffic.
         for axis, size in sizes.items():
             cut = math.gcd(size, remaining_islands)
             remaining_islands //= cut
@@ -118,11 +124,12 @@ class MeshShape:
         return chosen_cuts or cuts
 
     def build(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh over these devices, neighbours along the last axes. Slow networks lie across the first ones, or
-        where `across` says.
+        """Build the mesh over some devices, with neighboring devices along the last axes.
+
+        Islands are split along the first axes, or as `across` specifies.
 
         Raises:
-            ValueError: the sizes do not multiply to the number of devices, or do not fit.
+            ValueError: the product of the sizes is not the number of devices, or the islands do not fit the axes.
         """
         sizes = self.resolve(len(devices))
         islands = _devices_by_island(devices)
@@ -130,9 +137,9 @@ class MeshShape:
         across = [cuts.get(axis, 1) for axis in AXES]
         inside = [size // factor for size, factor in zip(sizes.values(), across, strict=True)]
         meshes = _island_meshes(list(islands.values()), inside)
-        # Dimensions: the islands along each axis, and then the devices of an island along each axis.
+        # Dimensions: first the islands along each axis, then the devices of an island along each axis.
         device_array = np.stack(meshes).reshape(*across, *inside)
-        # Each axis of the mesh is its islands, and within an island its devices.
+        # Each axis of the mesh combines its islands (outer) and the devices within an island (inner).
         dimensions: list[int] = []
         for axis in range(len(AXES)):
             dimensions += [axis, len(AXES) + axis]
@@ -141,7 +148,7 @@ class MeshShape:
 
 
 def _devices_by_island(devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """The devices of each island, by its number. Raises ValueError: islands have different numbers of devices."""
+    """Return the devices of each island, by its number. Raises ValueError if islands differ in size."""
     islands: dict[int, list[Any]] = {}
     for device in sorted(devices, key=island):
         islands.setdefault(island(device), []).append(device)
@@ -152,25 +159,25 @@ def _devices_by_island(devices: Sequence[Any]) -> dict[int, list[Any]]:
 
 
 def _island_meshes(islands: list[list[Any]], shape: list[int]) -> list[np.ndarray]:
-    """The devices of each island in an array of this shape, so that neighbours in it are neighbours in the network."""
-    # jax's own function knows the torus of a TPU slice.
+    """Arrange the devices of each island in an array of this shape, so that adjacent devices are network neighbors."""
+    # jax's own function takes the torus of a TPU slice into account.
     from jax.experimental.mesh_utils import create_device_mesh
 
     try:
         return [create_device_mesh(shape, island_devices) for island_devices in islands]
     except NotImplementedError:
-        # As for data=2, fsdp=8 on 4x4 chips: there no whole dimension of the torus is an axis.
+        # For example data=2, fsdp=8 on 4x4 chips, where no axis is a whole dimension of the torus.
         return [create_device_mesh(shape, island_devices, allow_split_physical_axes=True) for island_devices in islands]
 
 
 def island(device: Any) -> int:
-    """The island of a device, from 0."""
+    """Return the number of a device's island, from 0."""
     slice_index = getattr(device, "slice_index", None)
     if slice_index:
         return slice_index
     if device.platform != "gpu":
         return 0
-    # A GPU of a topology that is not of this machine has its island in its coordinates alone.
+    # For a GPU of an abstract topology, only the coordinates contain the island.
     coordinates = getattr(device, "coords", None) or [0]
     return coordinates[0] or 0
 
@@ -180,7 +187,7 @@ def mesh_text(
     cuts: Mapping[str, int],
     platform: str,
 ) -> str:
-    """`data 2 (between slices)  fsdp 256`."""
+    """Describe a mesh: `data 2 (between slices)  fsdp 256`."""
     islands = "slices" if platform == "tpu" else "hosts"
     parts: list[str] = []
     for axis, size in sizes.items():

@@ -1,4 +1,4 @@
 """Measurements of a run, and the writers that record them.
 
-Packages that take long to import are imported inside functions.
+Packages that are slow to import are imported inside functions.
 """

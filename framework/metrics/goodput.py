@@ -1,6 +1,6 @@
-"""Goodput: where the time of a run goes, over all its starts.
+"""Goodput: a breakdown of the time of a run, over all its starts.
 
-As in Google's ML Goodput, it is the time in steps that count, over all time.
+As in Google's ML Goodput, it is the fraction of the total time that is spent in steps that count.
 """
 
 from __future__ import annotations
@@ -24,27 +24,25 @@ PHASES = {
 
 
 class Goodput:
-    """Seconds by phase, by the wall clock of this process.
-
-    Phases nest: time counts for the innermost one.
+    """Wall-clock seconds of this process, by phase. Phases nest, and time counts for the innermost one.
 
     Args:
-      clock: returns seconds, and is monotonic.
-      since: when the process began, on that clock.
+        clock: monotonic clock that returns seconds.
+        since: start time of the process on that clock; None for now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, since: float | None = None):
         self._clock = clock
-        # When the time began that is not counted in `seconds` yet.
+        # Start of the time that `seconds` does not include yet.
         self._since = clock() if since is None else since
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.phase = "start"
-        # How many phases were entered: when this changes, the loop has moved.
+        # Number of phases entered. When it changes, the training loop has made progress.
         self.entered = 0
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Counts the time of a context for `phase`: `with goodput.during("save"): ...`"""
+        """Count the time of a context for `phase`: `with goodput.during("save"): ...`"""
         outer_phase = self.phase
         self.enter(phase)
         try:
@@ -53,7 +51,7 @@ class Goodput:
             self.enter(outer_phase)
 
     def enter(self, phase: str) -> None:
-        """Counts time from now on for `phase`, one of PHASES."""
+        """Count the time from now on for `phase`, one of PHASES."""
         assert phase in PHASES, phase
         now = self._clock()
         self.seconds[self.phase] += now - self._since
@@ -62,8 +60,8 @@ class Goodput:
         self.entered += 1
 
     def totals(self) -> dict[str, float]:
-        """Returns the seconds of each phase that took any, until now. Any thread may call it."""
-        # Copies, since the loop may enter a phase meanwhile.
+        """Return the seconds until now, of each phase that took any. Any thread may call it."""
+        # Copy, because the loop may enter another phase in the meantime.
         seconds = dict(self.seconds)
         phase = self.phase
         since = self._since
@@ -71,37 +69,37 @@ class Goodput:
         return {name: round(seconds[name], 3) for name in PHASES if seconds[name]}
 
     def carry_over(self, earlier_totals: Mapping[str, float], down: float) -> None:
-        """Adds the time of earlier starts.
+        """Add the time of earlier starts.
 
         Args:
-            earlier_totals: `totals` when the run was last heard of.
-            down: seconds from then to this start.
+            earlier_totals: `totals` at the last report of the previous start.
+            down: seconds between that report and this start.
         """
         for name in PHASES:
             self.seconds[name] += earlier_totals.get(name, 0.0)
-        # The clocks of two hosts may differ by more than the run was down.
+        # If another host wrote the report, `down` can be negative: clocks may differ by more than the downtime.
         self.seconds["down"] += max(0.0, down)
 
     def go_back(self, at_save: Mapping[str, float]) -> None:
-        """Counts steps as lost, since the run goes on from a checkpoint that does not have them.
+        """Count the steps since a checkpoint as lost, because the run continues from that checkpoint.
 
         Args:
-            at_save: `totals` when the checkpoint was made.
+            at_save: `totals` when the checkpoint was saved.
         """
-        # Entering the phase again brings its seconds up to date.
+        # Entering the current phase again updates its seconds.
         self.enter(self.phase)
         lost_seconds = max(0.0, self.seconds["step"] - at_save.get("step", 0.0))
         self.seconds["lost"] += lost_seconds
         self.seconds["step"] -= lost_seconds
 
     def fraction(self) -> float:
-        """Returns the time in steps that count, over all time."""
+        """Return the fraction of the total time that was spent in steps that count."""
         totals = self.totals()
         step_seconds = totals.get("step", 0.0)
         return step_seconds / max(sum(totals.values()), 1e-9)
 
     def line(self) -> str:
-        """Returns a line to show: `goodput 93.1%: steps that count 512 s, compiling 20 s, ...`."""
+        """Return a summary line: `goodput 93.1%: steps that count 512 s, compiling 20 s, ...`."""
         parts = []
         for name, seconds in self.totals().items():
             # Shorter phases would be shown as 0 s.

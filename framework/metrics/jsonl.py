@@ -1,10 +1,9 @@
-"""metrics.jsonl: one JSON object per line, the record of a run that resume, plots and people read.
+"""metrics.jsonl: one JSON object per line, the record of a run for resuming, plotting and reading.
 
-Every row is `{"step": int, name: value, ...}`; those of a run begin with `time` too, in seconds since
-1970, and with what the run has read of its data until that step. Floats are written as Python's
-shortest repr of the float64 that equals them, so a float32 read back as float32 has the same bits.
-JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and
-`read_metrics` turns them back.
+Every row is `{"step": int, name: value, ...}`. Rows of a run also start with `time`, in seconds since 1970, and with
+the amount of data that the run has read until that step. Floats are written as Python's shortest repr of the equal
+float64, so a float32 has the same bits when it is read back as float32. JSON has no NaN or infinity: they are written
+as the strings "NaN", "Infinity" and "-Infinity", and `read_metrics` converts them back.
 """
 
 import json
@@ -21,15 +20,14 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlWriter:
-    """Appends rows to a JSONL file; once `write` returns, a kill does not lose the row.
+    """Appends rows to a JSONL file. Once `write` has returned, a kill does not lose the row.
 
-    A last line that a kill or a full disk cut short is repaired when the file is opened again:
-    completed if only its newline is missing, else dropped (ValueError if a line of it is no JSON
-    object).
+    If a kill or a full disk truncated the last line, it is repaired when the file is opened again: completed if only
+    its newline is missing, else dropped. In that case, a ValueError is raised if another line is not a JSON object.
 
     Args:
-        path: the file.
-        stamp: what every row of a step has beside its metrics; None for nothing.
+        path: path of the file.
+        stamp: returns additional fields for the row of a step; None for no additional fields.
     """
 
     def __init__(
@@ -46,18 +44,18 @@ class JsonlWriter:
             self._replace(line for _, line in _rows(self.path))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row.
+        """Append one row.
 
-        Values are numbers (0-d arrays too), bools, strings and None. Raises OSError on a full disk,
-        which leaves nothing of the row behind.
+        Values are numbers (including 0-d arrays), bools, strings and None. Raises OSError on a full disk, without
+        leaving a part of the row behind.
         """
         self._append_row(step, metrics)
 
     def resume(self, from_step: int) -> None:
-        """Drops the rows after `from_step`, and appends one that says so.
+        """Drop the rows after `from_step`, and append a row that records the resume.
 
-        That row is `{"step": from_step, "resumed_from": from_step}`, with its stamp. Raises ValueError: a line is
-        no JSON object; the file is left as it is.
+        That row is `{"step": from_step, "resumed_from": from_step}`, with its stamp. Raises ValueError, without
+        changing the file, if a line is not a JSON object.
         """
         remaining_lines = []
         is_kept_by_row = []
@@ -66,7 +64,7 @@ class JsonlWriter:
             is_kept_by_row.append(is_kept)
             if is_kept:
                 remaining_lines.append(line)
-        # Every run writes its rows in order, so the dropped ones are the end of the file.
+        # A run writes its rows in order, so the dropped ones are usually at the end of the file.
         if is_kept_by_row == sorted(is_kept_by_row, reverse=True):
             num_bytes = sum(len(line) for line in remaining_lines)
             os.ftruncate(self._file.fileno(), num_bytes)
@@ -75,7 +73,7 @@ class JsonlWriter:
         self._append_row(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
-        """Closes the file. A second call does nothing."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
     def _append_row(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -85,18 +83,17 @@ class JsonlWriter:
     def _append(self, line: bytes) -> None:
         size = self._file.seek(0, os.SEEK_END)
         try:
-            # An unbuffered file may take only a part at a time, as a nearly full disk does.
+            # An unbuffered write may be partial, for example on a nearly full disk.
             while line:
                 num_written = self._file.write(line)
                 line = line[num_written:]
         except OSError:
-            # A half row would make the next one unreadable.
+            # A partial row would make the next one unreadable.
             os.ftruncate(self._file.fileno(), size)
             raise
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        # The new file is renamed when it is whole, so that a kill leaves the old file or the new
-        # one.
+        # Rename the new file when it is complete, so that a kill leaves either the old file or the new one.
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "wb") as file:
             file.writelines(lines)
@@ -106,13 +103,13 @@ class JsonlWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file, with "NaN", "Infinity" and "-Infinity" as floats again.
+    """Return the rows of a metrics file, with "NaN", "Infinity" and "-Infinity" converted back to floats.
 
-    A last line without a newline is left out unless it is whole: a run may be writing it now.
+    A last line without a newline is skipped unless it is complete, because a run may still be writing it.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line, whose number the error tells, is no JSON object.
+        FileNotFoundError: the file does not exist.
+        ValueError: a line is not a JSON object with a "step". The message contains the line number.
     """
     rows = []
     for row, _ in _rows(Path(path)):
@@ -124,14 +121,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yields each row, and its line with a newline."""
+    """Yield each row, and its line with a newline."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = parse_json(line)
             except ValueError:
                 row = None
-            # A last line that lacks only its newline is whole.
+            # A last line that lacks only its newline is complete.
             if isinstance(row, dict) and "step" in row:
                 yield row, line.removesuffix(b"\n") + b"\n"
             elif line.endswith(b"\n"):
@@ -142,10 +139,10 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 def _encode(row: Mapping[str, Any]) -> bytes:
     values = {}
     for name, value in row.items():
-        # An array or a numpy scalar becomes a number of Python.
+        # Convert 0-d arrays and numpy scalars to Python numbers.
         if hasattr(value, "item"):
             value = value.item()
-        # json.dumps has words for these, NaN and Infinity, which are JSON only as strings.
+        # json.dumps would write NaN and Infinity as bare words, which are valid JSON only as strings.
         if isinstance(value, float) and not math.isfinite(value):
             value = json.dumps(value)
         values[name] = value

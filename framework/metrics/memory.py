@@ -1,8 +1,7 @@
-"""Memory in use: bytes on the devices and of this process.
+"""Memory in use, in bytes: on the devices and of this process.
 
-Device bytes come from the allocator's own statistics where the platform has them (TPU, GPU), and
-its peak includes the temporaries of programs. Else (CPU, where `memory_stats()` is None) they come
-from the sizes of the live jax arrays, which do not include them.
+On TPU and GPU, device bytes come from the allocator's statistics, whose peak includes the temporaries of programs.
+On CPU, where `memory_stats()` is None, they are the sizes of the live jax arrays, which do not include temporaries.
 """
 
 import dataclasses
@@ -15,30 +14,29 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes in use; device figures are those of the fullest addressable device."""
+    """Bytes in use. Device figures are maxima over the measured devices."""
 
-    device_bytes: int  # in use in device memory now
-    device_peak_bytes: int | None  # highest so far; None where the platform has no statistics
-    host_bytes: int  # live jax arrays in host memory, of all those devices together
-    rss_bytes: int  # resident memory of this process; on CPU it contains the device's
+    device_bytes: int  # device memory in use now
+    device_peak_bytes: int | None  # highest value so far; None if the platform has no statistics
+    host_bytes: int  # live jax arrays in host memory, sum over the measured devices
+    rss_bytes: int  # resident memory of this process; on CPU it includes the device memory
 
     def metrics(self) -> dict[str, int]:
-        """Returns the figures that are known, by metric name.
+        """Return the known figures, by metric name.
 
-        They are `memory/device_bytes`, `memory/device_peak_bytes`, `memory/host_bytes` and
-        `memory/rss_bytes`.
+        They are `memory/device_bytes`, `memory/device_peak_bytes`, `memory/host_bytes` and `memory/rss_bytes`.
         """
         return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
 
 def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
-    """Measures the memory in use now, on these devices of this process."""
+    """Measure the current memory use of this process on some of its devices."""
     device_sizes = []
     host_bytes = 0
     for (device, kind), size in live_array_bytes().items():
         if device not in devices:
             continue
-        # Each memory kind but "device" is some memory of the host.
+        # All memory kinds except "device" are host memory.
         if kind == "device":
             device_sizes.append(size)
         else:
@@ -56,12 +54,11 @@ def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
 
 
 def live_array_bytes() -> dict[tuple[Any, str], int]:
-    """Returns the bytes of live jax arrays by (device, memory kind), with each buffer counted once.
+    """Return the bytes of live jax arrays by (device, memory kind), with each buffer counted once.
 
-    `jax.live_arrays()` lists an array and, once somebody looked at its shards (checkpointing does),
-    the shards as well, so a sharded array would count twice. Buffers are told apart by address; the
-    shards of an array are looked at only when there is a live array that could be one of them,
-    since looking creates new arrays.
+    `jax.live_arrays()` lists an array and, once its shards have been accessed (as checkpointing does), the shards as
+    well, so a sharded array would count twice. To avoid that, buffers are identified by address. The shards of an array
+    are accessed only if a live array could be one of them, because accessing them creates new arrays.
     """
     import jax
 
@@ -70,14 +67,14 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
     for array in arrays:
         if len(array.sharding.device_set) == 1:
             single_device_types.add((array.shape, array.dtype))
-    # By device, memory kind and address.
+    # {(device, memory kind, address): bytes}
     buffers: dict[tuple[Any, str, int], int] = {}
     for array in arrays:
         sharding = array.sharding
         kind = sharding.memory_kind or "device"
         shard_shape = sharding.shard_shape(array.shape)
         is_sharded = len(sharding.device_set) > 1
-        # No live array could be a shard of this one, so its shards are not looked at.
+        # No live array can be a shard of this one, so do not access its shards.
         if is_sharded and (shard_shape, array.dtype) not in single_device_types:
             size = math.prod(shard_shape) * array.dtype.itemsize
             for device in sharding.addressable_devices:
@@ -94,24 +91,21 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
 
 
 def _address(array: Any) -> int:
-    """Returns a number that tells the buffer of an array on one device from others."""
+    """Return a number that identifies the buffer of a single-device array."""
     import jax
 
-    # The pointer waits for the array too, but holds the GIL meanwhile: no watchdog could run.
+    # Getting the pointer also waits for the array, but holds the GIL, so that no watchdog could run.
     if next(iter(array.devices())).platform == "cpu":
         array.block_until_ready()
     try:
         return array.unsafe_buffer_pointer()
     except jax.errors.JaxRuntimeError:
-        # Not every plugin tells addresses; then shards that were looked at count twice.
+        # Not every plugin provides addresses. Without them, accessed shards count twice.
         return id(array)
 
 
 def rss_bytes() -> int:
-    """Returns the resident memory of this process in bytes.
-
-    Where there is no /proc (macOS), it is its highest value so far.
-    """
+    """Return the resident memory of this process in bytes; without /proc (macOS), its highest value so far."""
     try:
         with open("/proc/self/statm") as file:
             num_pages = int(file.read().split()[1])

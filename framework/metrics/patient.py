@@ -1,6 +1,6 @@
-"""Writes metrics while a disk may be full: the rows wait for room, and the run goes on.
+"""Keeps a run going while the disk is full: rows of metrics wait in memory until there is space.
 
-A person is told once when that begins and once when it is over. Standard library only.
+The user gets one message when this starts and one when it is over. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 
 from framework.metrics.writers import Writer
 
-# So many rows wait; beyond them the oldest are given up, as memory is limited too.
+# Maximum number of waiting rows. Beyond it the oldest are dropped, because memory is limited, too.
 MAX_ROWS = 10_000
 RETRY_SECONDS = 10.0
 
 
 class PatientWriter:
-    """Hands rows to another writer, and keeps those that it cannot write (OSError).
+    """Passes rows to another writer, and keeps those that it cannot write (OSError).
 
-    They are written, in order, once it can.
+    Those rows are written, in order, as soon as writing succeeds again.
 
     Args:
-        writer: its `write` must leave nothing of a row that it fails to write.
-        name: the writer's name in messages, such as "metrics.jsonl".
-        say: shows a person a message of one line.
+        writer: the underlying writer. If its `write` fails, it must not leave a part of the row behind.
+        name: name of the writer in messages, such as "metrics.jsonl".
+        say: shows a one-line message to the user.
     """
 
     def __init__(self, writer: Writer, name: str, say: Callable[[str], object]):
@@ -33,26 +33,26 @@ class PatientWriter:
         self._name = name
         self._say = say
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
-        # The step of a `resume` that waits too.
+        # The step of a `resume` that is waiting, too.
         self._resume_from: int | None = None
         self._given_up = 0
-        # Seconds by the monotonic clock; None if the last write succeeded.
+        # Time of the last failure by the monotonic clock, in seconds; None if the last write succeeded.
         self._failed_at: float | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Does what Writer.write does; never raises OSError."""
+        """Write a row or queue it, see `Writer.write`. Never raises OSError."""
         self._waiting.append((step, metrics))
         if len(self._waiting) > MAX_ROWS:
             self._waiting.popleft()
             self._given_up += 1
-        # A try at every step would only slow the loop down while the disk is full.
+        # While the disk is full, retrying at every step would only slow down the loop.
         if self._failed_at is None or time.monotonic() - self._failed_at >= RETRY_SECONDS:
             self._write_waiting()
 
     def resume(self, from_step: int) -> None:
-        """Does what Writer.resume does; never raises OSError."""
+        """Resume or queue the resume, see `Writer.resume`. Never raises OSError."""
         self._waiting = deque((step, row) for step, row in self._waiting if step <= from_step)
-        # Of two that wait, the earlier step drops the rows of both.
+        # If two resumes are waiting, the one with the earlier step drops the rows of both.
         if self._resume_from is None:
             self._resume_from = from_step
         else:
@@ -60,7 +60,7 @@ class PatientWriter:
         self._write_waiting()
 
     def close(self) -> None:
-        """Writes the rows that wait, or says which are lost; never raises OSError."""
+        """Write the waiting rows, or report which are lost. Never raises OSError."""
         if self._failed_at is not None:
             self._write_waiting()
         num_lost = len(self._waiting) + self._given_up
@@ -87,7 +87,7 @@ class PatientWriter:
             while self._waiting:
                 step, metrics = self._waiting[0]
                 self._writer.write(step, metrics)
-                # Only now, so that a row that cannot be written goes on waiting.
+                # Remove the row only now, so that it keeps waiting if it cannot be written.
                 self._waiting.popleft()
         except OSError as error:
             if self._failed_at is None:

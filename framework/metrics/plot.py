@@ -1,7 +1,6 @@
-"""Draws what a run logged as PNGs, from metrics.jsonl: losses and rates, an objective's figures, the load of experts.
+"""Plots the metrics of a run as PNGs, from metrics.jsonl: losses and learning rates, objective metrics, expert loads.
 
-matplotlib is used without pyplot, whose global state and choice of a display have no place in a
-training process.
+matplotlib is used without pyplot, whose global state and display backends do not belong in a training process.
 """
 
 import math
@@ -17,29 +16,29 @@ TRAIN = "train/loss"
 RATE = "train/learning_rate"
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 _RATE_COLOR = "#444444"
-# What an objective reports of training steps, and the ends of names that tell two kinds of answers apart.
+# Prefix of an objective's training metrics, and the suffixes that distinguish kinds of answers.
 _OBJECTIVE = "train/head/"
 _SIDES = re.compile("_(chosen|rejected|desirable|undesirable)$")
-# What a mixture reports: (1) its layer, (2) the number of an expert.
+# Load metrics of an MoE layer: group 1 is the layer, group 2 the number of the expert.
 _EXPERT_LOAD = re.compile("(train/.+)/load/([0-9]+)")
-# More experts than this have no names in the picture.
+# With more experts than this, the plot does not name them.
 _MAX_NAMED_EXPERTS = 8
-# A training loss of fewer points is drawn as it is.
+# A training loss with at most this many points is not smoothed.
 _MIN_SMOOTHED = 20
 
-# (step, value) of each row, by step.
+# (step, value) of each row, sorted by step.
 Points = list[tuple[int, float]]
 
 
 def plot_losses(
     metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str, unit: str = "nats per token"
 ) -> Path:
-    """Draws the losses of a run by step; replaces `png_path` atomically, and returns it.
+    """Plot the losses of a run by step, replace `png_path` atomically, and return it.
 
-    Drawn are `train/loss` (smoothed, and pale as it is) and every other metric that ends in "loss";
-    a learning rate that changes is in a panel below. Values that are not finite are gaps, a dotted
-    line marks each resume, and the loss axis leaves out spikes that would flatten the rest. Raises
-    what `read_metrics` does, and OSError.
+    The plot shows `train/loss` (smoothed, and the raw values in a pale color) and every other metric that ends in
+    "loss". If the learning rate changes, it gets a panel below. Non-finite values are gaps, a dotted line marks each
+    resume, and the loss axis cuts off spikes that would flatten the rest. Raises OSError, and the errors of
+    `read_metrics`.
     """
     from matplotlib.figure import Figure
 
@@ -63,10 +62,10 @@ def plot_losses(
 
 
 def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path | str:
-    """Draws what an objective reports beside its loss, by step: accuracies, margins, rewards, divergences, lengths.
+    """Plot an objective's metrics other than its loss, by step: accuracies, margins, rewards, divergences, lengths.
 
-    A panel has the metrics of one kind, of training and of each validation set. Replaces `png_path` atomically, and
-    returns it, or the words that there is nothing to draw. Raises what `read_metrics` does, and OSError.
+    Each panel shows the metrics of one kind, for training and for each validation set. Replace `png_path` atomically
+    and return it, or return a message if there is nothing to draw. Raises OSError, and the errors of `read_metrics`.
     """
     from matplotlib.figure import Figure
 
@@ -90,7 +89,7 @@ def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title:
         _finish(axes, rows)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    # The lowest panel of each column says what all of them are drawn over.
+    # Label the step axis only at the lowest panel of each column.
     for axes in grid[max(0, len(panels) - 2) : len(panels)]:
         axes.set_xlabel("step")
         axes.tick_params(labelbottom=True)
@@ -98,12 +97,15 @@ def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title:
 
 
 def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
-    """Returns {kind: {metric: [(step, value)]}} of an objective's metrics, those of chosen and rejected in one kind."""
+    """Return {kind: {metric: [(step, value)]}} of an objective's metrics.
+
+    Metrics that differ only in their suffix, such as chosen and rejected, belong to one kind.
+    """
     training_names = dict.fromkeys(name for row in rows for name in row if name.startswith(_OBJECTIVE))
     panels: dict[str, dict[str, Points]] = {}
     for training_name in training_names:
         metric = training_name.removeprefix(_OBJECTIVE)
-        # The loss without its other terms is in the picture of losses.
+        # These are terms of the loss, which has its own plot.
         if metric in ("preference", "sft", "nll"):
             continue
         kind = _SIDES.sub("", metric)
@@ -114,11 +116,11 @@ def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, P
 
 
 def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path | str:
-    """Draws how evenly the experts of a run are used, by step: each expert's load, as a multiple of its even share.
+    """Plot the load of each expert by step, as a multiple of its even share.
 
-    Each layer of the pattern with a mixture is a row: the loads, between the least and the most of them, the router's
-    entropy, and with a capacity the share of choices that were dropped. Replaces `png_path` atomically, and returns
-    it, or the words that there is nothing to draw. Raises what `read_metrics` does, and OSError.
+    Each MoE layer of the pattern gets a row of panels: the loads with the range between their minimum and maximum, the
+    router's entropy and, if there is a capacity, the fraction of dropped choices. Replace `png_path` atomically and
+    return it, or return a message if there is nothing to draw. Raises OSError, and the errors of `read_metrics`.
     """
     from matplotlib.figure import Figure
 
@@ -150,7 +152,7 @@ def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: s
 
 
 def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Points]]:
-    """Returns {layer: {expert: [(step, load)]}} of the layers that report the load of each expert, experts in order."""
+    """Return {layer: {expert: [(step, load)]}} of the layers that report loads, with the experts in order."""
     names = dict.fromkeys(name for row in rows for name in row)
     loads: dict[str, dict[int, Points]] = {}
     for name in names:
@@ -161,7 +163,7 @@ def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Point
 
 
 def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws the load of each expert of a layer, and the area between the least and the most of them."""
+    """Draw the load of each expert of a layer, and the area between their minimum and maximum."""
     from matplotlib import colormaps
 
     most_points = _points(rows, f"{layer}/load_max")
@@ -172,12 +174,12 @@ def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequen
         axes.fill_between(*zip(*bounds, strict=True), color="#dddddd", linewidth=0.0, label=label)
     names_experts = len(loads) <= _MAX_NAMED_EXPERTS
     for expert, points in loads.items():
-        # Many experts have similar colors: what is to be seen of them is how far apart all of them are.
+        # Many experts have similar colors. Their plot shows only the spread of all loads.
         color = colormaps["tab10"](expert) if names_experts else colormaps["viridis"](expert / len(loads))
         label = f"load/{expert}  {points[-1][1]:.4g}" if names_experts else None
         _draw_line(axes, points, color=color, linewidth=1.0 if names_experts else 0.6, label=label)
     axes.axhline(1.0, color=_RATE_COLOR, linestyle=":", linewidth=1.0)
-    # Above the curves there is room for the legend.
+    # Leave room for the legend above the curves.
     axes.set_ylim(0.0, 1.35 * _highest([most_points, *loads.values()]))
     axes.set_ylabel("load of an expert / even share")
     axes.set_title(f"{layer.removeprefix('train/')}: {len(loads)} experts", fontsize=9)
@@ -185,19 +187,19 @@ def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequen
 
 
 def _highest(curves: Iterable[Points]) -> float:
-    """Returns the highest finite value of some curves; 1 where all of them are 0, or there is none."""
+    """Return the highest finite value of some curves; 1 if it is 0 or if there is none."""
     values = [value for points in curves for _, value in points if math.isfinite(value)]
     return max(values, default=0.0) or 1.0
 
 
 def _draw_line(axes: Any, points: Points, **style: Any) -> None:
-    """Draws a curve; a single point, which has no line, as a dot."""
+    """Draw a curve. A single point, which has no line, becomes a dot."""
     if points:
         axes.plot(*zip(*points, strict=True), marker="o" if len(points) == 1 else None, markersize=3.5, **style)
 
 
 def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Marks resumes, and gives axes the look of all pictures."""
+    """Mark resumes, and apply the common style to the axes."""
     for row in rows:
         if "resumed_from" in row:
             axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
@@ -206,7 +208,7 @@ def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _save(figure: Any, png_path: Path) -> Path:
-    """Writes a picture; whoever looks at it while it is renewed sees a whole one."""
+    """Write a plot atomically, so that a reader never sees a partial file."""
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:
         figure.savefig(temporary, format="png")
@@ -218,17 +220,17 @@ def _save(figure: Any, png_path: Path) -> Path:
 
 
 def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
-    """Draws each curve with its last value in the legend, and bounds the axis."""
+    """Draw each curve with its last value in the legend, and limit the axis."""
     import numpy as np
 
-    # The colors come again where there are more curves than colors.
+    # Repeat the colors if there are more curves than colors.
     for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
         steps, losses = np.array(points).T
         if name == TRAIN and len(steps) > _MIN_SMOOTHED:
             axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.8)
             losses = smoothed(losses)
             name = f"{name}, smoothed"
-        # Points of an evaluation may be few; markers on many would be a thick line.
+        # An evaluation may have few points, so mark them. Markers on many points would look like a thick line.
         is_few = len(steps) < 40 and not name.startswith(TRAIN)
         # A single point has no line.
         marker = "o" if is_few or len(steps) == 1 else None
@@ -238,7 +240,7 @@ def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
     finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
     if finite_losses.size:
         low = np.min(finite_losses)
-        # By a percentile, as a few spikes would move the highest loss.
+        # Use a percentile, because a few spikes would move the maximum.
         typical_high = np.percentile(finite_losses, 98)
         top = min(np.max(finite_losses), low + 2 * (typical_high - low))
         axes.set_ylim(low - 0.05, top + 0.05)
@@ -246,34 +248,34 @@ def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
 
 
 def _draw_rates(axes: Any, rates: Points) -> None:
-    """Draws the learning rate, from zero on."""
+    """Draw the learning rate on an axis that starts at zero."""
     axes.plot(*zip(*rates, strict=True), color=_RATE_COLOR, linewidth=1.2)
     axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0.0)
-    # 2e-4 in place of 0.0002, once above the axis.
+    # Show the power of ten once above the axis, instead of ticks such as 0.0002.
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 
 def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Returns [(step, value)], sorted by step, for each metric whose name ends in "loss".
+    """Return [(step, value)], sorted by step, for each metric whose name ends in "loss".
 
-    The metrics stand in the order of their first appearance.
+    The metrics are in the order of their first appearance.
     """
     names = [name for row in rows for name in row if name.endswith("loss")]
-    # A dict instead of a set, as it keeps the order.
+    # Use a dict instead of a set to keep the order.
     return {name: _points(rows, name) for name in dict.fromkeys(names)}
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """Returns (step, value) of each row that has a metric, by step."""
+    """Return (step, value) of each row that has the metric, sorted by step."""
     return sorted((row["step"], row[name]) for row in rows if name in row)
 
 
 def smoothed(losses: Any) -> Any:
-    """Smooths a curve: f64[n] -> f64[n].
+    """Smooth a curve: f64[n] -> f64[n].
 
-    Each value becomes the mean of the finite values among 1/50 of the points around it. A value
-    that is not finite becomes NaN, which is a gap in the plot.
+    Each value becomes the mean of the finite values in a window around it: 1/50 of all points, at least 5. A non-finite
+    value becomes NaN, which is a gap in the plot.
     """
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""Services that metrics are reported to beside the workdir: which packages they need, and MLflow's writer.
+"""External services that receive metrics in addition to the workdir: a check of their packages, and MLflow's writer.
 
-Importing this file imports none of the packages.
+Importing this module imports none of those packages.
 """
 
 import importlib.util
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# For `mlflow_uri`: what MLFLOW_TRACKING_URI says, or else what MLflow itself does without one.
+# Value of `mlflow_uri` that selects MLFLOW_TRACKING_URI, or else MLflow's own default.
 MLFLOW_DEFAULT = "default"
 # MLflow's limit on the length of a parameter's value.
 _MLFLOW_VALUE_LENGTH = 6000
-# MLflow's limit on the parameters of one call.
+# MLflow's limit on the number of parameters per call.
 _MLFLOW_BATCH = 100
-# MLflow by itself tries for minutes, for which the training loop would wait.
+# By default MLflow retries for minutes, and would block the training loop.
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 
 def check_installed(wandb_project: str | None, mlflow_uri: str | None) -> None:
-    """Checks that the packages of the services that are asked for are there, without importing them.
+    """Check that the packages of the requested services are installed, without importing them.
 
     Raises:
-        ImportError: one is not installed; the message has the command that installs it.
+        ImportError: a package is not installed. The message contains the command that installs it.
     """
     if wandb_project is not None:
         _check_package("wandb", "wandb", "Weights & Biases (--wandb, trainer.wandb_project)")
@@ -43,18 +43,18 @@ def _check_package(module: str, distribution: str, service: str) -> None:
 class MlflowWriter:
     """Writes to an MLflow tracking server, database or folder.
 
-    The run's id is stored in `workdir/mlflow_run_id`, so a resumed run continues the same curves. MLflow keeps what
-    it was given: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does not).
+    The run id is stored in `workdir/mlflow_run_id`, so a resumed run continues the same curves. MLflow keeps all
+    logged rows: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does not).
 
     Args:
-        uri: of the server, or MLFLOW_DEFAULT.
-        name: of the run.
-        workdir: where the run's id is kept.
-        config: JSON values by dotted path, which become the run's parameters.
+        uri: URI of the server, or MLFLOW_DEFAULT.
+        name: name of the run.
+        workdir: folder in which the run id is stored.
+        config: JSON values by dotted path, which become the parameters of the MLflow run.
 
     Raises:
         ImportError: the package is not installed.
-        ValueError: the server cannot be reached, or refuses.
+        ValueError: the server cannot be reached, or rejects the request.
     """
 
     def __init__(self, uri: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
@@ -72,7 +72,7 @@ class MlflowWriter:
             raise ValueError(f"--mlflow={uri}: {first_line}") from error
 
     def _begin(self, name: str, id_file: Path, config: Mapping[str, Any]) -> str:
-        """Begins a run, or goes on with that of the workdir; returns its id."""
+        """Create a run, or continue the one of the workdir. Return its id."""
         if id_file.exists():
             run_id = id_file.read_text()
             self._client.update_run(run_id, status="RUNNING")
@@ -96,10 +96,7 @@ class MlflowWriter:
             self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_BATCH])
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs one row.
-
-        Raises OSError: the server does not answer; nothing else is lost of the row, which may be written again.
-        """
+        """Log one row. Raises OSError if the server does not respond; the row can then be written again."""
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         milliseconds = int(1000 * time.time())
@@ -110,11 +107,11 @@ class MlflowWriter:
             raise OSError(str(error).partition("\n")[0]) from error
 
     def resume(self, from_step: int) -> None:
-        """Says from which step the run went on."""
+        """Log the step from which the run continues."""
         self.write(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
-        """Marks the run as over. A later start of the same workdir goes on with it."""
+        """Mark the run as finished. A later start with the same workdir continues it."""
         try:
             self._client.set_terminated(self._run_id)
         except self._error as error:

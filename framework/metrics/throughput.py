@@ -1,8 +1,8 @@
 """Throughput over the last steps, and a buffer of metrics that are fetched late.
 
-Throughput is items (tokens, images) and steps per second, and model FLOPs utilization (MFU). MFU is
-that of PaLM (arXiv 2204.02311, appendix B): the model FLOPs that the achieved tokens per second
-need, over the peak of all devices; recomputation (gradient checkpointing) does not count as work.
+Throughput is items (tokens, images) per second, steps per second, and model FLOPs utilization (MFU). MFU is defined as
+in PaLM (arXiv 2204.02311, appendix B): the model FLOPs for the achieved tokens per second, divided by the peak of all
+devices. Recomputation (gradient checkpointing) does not count as work.
 """
 
 import contextlib
@@ -13,21 +13,18 @@ from typing import Any
 
 
 class Throughput:
-    """Rates over the last `window` steps.
+    """Rates over the last `window` steps, without the first step, which compiles, and without paused time.
 
-    The first step, which compiles, and time spent paused are left out.
-
-    Steps are dispatched ahead of the device; the rates are true because the loop waits for the
-    device when it fetches metrics.
+    Steps are dispatched ahead of the device. The rates are still correct, because the loop waits for the device when it
+    fetches metrics.
 
     Args:
-      tokens_per_step: targets counted in the loss per step, over all processes.
-      flops_per_token: model FLOPs per token, forward and backward.
-      peak_flops_total: peak FLOP/s of all devices together; None if not known, and then there is no
-        MFU.
-      item: the kind of item, where it is not a token; the two figures above are of items then.
-      window: the number of steps.
-      clock: returns seconds.
+        tokens_per_step: targets counted in the loss per step, over all processes.
+        flops_per_token: model FLOPs per token, forward and backward.
+        peak_flops_total: peak FLOP/s of all devices together; None if unknown, and then there is no MFU.
+        item: kind of item, such as "token" or "image". `tokens_per_step` and `flops_per_token` refer to it.
+        window: number of steps.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -45,18 +42,17 @@ class Throughput:
         self._peak_flops_total = peak_flops_total
         self._clock = clock
         self._rate = f"train/{item}s_per_second"
-        # Seconds of training at which each of the last steps ended: one more than there are steps
-        # between them.
+        # End times of the last steps, in seconds without pauses: one more entry than the steps between them.
         self._ends: deque[float] = deque(maxlen=window + 1)
         self._paused_seconds = 0.0
 
     def step(self) -> None:
-        """Notes the end of a step. The first call ends the compiling step and starts the clock."""
+        """Record the end of a step. The first call ends the compiling step and starts the measurement."""
         self._ends.append(self._clock() - self._paused_seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out the time of the context: `with throughput.paused(): evaluate()`"""
+        """Exclude the time of the context: `with throughput.paused(): evaluate()`"""
         start = self._clock()
         try:
             yield
@@ -64,10 +60,9 @@ class Throughput:
             self._paused_seconds += self._clock() - start
 
     def metrics(self) -> dict[str, float]:
-        """Returns the rates that are known.
+        """Return the known rates.
 
-        They are `train/steps_per_second`, `train/tokens_per_second` (of its item) and `train/mfu`
-        (0 to 1).
+        They are `train/steps_per_second`, `train/tokens_per_second` (named after the item) and `train/mfu` (0 to 1).
         """
         seconds = self._ends[-1] - self._ends[0] if self._ends else 0.0
         if seconds <= 0:
@@ -82,29 +77,28 @@ class Throughput:
 
 
 class MetricsBuffer:
-    """Holds (step, metrics) in order, on the device, and gives them back as Python numbers.
+    """Holds (step, metrics) on the device, in order, and returns them as Python numbers later.
 
-    Fetching the loss of the step just dispatched would make Python wait for the device and the
-    device then wait for Python. With one `take` per step the loop waits for the previous step
-    while the newest one runs.
+    Fetching the loss of the step just dispatched would make Python wait for the device, and then the device wait for
+    Python. With one `take` per step, the loop waits for the previous step while the newest one runs.
     """
 
     def __init__(self) -> None:
         self._held: deque[tuple[int, Mapping[str, Any]]] = deque()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a step's metrics: scalar arrays, on the device or not. Never waits."""
+        """Add a step's metrics: scalar arrays, on the device or not. Never waits."""
         self._held.append((step, metrics))
 
     def take(self, keep: int = 1) -> list[tuple[int, dict[str, float]]]:
-        """Fetches, in one transfer, and returns all steps but the newest `keep`.
+        """Fetch and return, in one transfer, all steps but the newest `keep`.
 
-        With a `keep` of 0 it waits for the newest step.
+        With `keep=0`, it waits for the newest step.
         """
         import jax
 
         due_rows = [self._held.popleft() for _ in range(len(self._held) - keep)]
-        # One call for all: it starts every copy before it waits for the first.
+        # A single call starts all copies before it waits for the first.
         fetched = jax.device_get([metrics for _, metrics in due_rows])
         rows = []
         for (step, _), metrics in zip(due_rows, fetched, strict=True):

@@ -1,6 +1,6 @@
-"""Writers of metrics: TensorBoard, Weights & Biases, and several at once.
+"""Metric writers: TensorBoard, Weights & Biases, and a combination of several.
 
-tensorboardX and wandb are imported by the methods that use them. One process writes.
+tensorboardX and wandb are imported in the methods that use them. Only one process writes.
 """
 
 import contextlib
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 
 class Writer(Protocol):
-    """Takes rows of metrics."""
+    """Receives rows of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records the numbers in `metrics` at `step`."""
+        """Record the numbers in `metrics` at `step`."""
 
     def resume(self, from_step: int) -> None:
-        """Forgets rows of steps after `from_step`: the run goes on from there."""
+        """Discard rows of steps after `from_step`, because the run continues from there."""
 
     def close(self) -> None:
-        """Hands everything to the disk or the service. A second call does nothing."""
+        """Flush everything to the disk or the service. A second call does nothing."""
 
 
 class TensorBoardWriter:
-    """Writes TensorBoard event files in `directory`; a kill loses up to `flush_seconds` of rows.
+    """Writes TensorBoard event files to `directory`; a kill loses up to `flush_seconds` of rows.
 
-    It uses tensorboardX's event files without its SummaryWriter, whose thread dies of a full disk
-    and whose queue then blocks the training loop for ever.
+    It uses tensorboardX's event files without its SummaryWriter: on a full disk, the SummaryWriter's thread dies, and
+    its queue then blocks the training loop forever.
     """
 
     def __init__(self, directory: str | os.PathLike[str], flush_seconds: float = 10.0):
@@ -39,10 +39,9 @@ class TensorBoardWriter:
         self._file: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one event with all values of the row.
+        """Write one event with all values of the row.
 
-        Raises OSError on a full disk; the next row then opens another file, as nobody reads on
-        behind half an event.
+        Raises OSError on a full disk. The next row then opens another file, because readers stop at a truncated event.
         """
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         try:
@@ -55,15 +54,12 @@ class TensorBoardWriter:
             raise
 
     def resume(self, from_step: int) -> None:
-        """Starts a new event file.
-
-        Its first event tells TensorBoard to hide earlier events of later steps.
-        """
+        """Start a new event file. Its first event tells TensorBoard to hide earlier events of later steps."""
         self.close()
         self._add(from_step + 1, session_log={"status": "START"})
 
     def close(self) -> None:
-        """Closes the event file. The next row would open another one."""
+        """Close the event file. Another row would open a new one."""
         try:
             if self._file is not None:
                 self._file.close()
@@ -71,12 +67,12 @@ class TensorBoardWriter:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Drops the file as it is, and removes one that is empty."""
+        """Drop the file as it is, and remove it if it is empty."""
         file = self._file
         self._file = None
         if file is None:
             return
-        # On a full disk its last bytes cannot be written; ValueError means that it was closed.
+        # On a full disk, the last bytes cannot be written; ValueError means that the file was already closed.
         with contextlib.suppress(OSError, ValueError):
             file._py_recordio_writer.close()
         path = file._file_name
@@ -87,14 +83,14 @@ class TensorBoardWriter:
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
-        # Event is made when its module is imported, which pyright does not see.
+        # protobuf creates Event when the module is imported, so pyright does not see it.
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
         if self._file is None:
             os.makedirs(self._directory, exist_ok=True)
             prefix = os.path.join(self._directory, "events")
-            # Files are named by the second they were opened in; the suffix keeps a quick restart
-            # out of the last one.
+            # Files are named by the second in which they were opened. The suffix keeps a quick restart from writing to
+            # the previous file.
             suffix = f".{uuid.uuid4().hex[:8]}"
             self._file = EventsWriter(prefix, suffix)
         event = Event(step=step, wall_time=time.time(), **content)
@@ -102,15 +98,15 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes to Weights & Biases; WANDB_MODE and its other variables work as usual.
+    """Writes to Weights & Biases; WANDB_MODE and other W&B variables work as usual.
 
-    The run's id is stored in `workdir/wandb_run_id`, so a resumed run continues the same curves.
-    W&B refuses to rewrite history: after a resume from an older step, its curves show the repeated
-    steps twice (metrics.jsonl does not).
+    The run id is stored in `workdir/wandb_run_id`, so a resumed run continues the same curves. W&B does not allow
+    rewriting history: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does
+    not).
 
     Raises:
         ImportError: the package is not installed.
-        ValueError: W&B refuses: nobody is logged in, say.
+        ValueError: W&B rejects the run, for example because the user is not logged in.
     """
 
     def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
@@ -138,8 +134,8 @@ class WandbWriter:
                 f"--wandb={project}: {first_line} (WANDB_MODE=offline keeps the run in {workdir}/wandb)"
             ) from error
         id_file.write_text(run_id)
-        # W&B's own step only grows; the run's step goes back on resume, so it is the axis of every
-        # curve.
+        # W&B's own step can only grow, but the run's step decreases on resume. So use the latter as the axis of all
+        # curves.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -154,7 +150,7 @@ class WandbWriter:
 
 
 class MultiWriter:
-    """Hands every row to several writers, and closes all of them, also when one fails."""
+    """Passes every row to several writers, and closes all of them even if one fails."""
 
     def __init__(self, writers: Iterable[Writer]):
         self.writers = list(writers)

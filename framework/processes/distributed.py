@@ -1,4 +1,4 @@
-"""Processes of a run: they find each other, wait for each other, agree, and one of them writes."""
+"""Processes of a run: detecting and connecting them, barriers, agreement, and the primary process that writes files."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _SLURM = (
 )
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 _OMPI_URI = "OMPI_MCA_orte_hnp_uri"
-# The coordinator's port, where a scheduler names none, is one of the last 2**12, as in JAX.
+# If the scheduler does not specify the coordinator's port, it is one of the last 2**12, as in JAX.
 _NUM_PORTS = 2**12
 _FIRST_PORT = 65535 - _NUM_PORTS + 1
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process among those of a run.
+    """The processes of a run, and the position of this process among them.
 
     Attributes:
-      source: what told it: "flags", "environment", "SLURM" or "Open MPI".
-      coordinator: host:port of process 0.
-      num_processes: the number of processes.
-      process_id: the number of this process, from 0.
-      local_device_ids: the devices of this machine that belong to this process; None for all.
+        source: source of the information: "flags", "environment", "SLURM" or "Open MPI".
+        coordinator: host:port of process 0.
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
+        local_device_ids: devices of this machine that belong to this process; None for all.
     """
 
     source: str
@@ -59,7 +59,7 @@ class Cluster:
 
 
 class _Task(NamedTuple):
-    """What a scheduler says of this process."""
+    """Task information of this process, from a scheduler."""
 
     source: str
     num_tasks: int
@@ -73,19 +73,19 @@ def detect(
     environment: Mapping[str, str],
     flags: Sequence[Any] = (None, None, None),
 ) -> Cluster | None:
-    """Finds the processes of the run; None if this is the only one.
+    """Detect the processes of the run; None if this is the only one.
 
-    In this order, it asks `flags`, then JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, SLURM (a task of srun), and Open MPI (mpirun). With the last two,
-    JAX_COORDINATOR_ADDRESS says where process 0 listens if the scheduler does not.
+    The sources are, in this order: `flags`; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; SLURM (a
+    task of srun); and Open MPI (mpirun). With SLURM and Open MPI, JAX_COORDINATOR_ADDRESS specifies the address of
+    process 0 if the scheduler does not.
 
     Args:
         environment: environment variables.
-        flags: (coordinator, number of processes, process id) of the command line.
+        flags: (coordinator, number of processes, process id) from the command line.
 
     Raises:
-        ValueError: some of the values that belong together are missing, or make no sense; or Open
-            MPI does not say where process 0 is.
+        ValueError: some of the values that belong together are missing or invalid, or Open MPI does not provide the
+            address of process 0.
     """
     if any(flag is not None for flag in flags):
         flag_names = ("--coordinator", "--num_processes", "--process_id")
@@ -96,7 +96,7 @@ def detect(
     address, num_processes, process_id = plain_values
     has_scheduler = slurm_values is not None or ranks is not None
     is_plain = num_processes is not None or process_id is not None
-    # An address alone, where no scheduler counts the processes, is an error that `_plain` raises.
+    # With only an address, and no scheduler that counts the processes, `_plain` raises an error.
     if is_plain or (address and not has_scheduler):
         return _plain("environment", PLAIN, plain_values)
     if slurm_values:
@@ -110,8 +110,7 @@ def detect(
     if task.address is None:
         advice = "set JAX_COORDINATOR_ADDRESS=HOST:PORT for all"
         raise ValueError(f"{task.source} does not say where process 0 is; {advice}")
-    # Tasks that share a machine have one GPU each, unless the scheduler shows each of them only its
-    # own.
+    # Tasks that share a machine use one GPU each, unless the scheduler already makes only that GPU visible.
     local_device_ids = None
     visible_devices = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     if not task.is_alone and len(visible_devices) > 1:
@@ -120,23 +119,23 @@ def detect(
 
 
 def _values(environment: Mapping[str, str], names: Sequence[str]) -> list[str] | None:
-    """Returns the values of these variables; None if any of them is not set."""
+    """Return the values of these variables; None if any of them is not set."""
     if all(name in environment for name in names):
         return [environment[name] for name in names]
     return None
 
 
 def _slurm_task(environment: Mapping[str, str], values: list[str], address: str | None) -> _Task:
-    """Reads the task from the values of _SLURM."""
+    """Return the task for the values of _SLURM."""
     num_tasks, rank, local_rank = map(int, values[2:])
     if not address:
-        # As JAX does: the first host of the step, and a port that follows from the job. A list of
-        # nodes is written like "a[01-03,07],b", with commas inside brackets too.
+        # As in JAX, use the first host of the step, and a port derived from the job id. A list of nodes looks like
+        # "a[01-03,07],b", with commas inside brackets, too.
         first_nodes = re.split(r",(?![^[]*\])", values[1])[0]
         first_host = re.sub(r"\[(\w+)[^]]*\].*", r"\1", first_nodes)
         port = int(values[0]) % _NUM_PORTS + _FIRST_PORT
         address = f"{first_host}:{port}"
-    # The form is "4(x2),3": four tasks on each of two machines, then three.
+    # The format is "4(x2),3": four tasks on each of two machines, then three.
     step_tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     tasks_per_node = environment.get("SLURM_NTASKS_PER_NODE", step_tasks)
     is_alone = tasks_per_node.partition("(")[0] == "1"
@@ -144,22 +143,22 @@ def _slurm_task(environment: Mapping[str, str], values: list[str], address: str 
 
 
 def _open_mpi_task(environment: Mapping[str, str], ranks: list[str], address: str | None) -> _Task:
-    """Reads the task from the values of _OMPI."""
+    """Return the task for the values of _OMPI."""
     num_tasks, rank, local_rank = map(int, ranks)
     is_alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == "1"
-    # The address of mpirun itself, which older versions pass on: "JOB.0;tcp://HOST,HOST:PORT".
+    # The address of mpirun itself, which only older versions pass on: "JOB.0;tcp://HOST,HOST:PORT".
     uri = environment.get(_OMPI_URI, "")
     match = re.search(r"tcp6?://\[?([^,:\]]+)", uri)
     if address is None and match is not None:
         job = int(uri.partition(".")[0])
-        # As JAX does: Open MPI's numbers of jobs are multiples of 2**12.
+        # As in JAX: Open MPI's job numbers are multiples of 2**12.
         port = job // 2**12 % _NUM_PORTS + _FIRST_PORT
         address = f"{match[1]}:{port}"
     return _Task("Open MPI", num_tasks, rank, local_rank, address, is_alone)
 
 
 def _plain(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster | None:
-    """Reads a cluster of the three values that PLAIN names, or flags of the same meaning."""
+    """Return the cluster for the three values of PLAIN, or for the equivalent flags; None for a single process."""
     missing_names = [name for name, value in zip(names, values, strict=True) if value is None]
     if missing_names:
         problem = f"missing: {', '.join(missing_names)}"
@@ -178,14 +177,11 @@ def _plain(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster 
 
 
 def on_tpu_pod(environment: Mapping[str, str]) -> bool:
-    """Tells whether this machine has TPU chips that may be part of a larger slice.
-
-    JAX then finds out by itself whether they are.
-    """
+    """Return whether this machine has TPU chips that may be part of a larger slice. JAX itself detects if they are."""
     if "JAX_PLATFORMS" in environment and "tpu" not in environment["JAX_PLATFORMS"]:
         return False
     has_chips = find_spec("libtpu") is not None and _has_google_device()
-    # Without the metadata server of Google Cloud, only these variables tell of other machines.
+    # Without the metadata server of Google Cloud, only these variables indicate other machines.
     on_cloud = environment.get("TPU_SKIP_MDS_QUERY") is None
     has_several_hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     is_multihost = has_several_hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
@@ -204,19 +200,17 @@ def initialize(
     connect_seconds: float,
     heartbeat_seconds: float,
 ) -> None:
-    """Joins the processes of one run; does nothing for a single process.
+    """Connect the processes of a run. Do nothing for a single process.
 
     Args:
-        cluster: what `detect` returned; None joins the processes of a TPU pod, if this is one of
-            its machines.
-        connect_seconds: all processes must have joined within that time.
-        heartbeat_seconds: a process that JAX has not heard of for so long is taken for dead, and
-            ends all others.
+        cluster: result of `detect`; None connects the processes of a TPU pod, if this machine is part of one.
+        connect_seconds: time limit for all processes to connect.
+        heartbeat_seconds: a process without a heartbeat for this long counts as dead, and all others exit.
 
     Raises:
         ProcessesMissingError: the processes did not find each other.
     """
-    # framework.run.trainer handles signals itself, and has all processes agree on one last step.
+    # framework.run.trainer handles signals itself, and makes all processes agree on the last step.
     jax.config.update("jax_enable_preemption_service", False)
     times: dict[str, Any] = {
         "initialization_timeout": int(connect_seconds),
@@ -233,10 +227,10 @@ def initialize(
 
 
 def _join(cluster: Cluster, connect_seconds: float, times: dict[str, Any]) -> None:
-    """Joins the processes of a cluster; `times` are arguments of jax.distributed.initialize."""
+    """Connect the processes of a cluster; `times` are arguments of jax.distributed.initialize."""
     meet(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
     host, _, port = cluster.coordinator.rpartition(":")
-    # JAX would try once, and then again after a second.
+    # If the first attempt failed, JAX would wait a second before the next one.
     if cluster.process_id:
         _wait_for(host, int(port), connect_seconds)
     jax.distributed.initialize(
@@ -251,7 +245,7 @@ def _join(cluster: Cluster, connect_seconds: float, times: dict[str, Any]) -> No
 
 
 def _wait_for(host: str, port: int, seconds: float) -> None:
-    """Waits until somebody listens at an address. Where nobody does, JAX reports it."""
+    """Wait until a process listens at an address. If the time runs out, JAX reports the error later."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
@@ -260,22 +254,22 @@ def _wait_for(host: str, port: int, seconds: float) -> None:
 
 
 def is_primary() -> bool:
-    """Tells whether this process writes the files that a run writes once."""
+    """Return whether this process writes the files that a run writes only once."""
     return jax.process_index() == 0
 
 
 def barrier(name: str, *, minutes: int = 120) -> None:
-    """Waits until every process is here, through the coordinator.
+    """Wait through the coordinator until every process gets here.
 
-    A collective on the devices would give up after half a minute on CPU, and one process may have a
-    corpus to tokenize, or to compile what others have in their cache.
+    A collective on the devices would time out after half a minute on CPU, but one process may have to tokenize a
+    corpus, or to compile a program that others have in their cache.
 
     Args:
-        name: names the barrier; all processes must give the same name.
-        minutes: the longest wait.
+        name: name of the barrier, which must be the same in all processes.
+        minutes: maximum time to wait.
     """
     if jax.process_count() > 1:
-        # orbax has a way to the coordinator's barrier, which JAX keeps private.
+        # Use orbax to access the coordinator's barrier, because JAX keeps it private.
         from orbax.checkpoint import multihost
 
         with phase("waiting for the other processes", patience=SHORT):
@@ -283,7 +277,7 @@ def barrier(name: str, *, minutes: int = 120) -> None:
 
 
 def everywhere(condition: bool) -> bool:
-    """Tells whether the condition holds in every process. Collective."""
+    """Return whether the condition holds in every process. Collective."""
     from jax.experimental import multihost_utils
 
     conditions = multihost_utils.process_allgather(np.array(condition))
@@ -291,7 +285,7 @@ def everywhere(condition: bool) -> bool:
 
 
 def greatest(number: int) -> int:
-    """Returns the greatest of the processes' numbers. Collective."""
+    """Return the maximum of the processes' numbers. Collective."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -301,46 +295,44 @@ def greatest(number: int) -> int:
 
 
 def from_primary(value: Any) -> Any:
-    """Returns the primary process's JSON value in every process. Collective."""
+    """Return the primary process's JSON value in every process. Collective."""
     if jax.process_count() == 1:
         return value
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     primary_size = int(broadcast_one_to_all(np.array(data.size)))
-    # All must bring an array of the same shape; the content of the other processes does not matter.
+    # All processes must pass an array of the same shape; only the primary's content matters.
     padded_data = np.resize(data, primary_size)
     return json.loads(bytes(broadcast_one_to_all(padded_data)))
 
 
 class Ballot:
-    """Lets processes agree without waiting.
+    """Lets processes agree without waiting for each other.
 
-    Each process casts numbers after a step, and the greatest of each arrive with that step's
-    metrics. So all take a decision at the same step, one step after the wish.
+    Each process casts numbers after a step, and the maximum of each number arrives with that step's metrics. So all
+    processes make a decision at the same step, one step after it was requested.
     """
 
     def __init__(self, mesh: Mesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
         def greatest(votes: jax.Array, after: jax.Array) -> list[jax.Array]:
-            # With the barrier, collectives run in one order everywhere.
+            # The barrier makes all processes run collectives in the same order.
             votes, _ = lax.optimization_barrier((votes, after))
             return list(votes.max(axis=0))
 
         self._greatest = jax.jit(greatest, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def cast(self, votes: Mapping[str, int], after: jax.Array) -> dict[str, jax.Array]:
-        """Returns the greatest vote of each name. Collective.
-
-        The votes are int32 scalars, which may not be computed yet.
+        """Return the maximum of each vote, as int32 scalars that may not be computed yet. Collective.
 
         Args:
-            votes: this process's numbers; all processes have the same names.
-            after: a result, on all devices of the mesh, of the step that this follows.
+            votes: this process's numbers, by name. All processes use the same names.
+            after: a result of the preceding step, on all devices of the mesh.
         """
         numbers = np.array([*votes.values()], np.int32)
-        # One row for each device, since the array is sharded over all devices of the mesh.
+        # Use one row per device, because the array is sharded over all devices of the mesh.
         num_local_devices = len(self._sharding.addressable_devices)
         local_rows = np.tile(numbers, (num_local_devices, 1))
         all_rows = jax.make_array_from_process_local_data(self._sharding, local_rows)

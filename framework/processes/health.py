@@ -1,7 +1,7 @@
-"""Health: each process reports on itself while it runs, and ends when its loop no longer moves.
+"""Health: each process reports its status while it runs, and exits when its loop hangs.
 
-A thread writes WORKDIR/health/process-00000.json every few seconds, for `plimsoll status` and for the
-next start, and looks whether the loop still moves.
+A thread writes WORKDIR/health/process-00000.json every few seconds, for `plimsoll status` and for the next start, and
+checks whether the loop still makes progress.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from framework.metrics.goodput import Goodput
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
 
-# The descriptor, since sys.stderr may be a test's object without one.
+# Use the descriptor, because in a test sys.stderr may be an object without one.
 _STDERR = 2
-# Phases that may take any time: a corpus to tokenize, a large program to compile, weights to read.
+# Phases without a time limit: they may tokenize a corpus, compile a large program or read weights.
 UNLIMITED = ("start", "data", "compile", "restore")
 
-# What `read` takes to be there, by its type.
+# Fields that `read` checks, by type.
 _NUMBERS = ("process", "num_processes", "pid", "attempt", "time", "moved", "interval")
 _TEXTS = ("host", "phase")
 _OPTIONAL = ("step", "max_steps", "loss", "exit", "reason", "hang_seconds", "tokens_per_second", "images_per_second")
@@ -39,18 +39,19 @@ _OPTIONAL = ("step", "max_steps", "loss", "exit", "reason", "hang_seconds", "tok
 
 @component
 class Health:
-    """How processes look after themselves and each other.
+    """Health checks of processes, by themselves and by each other.
 
     Args:
-        connect_seconds: all processes of a run must have found each other within that time.
-        heartbeat_seconds: a process that was not heard of for so long is dead, and the others end too.
-        hang_seconds: a step, a batch of an evaluation or a save that takes longer ends the process, after its stacks
-            were written to WORKDIR/health; None waits for ever. The first evaluation compiles within that time.
-        replica_check_every: copies of the same state on different devices are compared every so many steps, and before
-            every save; None never does.
-        status_seconds: how often WORKDIR/health is written.
-        canary: where anything is in host memory, a small model says first whether that computes the same; see
-            framework.run.canary.
+        connect_seconds: time limit for all processes of a run to find each other.
+        heartbeat_seconds: a process without a heartbeat for this long counts as dead, and the others exit, too.
+        hang_seconds: time limit for a step, a batch of an evaluation, or a save. After it, the process writes its
+            stacks to WORKDIR/health and exits. None means no limit. The first evaluation also compiles within that
+            time.
+        replica_check_every: number of steps between comparisons of state that is replicated on several devices. It is
+            also compared before every save. None disables the check.
+        status_seconds: seconds between updates of WORKDIR/health.
+        canary: if anything is offloaded, run the offload self-test first, which checks on a small model that the
+            results do not change; see framework.run.canary.
     """
 
     def __init__(
@@ -72,15 +73,15 @@ class Health:
 
 
 class Pulse:
-    """Writes a process's sign of life in a thread of its own. Use as a context manager.
+    """Writes a process's status file in a separate thread. Use it as a context manager.
 
     Args:
         folder: WORKDIR/health.
-        process: the number of this process.
-        num_processes: the number of processes.
+        process: number of this process.
+        num_processes: number of processes.
         health: the options.
-        goodput: counts the time of the process; a phase that starts is a move of the loop.
-        last_words: called before the process ends for a hang, to release what it holds.
+        goodput: counts the time of the process. Entering a phase counts as progress of the loop.
+        last_words: called before the process exits because of a hang, to release resources.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class Pulse:
         last_words: Callable[[], object] = lambda: None,
     ):
         self.path = folder / f"process-{process:05d}.json"
-        # What the last start of this process said at its end.
+        # The last report of the previous start of this process.
         previous = read(self.path)
         if previous:
-            # A run that somebody has ended was not down: the time until this start does not count.
+            # If the run completed or the user stopped it, the time until this start does not count as downtime.
             is_stopped = previous.get("exit") in (ExitCode.DONE, ExitCode.INTERRUPTED)
             down_seconds = 0.0 if is_stopped else time.time() - previous["time"]
             goodput.carry_over(previous.get("goodput", {}), down_seconds)
@@ -115,9 +116,9 @@ class Pulse:
             "interval": health.status_seconds,
             "hang_seconds": health.hang_seconds,
         }
-        # When the loop has moved last, by the monotonic clock.
+        # Time of the loop's last progress, by the monotonic clock.
         self._moved = time.monotonic()
-        # The number of phases that the loop had entered when the thread looked last.
+        # Number of phases that the loop had entered at the thread's last check.
         self._seen = goodput.entered
         # The thread and the loop both write the file.
         self._lock = threading.Lock()
@@ -125,18 +126,14 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def note(self, **facts: Any) -> None:
-        """Notes that the loop has moved, and facts that the file has from now on.
-
-        Facts are step, loss, tokens_per_second, saved, and others.
-        """
+        """Record progress of the loop, and facts for the file from now on: step, loss, tokens_per_second, saved, ..."""
         self._facts |= facts
         self._moved = time.monotonic()
 
     def write(self, **facts: Any) -> None:
-        """Writes the file now, with more facts.
+        """Write the file now, with additional facts.
 
-        A file that cannot be written is no reason to end a run: its time shows that it is out of
-        date.
+        If the file cannot be written, the run continues. The time in the file shows that it is outdated.
         """
         self._facts |= facts
         with self._lock, contextlib.suppress(OSError):
@@ -145,27 +142,27 @@ class Pulse:
             still_seconds = self.still_for()
             report = dict(self._facts)
             report["time"] = time.time()
-            # By the wall clock, as other processes read it.
+            # Use the wall clock, because other processes read it.
             report["moved"] = time.time() - still_seconds
             report["phase"] = phase
             report["limited"] = phase not in UNLIMITED
             report["goodput"] = self._goodput.totals()
-            # JSON has no NaN and no infinity, which a loss may be.
+            # A loss may be NaN or infinite, which JSON cannot represent.
             for name, value in report.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     report[name] = str(value)
             write_json(self.path, report)
 
     def still_for(self) -> float:
-        """Returns the seconds since the loop moved."""
+        """Return the seconds since the loop's last progress."""
         return time.monotonic() - self._moved
 
     def __enter__(self) -> Pulse:
         # The descriptor may be closed.
         with contextlib.suppress(ValueError, OSError):
-            # Shows stacks for SIGABRT, which is how JAX ends a process.
+            # Dump the stacks on SIGABRT, with which JAX ends a process.
             faulthandler.enable(_STDERR)
-            # Shows them when somebody asks.
+            # Dump them on request, too.
             faulthandler.register(signal.SIGUSR1, _STDERR)
         self.write()
         self._thread.start()
@@ -184,7 +181,7 @@ class Pulse:
     def _run(self) -> None:
         limit = self._health.hang_seconds
         written_at = time.monotonic()
-        # A tenth of the limit, so that a hang is found soon after it.
+        # Check at least every tenth of the limit, so that a hang is detected soon after it.
         pause = min(1.0, self._health.status_seconds, (limit or 10.0) / 10)
         while not self._stop.wait(pause):
             seen = self._seen
@@ -199,9 +196,9 @@ class Pulse:
                 written_at = time.monotonic()
 
     def _end(self, limit: float) -> None:
-        """Writes every thread's stack to stderr and into a file, and ends the process.
+        """Write the stacks of all threads to stderr and to a file, and exit.
 
-        It ends at once, as a thread that hangs cannot be unwound.
+        The process exits with os._exit, because a hanging thread cannot be unwound.
         """
         where = f"in phase {self._goodput.phase!r}, after step {self._facts.get('step', 0)}"
         process = self._facts["process"]
@@ -210,7 +207,7 @@ class Pulse:
         stacks_path = self.path.with_suffix(".stacks.txt")
         with contextlib.suppress(OSError), open(stacks_path, "a") as file:
             now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            # Flushed, since faulthandler writes to the descriptor and past Python's buffer.
+            # Flush, because faulthandler writes to the descriptor and bypasses Python's buffer.
             print(f"{now} {message}", file=file, flush=True)
             faulthandler.dump_traceback(file)
         with contextlib.suppress(ValueError, OSError):
@@ -222,13 +219,14 @@ class Pulse:
 
 
 def identity(pid: int) -> str:
-    """What tells a process from a later one with its number, and from those of a container; "" if it has ended.
+    """Return a string that identifies a process even if its pid is reused or also occurs in a container.
 
-    That is the namespace of its number and the time of its start, by the kernel's clock (proc(5), field 22 of stat).
+    It consists of the pid namespace and the start time of the process by the kernel's clock (proc(5), field 22 of
+    stat). It is "" if the process has ended.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-        # The second field, the program's name, may hold blanks and brackets.
+        # The second field, the program's name, may contain spaces and parentheses.
         state, *fields = stat.rpartition(")")[2].split()
         if state in ("Z", "X"):
             return ""
@@ -238,7 +236,7 @@ def identity(pid: int) -> str:
 
 
 def has_gone(facts: dict[str, Any]) -> bool:
-    """Whether the process that wrote the facts has ended; False where that cannot be told from here."""
+    """Return whether the process that wrote the facts has ended; False if that cannot be determined from here."""
     known = str(facts.get("identity", ""))
     own = identity(os.getpid())
     is_of_this_machine = facts.get("host") == socket.gethostname()
@@ -248,7 +246,7 @@ def has_gone(facts: dict[str, Any]) -> bool:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Returns what a process said last; None if there is nothing that makes sense."""
+    """Return the last report of a process; None if there is no valid one."""
     try:
         facts = parse_json(path.read_bytes())
     except (OSError, ValueError):

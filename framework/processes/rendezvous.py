@@ -1,9 +1,9 @@
-"""Lets the processes of a run meet before JAX connects them, so that a missing one can be named.
+"""Lets the processes of a run find each other before JAX connects them, so that errors can name a missing process.
 
-JAX's own wait ends, when it is over, with an abort in C++ that names nobody. Here process 0 listens
-at the address of the coordinator until every process has said who it is, tells all of them to go
-on, and leaves the address to JAX. It sends each connection a nonce; the process answers with its number
-and an HMAC-SHA256 (RFC 2104) of nonce and message under the run's key.
+When JAX's own wait times out, it aborts in C++ without naming the missing processes. Here, process 0 listens at the
+address of the coordinator until every process has identified itself. Then it lets all of them continue, and frees the
+address for JAX. It sends each connection a nonce. The process answers with its number and an HMAC-SHA256 (RFC 2104) of
+nonce and message under the run's key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_PROCESSES = 1 << 20
 
 
 class ProcessesMissingError(RuntimeError):
-    """The processes of a run did not find each other in time, or are not those of one run."""
+    """The processes of a run did not find each other in time, or do not belong to the same run."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class _Hello:
 
 
 class _Arrival(NamedTuple):
-    """A process that has said who it is."""
+    """A process that has identified itself."""
 
     words: str  # "process PID on host NAME"
-    connection: socket.socket | None  # None for process 0, which listens itself
+    connection: socket.socket | None  # None for process 0, which is the listener
 
 
 @dataclass
@@ -111,9 +111,9 @@ def _key() -> bytes:
 
 
 def bind_host(host: str) -> str:
-    """Returns the address at which the coordinator of that host listens; "" stands for all.
+    """Return the address at which the coordinator on a host listens; "" for all interfaces.
 
-    If the host is this machine's own loopback, nobody else can connect.
+    If the host resolves to this machine's loopback, other machines cannot connect.
     """
     with suppress(OSError):
         if socket.gethostbyname(host).startswith("127."):
@@ -122,18 +122,18 @@ def bind_host(host: str) -> str:
 
 
 def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -> None:
-    """Waits in every process until all are there.
+    """Wait until all processes have arrived. Every process calls this.
 
     Args:
         address: host:port of process 0.
-        num_processes: the number of processes.
-        process_id: the number of this process.
-        seconds: the longest wait.
+        num_processes: number of processes.
+        process_id: number of this process.
+        seconds: maximum time to wait.
 
     Raises:
-        ValueError: the address is no host:port.
-        ProcessesMissingError: the error names the processes that are missing, come twice, or count
-            otherwise; or says that nobody answers.
+        ValueError: the address is not host:port.
+        ProcessesMissingError: a process is missing, arrived twice, or was started with a different number of processes
+            (the message names it), or process 0 does not respond.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -145,7 +145,7 @@ def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -
 
 
 def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
-    """Listens, as process 0, until all have said who they are, and tells them to go on."""
+    """Listen as process 0 until all processes have identified themselves, then let them continue."""
     deadline = time.monotonic() + seconds
     address = (bind_host(host), port)
     with ExitStack() as stack:
@@ -154,13 +154,13 @@ def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
         except OSError as error:
             problem = f"process 0 cannot listen at {host}:{port}: {error.strerror}"
             raise ProcessesMissingError(problem) from None
-        # The connections of those that have come stay open until the end, when all are answered at once.
+        # Keep the connections of arrived processes open until the end, when all of them are answered together.
         rendezvous = stack.enter_context(_Rendezvous(server, num_processes))
         while len(rendezvous.arrivals) < num_processes:
             if time.monotonic() >= deadline:
                 rendezvous.end(_who_is_missing(rendezvous, num_processes, seconds))
             rendezvous.wait(deadline)
-        # Before the others go on, as JAX in this process is to listen at the same port.
+        # Close the port before the others continue, because JAX in this process listens at the same port.
         server.close()
         _tell(rendezvous.arrivals.values(), "")
 
@@ -222,7 +222,7 @@ class _Rendezvous:
         try:
             connection, _ = self._server.accept()
         except OSError:
-            # The peer has closed the connection already, or no file descriptor is free.
+            # The peer has already closed the connection, or no file descriptor is free.
             return
         if len(self._pending) >= _MAX_PENDING + self._num_processes:
             self._reject(next(iter(self._pending)))
@@ -272,13 +272,13 @@ class _Rendezvous:
         logging.warning("rendezvous: %s", problem)
 
     def _contradiction(self, hello: _Hello) -> str:
-        """Describes how a process contradicts those that are there; "" if it does not."""
+        """Describe how a process contradicts those that have arrived; "" if it does not."""
         process_id = hello.process_id
         if hello.num_processes != self._num_processes:
             words = f"process {process_id} ({hello.words})"
             return f"{words} counts {hello.num_processes} processes, and process 0 {self._num_processes}"
         earlier = self.arrivals.get(process_id)
-        # A process whose connection has ended was started again.
+        # If the earlier connection is closed, the process was restarted.
         if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
             pair = f"{earlier.words} and {hello.words}"
             return f"two processes say that they are process {process_id}: {pair}"
@@ -292,9 +292,9 @@ class _Rendezvous:
 
 
 def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float) -> str:
-    """Describes, when the time is up, which processes are missing and which are there."""
+    """Describe, after the timeout, which processes are missing and which have arrived."""
     arrivals = rendezvous.arrivals
-    # Of thousands of processes only so many are named: the text is one line of a log.
+    # List only a few, because there may be thousands of processes and the text is one line of a log.
     missing_ids = sorted({*range(num_processes)} - arrivals.keys())
     missing = ", ".join(map(str, missing_ids[:16]))
     if len(missing_ids) > 16:
@@ -313,14 +313,14 @@ def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float)
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
-    """Tells process 0 who this is, and waits until it says to go on."""
+    """Identify this process to process 0, and wait for its answer."""
     deadline = time.monotonic() + seconds
     problem = f"nobody answers at {host}:{port}"
     hello = _Hello(process_id, num_processes, _own_words())
     while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=remaining_seconds) as connection:
-                # Process 0 knows better who is missing, so its answer is waited for a little longer.
+                # Wait a little longer for the answer, because process 0 knows which processes are missing.
                 answer_deadline = deadline + 5.0
                 greeting = _read_message(connection, answer_deadline)
                 connection.sendall(hello.message(str(greeting.get("nonce", ""))))
@@ -328,7 +328,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
         except OSError as error:
             answer = {}
             problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
-        # Without an answer, process 0 is not up yet, or was started again.
+        # Without an answer, process 0 is not up yet, or was restarted.
         if "problem" not in answer:
             time.sleep(0.05)
         elif answer["problem"]:
@@ -344,20 +344,20 @@ def _own_words() -> str:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Tells whether the other side is still there: its end would be read as b""."""
+    """Return whether the peer is still connected: a closed connection would be readable as b""."""
     readable, _, _ = select.select([connection], [], [], 0)
     if not readable:
         return True
-    # A look at the next byte leaves it to be read.
+    # Peek at the next byte without consuming it.
     with suppress(OSError):
         return bool(connection.recv(1, socket.MSG_PEEK))
     return False
 
 
 def _tell(arrivals: Iterable[_Arrival], problem: str) -> None:
-    """Answers all that have come: "" lets them go on, a problem ends them."""
+    """Answer processes that have arrived: "" lets them continue, a problem ends them."""
     for arrival in arrivals:
-        # One that has gone must not keep the answer from the next.
+        # A closed connection must not keep the answer from the others.
         with suppress(OSError):
             if arrival.connection is not None:
                 arrival.connection.sendall(_line({"problem": problem}))

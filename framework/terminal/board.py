@@ -1,4 +1,4 @@
-"""The phases that go on in this process, and which of them is shown when; how that looks is a view's matter."""
+"""Tracks the running phases of this process and decides which one to show. A view decides how it looks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Protocol
 
 
 class Phase:
-    """Something that goes on for a while.
+    """A task that takes a while.
 
     Args:
-        text: what it is, such as "compiling the training step".
-        patience: seconds that it may last without being said at all.
+        text: description, such as "compiling the training step".
+        patience: seconds that it may run before it is shown.
 
     Attributes:
-        started: by the clock of the board, in seconds.
-        detail: how far it is, such as "40/844"; "" where nobody knows.
-        outcome: what is added when it is done, such as ", from the cache".
+        started: start time by the clock of the board, in seconds.
+        detail: progress, such as "40/844"; "" if unknown.
+        outcome: text to append when it is done, such as ", from the cache".
         said: whether it was ever shown.
     """
 
@@ -33,63 +33,63 @@ class Phase:
         self.said = False
 
     def progress(self, done: int, total: int) -> None:
-        """Says that `done` of `total` are done: 40/844."""
+        """Report that `done` of `total` are done: 40/844."""
         self.detail = f"{done:,}/{total:,}"
 
     def percent(self, fraction: float) -> None:
-        """Says what part of it is done, of 1."""
+        """Report progress as a fraction from 0 to 1."""
         self.detail = f"{fraction:.0%}"
 
 
 class View(Protocol):
-    """How phases look. A board calls it, from one thread at a time."""
+    """Shows phases. A board calls it, from one thread at a time."""
 
     interval: float  # seconds between two calls of `show`
-    takes_lines: bool  # whether it leaves lines unfinished, which other output has to end first
+    takes_lines: bool  # whether it leaves unfinished lines, which other output has to end first
 
     def show(self, phase: Phase, seconds: float) -> None:
-        """The phase has gone on for so many seconds."""
+        """Show a phase that has been running for `seconds`."""
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
-        """The phase is over; `completed`: and not by an exception."""
+        """Show the end of a phase. `completed` is False if an exception ended it."""
 
     def aside(self) -> None:
-        """Other output comes now, on a line of its own: ends an unfinished one."""
+        """End an unfinished line, because other output follows on its own line."""
 
 
 class Board:
-    """The phases that go on, the outermost first, and the view that shows the innermost.
+    """The running phases, outermost first, and the view that shows the innermost one.
 
     Args:
-        view: shows them.
-        clock: seconds, from any origin.
+        view: shows the phases.
+        clock: returns the time in seconds, from any origin.
     """
 
     def __init__(self, view: View, clock: Callable[[], float] = time.monotonic):
         self._views = [view]
         self._clock = clock
         self._phases: list[Phase] = []
-        # Phases of other threads are not shown: several things at once do not fit one line.
+        # Phases of other threads are not shown: concurrent phases do not fit on one line.
         self._thread = threading.get_ident()
         self._stopped: threading.Event | None = None
-        # When something that was said ended last: a phase waits for its patience from then on, too.
+        # Time of the last output or the last end of a shown phase. A phase's patience also counts from here.
         self._quiet_since = -math.inf
-        # Whether other output has not ended its line yet: nothing is shown in its middle.
+        # Whether other output has an unfinished line, which must not be interrupted.
         self.mid_line = False
         self.lock = threading.RLock()
 
     @property
     def view(self) -> View:
-        """The view that counts."""
+        """The active view."""
         return self._views[-1]
 
     @property
     def hears(self) -> bool:
-        """Whether phases of the calling thread are shown."""
+        """True if phases of the calling thread are shown."""
         return threading.get_ident() == self._thread
 
     def begin(self, phase: Phase) -> None:
-        """The phase is the innermost one from now on."""
+        """Start a phase, which is the innermost one from now on."""
         with self.lock:
             phase.started = self._clock()
             self._phases.append(phase)
@@ -98,7 +98,7 @@ class Board:
         self._start_ticking()
 
     def end(self, phase: Phase, *, completed: bool = True) -> None:
-        """The phase is over."""
+        """End a phase."""
         with self.lock:
             if phase not in self._phases:
                 return
@@ -111,22 +111,22 @@ class Board:
                 self._stop_ticking()
 
     def tick(self) -> None:
-        """Shows how long the innermost phase has gone on. The board's thread calls it, a few times a second."""
+        """Update the innermost phase that is due. The board's thread calls this a few times per second."""
         with self.lock:
             for phase in reversed(self._phases):
-                # The phase around one that is still to be patient with goes on being shown.
+                # Until an inner phase has used up its patience, keep showing the outer one.
                 if self._clock() - max(phase.started, self._quiet_since) >= phase.patience:
                     self._show(phase)
                     return
 
     def aside(self) -> None:
-        """Other output comes now: ends a line that is unfinished, and the first words. The caller holds the lock."""
+        """End an unfinished line and the startup message, because other output follows. The caller holds the lock."""
         self._quiet_since = self._clock()
         self._end_first_words()
         self.view.aside()
 
     def close(self) -> None:
-        """Ends everything that is shown."""
+        """End all phases and clear the display."""
         with self.lock:
             self.aside()
             self._phases.clear()
@@ -134,7 +134,7 @@ class Board:
 
     @contextlib.contextmanager
     def viewed_by(self, view: View) -> Iterator[None]:
-        """Has another view show the phases until the context ends."""
+        """Let another view show the phases until the context exits."""
         with self.lock:
             self.aside()
             self._views.append(view)
@@ -145,7 +145,7 @@ class Board:
                 self._views.remove(view)
 
     def _show(self, phase: Phase) -> None:
-        """Shows a phase, where no other output is in the middle of its line."""
+        """Show a phase, unless other output has an unfinished line."""
         if self.mid_line:
             return
         if not isinstance(phase, FirstWords):
@@ -154,7 +154,7 @@ class Board:
         self.view.show(phase, self._clock() - phase.started)
 
     def _end_first_words(self) -> None:
-        # They say nothing of whether the start went well: an error may be what comes.
+        # Remove them without an outcome: the next output may be an error, so the start may not have succeeded.
         if self._phases and isinstance(self._phases[0], FirstWords):
             del self._phases[0]
             self.view.aside()
@@ -164,7 +164,7 @@ class Board:
     def _start_ticking(self) -> None:
         if self._stopped is None:
             self._stopped = threading.Event()
-            # There is no thread outside of phases: a process that forks has none.
+            # The thread exists only during phases, so that a process does not fork with it at other times.
             threading.Thread(target=self._tick, args=(self._stopped,), name="phases", daemon=True).start()
 
     def _stop_ticking(self) -> None:
@@ -174,10 +174,10 @@ class Board:
 
     def _tick(self, stopped: threading.Event) -> None:
         while not stopped.wait(self.view.interval):
-            # A terminal that is gone ends no command.
+            # A closed terminal must not end a command.
             with contextlib.suppress(OSError, ValueError):
                 self.tick()
 
 
 class FirstWords(Phase):
-    """The start of a command, until anything else is said."""
+    """The startup message of a command, shown until the first other output."""

@@ -1,14 +1,14 @@
-"""The exit codes of all verbs: one table, which docs/operations.md has too, with what to do about each."""
+"""The exit codes of all verbs. docs/operations.md has the same table, with the remedy for each code."""
 
 import enum
 from typing import Self
 
 
 class ExitCode(enum.IntEnum):
-    """How a process ended.
+    """Exit code of a process.
 
     Attributes:
-        meaning: what happened, for people.
+        meaning: human-readable description.
     """
 
     meaning: str
@@ -27,26 +27,26 @@ class ExitCode(enum.IntEnum):
     PEER = 5, "another process is gone, or was not found"
     HANG = 6, "hung"
     REPLICAS = 7, "replicas disagree"
-    # The shell's convention: 128 and the number of the signal.
+    # By the shell's convention, a signal's exit code is 128 plus its number.
     INTERRUPTED = 130, "stopped by SIGINT"
     ABORTED = 134, "aborted by JAX"
     TERMINATED = 143, "stopped by SIGTERM"
 
 
-# A signal asked the process to end, and what it had trained is saved.
+# A signal stopped the process, and the training progress is saved.
 STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-# Nothing was begun, and the same command would end the same way.
+# Nothing was started, and the same command would fail the same way.
 REFUSED = (ExitCode.USAGE, ExitCode.TOO_BIG)
-# Codes of a failure after which starting again would change nothing.
+# Failures that a restart cannot fix.
 HOPELESS = (ExitCode.USAGE, ExitCode.NONFINITE, ExitCode.TOO_BIG)
-# Codes after which starting again would change nothing, or is not wanted.
+# Codes after which a restart cannot help or is not wanted.
 FINAL = (ExitCode.DONE, *HOPELESS, *STOPPED)
 
 
 class DoesNotFitError(ValueError):
-    """What was asked for needs more memory than there is: a verb ends with ExitCode.TOO_BIG."""
+    """The request needs more memory than is available: a verb exits with ExitCode.TOO_BIG."""
 
 
 def meaning_of(code: int) -> str:
-    """What an exit code means, for people; "unknown" for one that no verb ends with."""
+    """Return the human-readable meaning of an exit code; "unknown" for codes that no verb uses."""
     return ExitCode(code).meaning if code in set(ExitCode) else "unknown"

@@ -1,13 +1,12 @@
-"""Ends the process within two seconds of SIGINT or SIGTERM, with one line on stderr.
+"""Exits the process within two seconds of SIGINT or SIGTERM, with one line on stderr.
 
-It does so whatever the main thread is doing.
+This works no matter what the main thread is doing.
 
-Python runs signal handlers in the main thread, between two instructions of its own. A compiler is
-one instruction that takes minutes. So a thread waits for the byte that the C part of Python's
-handling writes into a pipe at once (`signal.set_wakeup_fd`). It ends the process by `os._exit`:
-the interpreter is not torn down under XLA's threads, which would be a segmentation fault, and no
-exception passes through code that may swallow it. What must not be left behind is named by
-`at_end`. A training loop, which has steps to lose, hears of the signal instead (`heard_by`).
+Python runs signal handlers in the main thread, between two bytecode instructions. Compilation is a single instruction
+that takes minutes. So a separate thread waits for the byte that CPython's C-level handler immediately writes to a pipe
+(`signal.set_wakeup_fd`). The thread ends the process with `os._exit`. This way the interpreter is not torn down while
+XLA's threads run, which would cause a segmentation fault, and no exception passes through code that may swallow it.
+Cleanup is registered with `at_end`. A training loop, which has steps to lose, receives the signal instead (`heard_by`).
 
 Signals that the parent process ignores (nohup) stay ignored.
 """
@@ -28,36 +27,35 @@ from typing import Any
 from framework.terminal import phases
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-# Seconds for all that `at_end` names; a disk that does not answer keeps no process longer.
+# Time limit in seconds for all `at_end` callbacks, so that a disk that does not respond cannot block the exit.
 _LAST_WORDS_SECONDS = 1.5
 
-# A listener answers a signal: with None it sees to the signal itself; with a line, the process ends
-# and shows that line.
+# A listener receives the signal's number. It returns None if it handles the signal itself, or a line: then the process
+# shows that line and exits.
 Listener = Callable[[int], str | None]
-# Called with the signal's number and the line that is shown.
+# An ending is called with the signal's number and the line that is shown.
 Ending = Callable[[int, str], object]
 
 
 def stopped_by(number: int) -> str:
-    """Returns the line that a process shows which had nothing to lose."""
+    """Return the line to show when the process had nothing to lose."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 class _Watch:
-    """The handlers, the pipe and the thread.
+    """The signal handlers, the pipe and the thread.
 
-    It is made in the main thread, where alone Python sets handlers, and there is one at a time.
+    It has to be created in the main thread, because Python sets handlers only there. At most one exists at a time.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.endings: dict[object, Ending] = {}
-        # Signal masks of threads that are forking, by thread.
+        # Signal masks of threads that are forking, by thread id.
         self.masks: dict[int, Any] = {}
-        # Taken once, and for good: only the first signal ends the process.
+        # Acquired once and never released: only the first signal ends the process.
         self.ending = threading.Lock()
-        # Neither end may block: the one is written in a signal handler, the other read by whoever
-        # comes first.
+        # Neither end may block: a signal handler writes one of them, and two threads compete to read the other.
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -68,30 +66,30 @@ class _Watch:
         self._thread.start()
 
     def take(self, handlers: dict[signal.Signals, Any]) -> None:
-        """Replaces these handlers by this watch's, but for signals that are ignored."""
+        """Replace these handlers with the watch's own, except for ignored signals."""
         for number, handler in handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def give_back(self, handlers: dict[signal.Signals, Any]) -> None:
-        """Puts these handlers back: the inverse of `take`."""
-        # None stands for a handler that a C library has set, which Python cannot set again.
+        """Restore these handlers: the inverse of `take`."""
+        # None means that a C library has set the handler, so Python cannot restore it.
         for number, handler in handlers.items():
             if handler is not None and handler is not signal.SIG_IGN:
                 signal.signal(number, handler)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Restore handlers and wakeup descriptor, and stop the thread."""
         self.give_back(self._handlers)
         signal.set_wakeup_fd(self._descriptor)
-        # A signal number of 0 ends the thread.
+        # Signal number 0 ends the thread.
         os.write(self._writer, b"\0")
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
 
     def _wait(self) -> None:
-        # Imported here: reading the module's file takes time, and the handlers must be set first.
+        # Import here: loading the module takes time, and the handlers must be set first.
         import select
 
         poll = select.poll()
@@ -100,45 +98,41 @@ class _Watch:
             poll.poll()
 
     def _drain(self) -> int | None:
-        """Sees to all signals in the pipe.
-
-        Returns their number, or None if the watch is closed.
-        """
+        """Handle all signals in the pipe. Return their number, or None if the watch is closed."""
         try:
             numbers = os.read(self._reader, 512)
         except BlockingIOError:
             return 0
         for number in numbers:
-            # A handler that other code has set since is called by Python itself, and is enough.
+            # If other code has replaced the handler, Python calls that one, and it is enough.
             if number in STOPS and signal.getsignal(number) == self._handle:
                 self.hear(number)
         return None if 0 in numbers else len(numbers)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Handles a signal in the main thread, as soon as that is back in Python.
+        """Handle a signal in the main thread, as soon as that executes Python code again.
 
-        Usually the watch's own thread has seen to the signal already.
+        Usually the watch's own thread has already handled the signal.
         """
         descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if descriptor == self._writer:
             self._drain()
         else:
-            # An event loop has set its own descriptor for a while (uvloop does), and so the pipe is
-            # empty.
+            # An event loop such as uvloop has temporarily set its own descriptor, so the pipe is empty.
             signal.set_wakeup_fd(descriptor)
             self.hear(number)
 
     def hear(self, number: int) -> None:
-        """Hands a signal to the innermost listener; without one, or if it says so, all ends."""
+        """Pass a signal to the innermost listener. Exit if there is none, or if it returns a line."""
         line = self.listeners[-1](number) if self.listeners else stopped_by(number)
         if line is not None and self.ending.acquire(blocking=False):
-            # In a thread of its own, and the main thread goes on: what `at_end` names may need a
-            # lock that the main thread holds.
+            # Exit in a separate thread and let the main thread continue: an `at_end` callback may need a lock that the
+            # main thread holds.
             threading.Thread(target=self._end, args=(number, line), daemon=True).start()
 
     def _end(self, number: int, line: str) -> None:
-        # By os._exit, and after a limited time: the interpreter is not torn down under XLA's
-        # threads, and last words that hang hold nobody.
+        # Use os._exit after a limited time: the interpreter must not be torn down while XLA's threads run, and a
+        # hanging callback must not block the exit.
         last_words = threading.Thread(target=self._last_words, args=(number, line), daemon=True)
         last_words.start()
         last_words.join(_LAST_WORDS_SECONDS)
@@ -149,11 +143,10 @@ class _Watch:
             phases.hush()
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            # On a terminal after a line break, as it shows ^C, and perhaps half a line, where the
-            # cursor is.
+            # On a terminal, start with a line break, because the cursor is behind ^C and possibly behind half a line.
             os.write(2, f"{chr(10) * os.isatty(2)}{line}\n".encode())
         for ending in reversed([*self.endings.values()]):
-            # The remaining endings must be called too, and there is nobody to tell of an error.
+            # An error cannot be reported any more, and the remaining endings must be called, too.
             with contextlib.suppress(Exception):
                 ending(number, line)
 
@@ -163,26 +156,26 @@ _forks_forget = False
 
 
 def begin() -> None:
-    """Watches signals from now on until the process ends, as this module says.
+    """Watch signals from now on until the process ends, as described in the module docstring.
 
-    It is for the main thread of a process that is Plimsoll's own; a program that only calls
-    Plimsoll keeps its handlers. Calling it again does nothing.
+    Call it from the main thread of Plimsoll's own processes. A program that only calls Plimsoll as a library keeps its
+    handlers. Calling it again does nothing.
     """
     global _watch, _forks_forget
     if _watch is None:
         _watch = _Watch()
         if not _forks_forget:
-            # Signals are blocked around a fork: until the child has forgotten the watch, one that
-            # it gets would be written into the pipe of this process.
+            # Block signals around a fork: until the child has dropped the watch, a signal to the child would be written
+            # to the pipe of this process.
             os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
             _forks_forget = True
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Watches signals as `begin` does, until the context ends.
+    """Watch signals as `begin` does, until the context exits.
 
-    Where signals are watched already, or in another thread than the main one, it does nothing.
+    It does nothing if signals are already watched, or in a thread other than the main one.
     """
     global _watch
     if _watch is not None or threading.current_thread() is not threading.main_thread():
@@ -209,9 +202,9 @@ def _unblock() -> None:
 
 
 def _forget() -> None:
-    """Drops the watch in a forked child.
+    """Drop the watch in a forked child.
 
-    There the thread does not exist, the pipe is the parent's, and the parent's files must stay.
+    The thread does not exist there, the pipe belongs to the parent, and the child must not remove the parent's files.
     """
     global _watch
     if _watch is not None:
@@ -225,15 +218,18 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Hands signals to `listener`, in any thread; the process ends only if the listener says so."""
+    """Pass signals to `listener`, in any thread, until the context exits.
+
+    The process ends only if the listener returns a line.
+    """
     with watched():
-        # Without a watch this is not the main thread.
+        # No watch means that this is not the main thread.
         if _watch is None:
             yield
             return
         watch, handlers = _watch, {number: signal.getsignal(number) for number in STOPS}
         watch.listeners.append(listener)
-        # Again, as a package may have set its own handlers meanwhile.
+        # Take them again, because a package may have set its own handlers in the meantime.
         watch.take(handlers)
         try:
             yield
@@ -243,11 +239,11 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def at_end(ending: Ending) -> Callable[[], None]:
-    """Has `ending` called when a signal ends the process; of several, the last one is called first.
+    """Register a callback for the time when a signal ends the process. Callbacks run last in, first out.
 
-    Returns a function that cancels this. Where no signals are watched, nothing happens.
+    Return a function that cancels the registration. If no signals are watched, nothing is registered.
     """
-    # In a process that is ending, a file that the caller is about to make would stay.
+    # If the process is already ending, a file that the caller is about to create would not be removed.
     settle()
     if _watch is None:
         return lambda: None
@@ -262,10 +258,10 @@ def at_end(ending: Ending) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Removes a file or folder if a signal ends the process inside the context."""
+    """Remove a file or folder if a signal ends the process inside the context."""
 
     def remove(number: int, line: str) -> None:
-        # Twice, as the main thread may be writing there at the same time.
+        # Try twice, because the main thread may be writing there at the same time.
         for _ in range(2):
             shutil.rmtree(path, ignore_errors=True)
         Path(path).unlink(missing_ok=True)
@@ -278,7 +274,7 @@ def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Waits, if the process is ending: the main thread must print and make nothing more."""
+    """Block the main thread if the process is ending, so that it prints and creates nothing more."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _watch is not None and _watch.ending.locked():
         time.sleep(60)
@@ -289,10 +285,10 @@ _raises = False
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Has `stop_signals` raise what it would otherwise end the process for, until the context ends.
+    """Make `stop_signals` raise an exception instead of ending the process, until the context exits.
 
-    It is for a program that calls Plimsoll, such as a notebook, which goes on after Ctrl-C: SIGINT
-    becomes KeyboardInterrupt, SIGTERM SystemExit.
+    This is for a program that calls Plimsoll, such as a notebook, which continues after Ctrl-C. SIGINT becomes
+    KeyboardInterrupt, and SIGTERM becomes SystemExit.
     """
     global _raises
     outer_value = _raises
@@ -305,7 +301,7 @@ def raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _raised_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
-    """Does what `stop_signals` does, by exceptions in the main thread; elsewhere no signal is heard."""
+    """Implement `stop_signals` with exceptions in the main thread. In other threads, no signals are received."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -327,20 +323,19 @@ def _raised_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in handlers.items():
-            # None stands for a handler that a C library has set, which Python cannot set again.
+            # None means that a C library has set the handler, so Python cannot restore it.
             if handler is not None:
                 signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
-    """Appends SIGTERM and SIGINT to a list, which the caller reads between steps.
+    """Append SIGTERM and SIGINT to a list, which the caller reads between steps.
 
     The second signal ends the process.
 
     Args:
-        to_lose: tells whether there is anything to save; while there is not, the first signal ends
-            the process too.
+        to_lose: returns whether there is anything to save. While there is not, even the first signal ends the process.
     """
     if _raises and _watch is None:
         with _raised_signals(to_lose) as received:

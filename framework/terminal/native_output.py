@@ -1,8 +1,8 @@
-"""Filters what C++ libraries write to standard output, apart from what Python writes.
+"""Filters the standard output of C++ libraries, separately from the output of Python.
 
-Gloo, the collectives of CPU processes, greets every group of processes with a line on standard
-output (`[Gloo] Rank 0 is connected to 1 peer ranks...`), and has no switch for it. Such lines would
-stand among the lines of a run, and in the output that another program reads from it.
+Gloo, which implements collectives between CPU processes, prints a line to standard output for every process group
+(`[Gloo] Rank 0 is connected to 1 peer ranks...`), with no option to turn it off. These lines would mix with the lines
+of a run, and with output that another program parses.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _GREETING = b"[Gloo] Rank "
 
 
 def leave_out_greetings() -> None:
-    """Leaves out Gloo's greetings from now on; other C++ output to standard output passes.
+    """Suppress Gloo's greetings from now on. Other C++ output still reaches standard output.
 
-    Python's own output goes straight to where standard output was: it waits for no thread, and none
-    of it is lost where the process ends at once.
+    Python's own output goes directly to the original standard output. It does not pass through a thread, so none of it
+    is lost if the process ends abruptly.
     """
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):
-        # A notebook's or a test's object is no file.
+        # In a notebook or a test, sys.stdout may not be a file.
         return
     if descriptor != 1:
         return
     sys.stdout.flush()
-    # C++ writes to descriptor 1 whatever Python does with sys.stdout, so a pipe takes its place.
+    # C++ code writes to descriptor 1 regardless of sys.stdout, so replace the descriptor with a pipe.
     python_output = os.dup(1)
     reader, writer = os.pipe()
     os.dup2(writer, 1)
@@ -53,10 +53,7 @@ def leave_out_greetings() -> None:
 
 
 def _pass_on(reader: int, output: int) -> None:
-    """Copies lines from one descriptor to the other, without greetings.
-
-    It ends when nobody can write or read any more.
-    """
+    """Copy lines from one descriptor to the other, without greetings, until either side is closed."""
     with os.fdopen(reader, "rb") as lines:
         for line in lines:
             if line.startswith(_GREETING):
@@ -64,5 +61,5 @@ def _pass_on(reader: int, output: int) -> None:
             try:
                 os.write(output, line)
             except OSError:
-                # The reader of this process's output has left.
+                # The reader of this process's output has closed it.
                 return

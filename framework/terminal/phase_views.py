@@ -1,4 +1,4 @@
-"""How phases look: a spinner on a terminal; elsewhere a line for each, which grows while the phase goes on.
+"""Views of phases: a spinner on a terminal; elsewhere one line per phase, which grows while the phase runs.
 
 compiling the training step (2.1 s the last time) .... 2 s .... 4 s ... done in 4.4 s
 evaluating stdlib .... 12/106 .... 25/106 ... done in 4.4 s
@@ -16,8 +16,8 @@ from typing import TextIO
 from framework.terminal.board import Phase, View
 from framework.terminal.phases import shown
 
-# Where there is no terminal: seconds between two additions to a line, most of which are a dot; between two that say how
-# far it is; and from when on that is said more rarely.
+# Without a terminal, in seconds: how often a line grows, mostly by a dot; how often it shows progress instead; and how
+# often it does so once the phase has taken longer than that.
 _MARK_SECONDS = 1.0
 _DETAIL_SECONDS = 2.0
 _MANY_SECONDS = 10.0
@@ -27,7 +27,7 @@ _ASCII_FRAMES = "|/-\\"
 
 
 def human_seconds(seconds: float) -> str:
-    """4.4 s, 44 s, 3 min 20 s, 2 h 5 min."""
+    """Format seconds: 4.4 s, 44 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole_seconds = round(seconds)
@@ -41,18 +41,21 @@ def human_seconds(seconds: float) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines on a stream can be rewritten."""
+    """Return whether a stream is a terminal on which lines can be rewritten."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def view_of(stream: TextIO) -> View:
-    """The view for a stream."""
+    """Return the view for a stream."""
     return Spinner(stream) if is_terminal(stream) else Lines(stream)
 
 
 @contextlib.contextmanager
 def shown_on_terminal() -> Iterator[None]:
-    """Shows phases until the context ends where stderr is a terminal. A notebook and a log get none of a function's."""
+    """Show phases until the context exits, if stderr is a terminal.
+
+    In a notebook or a log, a function that is called from Python shows no phases.
+    """
     if not is_terminal(sys.stderr):
         yield
         return
@@ -61,14 +64,14 @@ def shown_on_terminal() -> Iterator[None]:
 
 
 def _write_out(stream: TextIO, text: str) -> None:
-    """Writes a piece of a line, as far as anybody can read it: a full disk or a closed terminal ends no command."""
+    """Write a part of a line. Ignore errors: a full disk or a closed terminal must not end a command."""
     with contextlib.suppress(OSError, ValueError):
         stream.write(text)
         stream.flush()
 
 
 class Lines:
-    """A line for each phase, for log files and pipes: it grows every second, so that two never pass in silence."""
+    """One line per phase, for log files and pipes. It grows every second, so that the output never stalls."""
 
     interval = 0.1
     takes_lines = True
@@ -77,7 +80,7 @@ class Lines:
         self._stream = stream
         # The phase whose line is unfinished.
         self._open: Phase | None = None
-        # Of each phase of which something was said: the additions that its lines were due so far.
+        # For each phase that was shown: the number of additions that were due so far.
         self._marks: dict[Phase, int] = {}
 
     def show(self, phase: Phase, seconds: float) -> None:
@@ -95,7 +98,7 @@ class Lines:
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
         """See `View`."""
-        # A phase that was over before its patience is not worth a line.
+        # A phase that ended before its patience is not worth a line.
         if phase not in self._marks:
             return
         del self._marks[phase]
@@ -125,8 +128,8 @@ class Lines:
 
 
 def _addition(phase: Phase, seconds: float) -> str:
-    """What a line gets after so many seconds: how far the phase is, or how long it has gone on."""
-    # A dot is enough to see that it goes on: ten minutes are to stay a line that can be read.
+    """Return the addition to a line after `seconds`: the progress of the phase, its duration, or only a dot."""
+    # A dot is enough to show that it is running, and keeps the line of a ten-minute phase readable.
     interval = _DETAIL_SECONDS if seconds <= _MANY_SECONDS else _MANY_SECONDS
     if seconds % interval:
         return "."
@@ -134,7 +137,7 @@ def _addition(phase: Phase, seconds: float) -> str:
 
 
 class Spinner:
-    """One line of a terminal, which is rewritten while a phase goes on and cleared afterwards."""
+    """One line of a terminal, which is rewritten while a phase runs and cleared afterwards."""
 
     interval = 0.1
     takes_lines = True
@@ -151,7 +154,7 @@ class Spinner:
         self._turn += 1
         text = spinner_text(phase, seconds, self._frames[self._turn % len(self._frames)])
         columns = shutil.get_terminal_size().columns
-        # A line that is wrapped could not be rewritten.
+        # A wrapped line could not be rewritten.
         self._write(f"{_CLEAR}{text[: columns - 1]}")
         self._drawn = True
 
@@ -170,9 +173,9 @@ class Spinner:
 
 
 def spinner_text(phase: Phase, seconds: float, frame: str) -> str:
-    """⠋ evaluating stdlib 40/106, 3 s."""
+    """Return the text of a spinner: ⠋ evaluating stdlib 40/106, 3 s."""
     details = [detail for detail in (phase.detail,) if detail]
-    # Tenths of seconds would only flicker.
+    # Tenths of a second would only flicker.
     if seconds >= 1.0:
         details.append(f"{int(seconds)} s" if seconds < 60 else human_seconds(seconds))
     return f"{frame} {phase.text} {', '.join(details)}".rstrip()

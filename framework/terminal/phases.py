@@ -1,13 +1,13 @@
-"""Phases of a command: what goes on now, and for how long, said while it lasts.
+"""Phases of a command: show the current task and its duration while it runs.
 
     with phase("compiling the training step"):
         ...
     with phase("evaluating stdlib") as evaluating:
         evaluating.progress(40, 844)
 
-Library code names its phases and prints nothing. Whoever owns the terminal (a verb, a run that shows its reports) opens
-a board with `shown`, and a thread then keeps the line of the innermost phase up to date. Without a board nothing is
-said. `framework.terminal.board` decides which phase is shown when, and `framework.terminal.phase_views` has how it
+Library code names its phases and prints nothing. The owner of the terminal (a verb, or a run that shows its reports)
+opens a board with `shown`, and a thread then keeps the line of the innermost phase up to date. Without a board nothing
+is shown. `framework.terminal.board` decides which phase is shown when, and `framework.terminal.phase_views` how it
 looks, on a terminal and elsewhere.
 """
 
@@ -21,24 +21,24 @@ from typing import Any, TextIO, cast
 
 from framework.terminal.board import Board, FirstWords, Phase, View
 
-# The patience for what usually lasts a moment, in seconds.
+# Patience for tasks that are usually short, in seconds.
 SHORT = 0.5
-# The seconds that last words wait for whoever is writing just now.
+# Seconds that `hush` waits for a thread that is writing.
 _LOCK_SECONDS = 0.2
-# A command that has said something else by then needs no first words.
+# Seconds before the startup message is shown; a command that prints something else by then does not need it.
 _FIRST_PATIENCE = 0.3
 
 
 class _SharedStream:
-    """A standard stream whose writes first end the line of a phase. All but `write` is the stream's own."""
+    """A standard stream whose writes first end the line of a phase. Other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Writes after an unfinished line was ended."""
+        """End an unfinished line, then write."""
         board = _board
-        # A view that takes no lines may be drawing just now, in this thread, and is not to be waited for.
+        # A view without unfinished lines may be drawing in this thread at the moment, so do not take the lock.
         if board is None or not board.view.takes_lines:
             return self.stream.write(text)
         with board.lock:
@@ -48,7 +48,7 @@ class _SharedStream:
             return self.stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes them in turn."""
+        """Write lines one by one."""
         for line in lines:
             self.write(line)
 
@@ -56,12 +56,12 @@ class _SharedStream:
         return getattr(self.stream, name)
 
 
-# The board of this process; None while nobody is told of phases.
+# The board of this process; None while phases are not shown.
 _board: Board | None = None
 
 
 def _forget() -> None:
-    """Drops the board in a forked child, whose thread and lock are not its own."""
+    """Drop the board in a forked child, because its thread and lock belong to the parent."""
     global _board
     _board = None
 
@@ -71,11 +71,11 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextlib.contextmanager
 def phase(text: str, *, patience: float = 0.0) -> Iterator[Phase]:
-    """Says that something goes on until the context ends, where anybody is told.
+    """Show a status message until the context exits, if phases are shown.
 
     Args:
-        text: what it is, such as "saving step 500".
-        patience: seconds that it may last without being said at all; for what usually lasts a moment.
+        text: description of the task, such as "saving step 500".
+        patience: seconds that the task may run before it is shown; for tasks that are usually short.
     """
     new_phase = Phase(text, patience)
     board = _board
@@ -92,17 +92,17 @@ def phase(text: str, *, patience: float = 0.0) -> Iterator[Phase]:
 
 
 def are_shown() -> bool:
-    """Whether phases of this thread are shown: whether a text for one is worth making."""
+    """Return whether phases of this thread are shown, so that callers can skip composing a text."""
     return _board is not None and _board.hears
 
 
 @contextlib.contextmanager
 def shown(view: View, first_words: str = "") -> Iterator[None]:
-    """Shows phases until the context ends; within another such context it does nothing.
+    """Show phases until the context exits; nested contexts do nothing.
 
     Args:
-        view: shows them; it writes to a standard stream as that was before.
-        first_words: what is said, after a moment, until anything else is.
+        view: shows the phases. It has to write to the original standard stream, not to its replacement.
+        first_words: startup message, shown after a moment until the first other output.
     """
     global _board
     if _board is not None:
@@ -111,7 +111,7 @@ def shown(view: View, first_words: str = "") -> Iterator[None]:
     board = Board(view)
     shared_stdout = _SharedStream(sys.stdout)
     shared_stderr = _SharedStream(sys.stderr)
-    # Whatever prints, such as a library's warning, has to begin a line of its own.
+    # Other output, such as a library's warning, has to start on a new line.
     sys.stdout = cast(TextIO, shared_stdout)
     sys.stderr = cast(TextIO, shared_stderr)
     _board = board
@@ -122,7 +122,7 @@ def shown(view: View, first_words: str = "") -> Iterator[None]:
     finally:
         board.close()
         _board = None
-        # Somebody may have put streams of their own in these places meanwhile.
+        # Other code may have replaced the streams in the meantime.
         if sys.stdout is shared_stdout:
             sys.stdout = shared_stdout.stream
         if sys.stderr is shared_stderr:
@@ -131,7 +131,7 @@ def shown(view: View, first_words: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def viewed_by(view: View | None) -> Iterator[None]:
-    """Has another view, such as a bar, show the phases until the context ends; None leaves the view as it is."""
+    """Let another view, such as a bar, show the phases until the context exits; None keeps the current view."""
     if _board is None or view is None:
         yield
         return
@@ -140,11 +140,11 @@ def viewed_by(view: View | None) -> Iterator[None]:
 
 
 def hush() -> None:
-    """Ends what is shown, and says nothing more in this process: it is ending, or another one speaks for it."""
+    """Clear the display and show nothing more in this process: it is ending, or another process reports for it."""
     global _board
     board = _board
     _board = None
-    # Whoever writes just now may never return, and nobody is to wait for that.
+    # A thread that is writing at the moment may never return, so wait only for a limited time.
     if board is not None and board.lock.acquire(timeout=_LOCK_SECONDS):
         try:
             board.close()
@@ -153,7 +153,7 @@ def hush() -> None:
 
 
 def replace_stdout(stream: TextIO) -> None:
-    """Has sys.stdout be that stream, whose writes still end the lines of phases."""
+    """Replace sys.stdout. Writes to the new stream still end the lines of phases."""
     if isinstance(sys.stdout, _SharedStream):
         sys.stdout.stream = stream
     else:

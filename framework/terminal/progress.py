@@ -1,7 +1,7 @@
-"""Progress of a run: a live bar in a terminal, or a line per report elsewhere, and log.txt.
+"""Progress of a run: a live bar on a terminal, or one line per report elsewhere, and log.txt.
 
-rich is imported when there is a terminal to draw on. Values come from the dict that goes to the
-writers; one that is missing or not finite is shown as "-".
+rich is imported only if there is a terminal to draw on. Values come from the same dict of metrics that the writers
+receive; a value that is missing or not finite is shown as "-".
 """
 
 import contextlib
@@ -22,16 +22,15 @@ from framework.terminal.visible import visible
 
 
 class Progress:
-    """Shows where a run is. Use as a context manager, so that the terminal is always restored.
+    """Shows the progress of a run. Use it as a context manager, so that the terminal is always restored.
 
     Args:
-      total_steps: the step at which the run ends.
-      log_every: lines are for steps that this divides, and for the last; the bar is for every step.
-      stream: where to show; standard output if None.
-      log_path: a file that gets every line and message too, with no bar; None for no file.
-      log_waits: that file is not touched before `write_log`; what comes until then is written
-          first.
-      item: what is counted, if no tokens.
+        total_steps: the step at which the run ends.
+        log_every: write a line at steps divisible by this and at the last one. The bar is updated at every step.
+        stream: output stream; standard output if None.
+        log_path: file that also receives every line and message, without the bar; None for no file.
+        log_waits: do not touch the file before `write_log`; keep earlier lines until then and write them first.
+        item: unit of data to count: "token" or "image".
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._log_path = log_path
         self._log: IO[bytes] | None = None
-        # Lines that a full disk has kept from the log.
+        # Number of lines that are missing in the log because the disk was full.
         self._unlogged = 0
-        # Lines of the log until its file is opened; None from then on.
+        # Lines to write when the log file is opened; None once it is open.
         self._waiting: list[str] | None = []
         if log_path is None or not log_waits:
             self.write_log()
         self._bar = _bar(self._stream, total_steps) if is_terminal(self._stream) else None
-        # What is open until the end of the context.
+        # Contexts to close when this one exits.
         self._open = contextlib.ExitStack()
         self._drawn_at = -math.inf
         self._cancel_interrupted: Callable[[], None] = lambda: None
@@ -66,13 +65,13 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._cancel_interrupted = interrupts.at_end(self._interrupted)
         if self._bar is not None:
-            # Between steps the bar says what is being done: compiling, evaluating, saving.
+            # Between steps the bar shows the current phase: compiling, evaluating, saving.
             self._open.enter_context(phases.viewed_by(_BarView(self._bar)))
             self._bar.start()
         return self
 
     def _interrupted(self, number: int, line: str) -> None:
-        """Writes to the log that a signal ends the process, and restores the terminal."""
+        """Log that a signal ends the process, and restore the terminal."""
         self._log_line(line)
         if self._bar is not None:
             self._bar.stop()
@@ -86,29 +85,29 @@ class Progress:
             self._log.close()
 
     def write_log(self) -> None:
-        """Writes lines to the log from now on, those that wait first.
+        """Open the log, write the lines that were waiting, and log all further lines immediately.
 
-        Raises OSError: the file cannot be opened.
+        Raises OSError if the file cannot be opened.
         """
         waiting_lines = self._waiting or []
         self._waiting = None
         if self._log_path is not None and self._log is None:
-            # Not buffered, so that a line is in the file before the process can be killed.
+            # Unbuffered, so that a line is in the file before the process can be killed.
             self._log = open(self._log_path, "a+b", buffering=0)  # noqa: SIM115 (see __exit__)
         for line in waiting_lines:
             self._log_line(line)
 
     def set_total(self, total_steps: int) -> None:
-        """Changes the step at which the run ends."""
+        """Change the step at which the run ends."""
         self._total = total_steps
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], total=total_steps)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of a step.
+        """Show the metrics of a step.
 
-        Shown are train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second or
-        images_per_second, train/mfu and memory/device_bytes.
+        The line shows train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second or images_per_second,
+        train/mfu, memory/device_bytes and, computed from train/steps_per_second, the remaining time.
         """
         fields = self._fields(step, metrics)
         is_last = step >= self._total
@@ -116,7 +115,7 @@ class Progress:
             # The bar is one line, so the fields lose the padding that aligns lines.
             text = "  ".join(" ".join(field.split()) for field in fields)
             self._bar.update(self._bar.task_ids[0], completed=step, description=text, status="")
-            # More often than 10 times a second is more than an eye can use.
+            # Redraw at most 10 times per second: the eye cannot follow more.
             if time.monotonic() - self._drawn_at > 0.1 or is_last:
                 self._bar.refresh()
                 self._drawn_at = time.monotonic()
@@ -127,7 +126,7 @@ class Progress:
                 self._show(line)
 
     def print(self, message: object) -> None:
-        """Shows a message on lines of its own, above the bar."""
+        """Show a message on separate lines, above the bar."""
         text = visible(str(message))
         self._log_line(text)
         if self._bar is None:
@@ -142,10 +141,10 @@ class Progress:
             self._append(self._log, line)
 
     def _append(self, log: IO[bytes], line: str) -> None:
-        """Writes a line to the log, whole or not at all.
+        """Write a line to the log, completely or not at all.
 
-        A full disk is no reason to end a run: it is told where the run is shown, once, and in the
-        log when there is room again.
+        A full disk does not end a run. It is reported once in the run's output, and in the log when there is space
+        again.
         """
         data = f"{line}\n".encode()
         if self._unlogged:
@@ -153,7 +152,7 @@ class Progress:
             data = notice.encode() + data
         size = log.seek(0, os.SEEK_END)
         try:
-            # An unbuffered file may take only a part at a time, as a nearly full disk does.
+            # An unbuffered write may be partial, for example on a nearly full disk.
             while data:
                 num_written = log.write(data)
                 data = data[num_written:]
@@ -167,18 +166,18 @@ class Progress:
         self._unlogged = 0
 
     def _show(self, line: str) -> None:
-        """Prints a line, as far as there is room: the stream may be a file on a full disk."""
+        """Print a line. The stream may be a file on a full disk; then drop all further output."""
         try:
             print(line, file=self._stream, flush=True)
         except BrokenPipeError:
-            # The reader has left, which ends the run.
+            # The reader has closed the pipe, which ends the run.
             raise
         except OSError:
-            # Later lines are in log.txt alone.
+            # From now on, lines go only to log.txt.
             self._stream = open(os.devnull, "w")  # noqa: SIM115
 
     def _fields(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        # Fixed widths, so that lines are columns and the bar does not jump.
+        # Fixed widths align the lines in columns and keep the bar from jumping.
         step_width = len(str(self._total))
         loss = metrics.get("train/loss", math.nan)
         item_rate = human_count(metrics.get(f"train/{self._item}s_per_second"))
@@ -195,13 +194,13 @@ class Progress:
         ]
         rate = metrics.get("train/learning_rate")
         norm = metrics.get("train/grad_norm")
-        # An optimizer may have no learning rate that it names.
+        # An optimizer may not report a learning rate.
         if rate is not None:
             fields.append(f"lr {rate:8.2e}")
         if norm is not None:
             fields.append(f"norm {norm:8.3g}")
         fields.append(f"{item_rate:>6} {self._unit}")
-        # A device whose peak is not known has no MFU.
+        # There is no MFU for a device with unknown peak FLOP/s.
         if mfu is not None:
             fields.append(f"MFU {mfu:6.1%}")
         fields.append(f"mem {memory:>11}")
@@ -210,7 +209,7 @@ class Progress:
 
 
 class _BarView:
-    """The phases of a run in its bar, which sees to other output itself; see `framework.terminal.phases.View`."""
+    """Shows the phases of a run in its bar, which handles other output itself; see `framework.terminal.phases.View`."""
 
     interval = 0.1
     takes_lines = False
@@ -230,7 +229,7 @@ class _BarView:
         self._write("")
 
     def aside(self) -> None:
-        """See `View`: rich puts other output above the bar."""
+        """See `View`. There is nothing to do, because rich prints other output above the bar."""
 
     def _write(self, text: str) -> None:
         self._bar.update(self._bar.task_ids[0], status=text, refresh=True)
@@ -245,7 +244,7 @@ def _bar(stream: IO[str], total_steps: int) -> Any:
         BarColumn(bar_width=None),
         TextColumn("{task.description}", markup=False),
         console=Console(file=stream, highlight=False),
-        # It would take a thread, and its time from a step on a small machine.
+        # Auto-refresh would need a thread, which slows down the steps on a small machine.
         auto_refresh=False,
         expand=True,
     )

@@ -1,7 +1,7 @@
-"""Tables for people: the one at the start of a run, and figures in units that are read at a glance.
+"""Human-readable tables, such as the one at the start of a run, and numbers in readable units.
 
-Imports only the standard library. Callers bring plain values, so that this file knows neither the
-layout nor configs.
+This module imports only the standard library. Callers pass plain values, so it does not depend on the layout of the
+state or on configs.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from framework.terminal.visible import visible
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a table: a heading, and rows of cells.
+    """A section of a table: a heading, and rows of cells.
 
-    All columns but the first are aligned right if `numbers`.
+    If `numbers`, all columns but the first are right-aligned.
     """
 
     title: str
@@ -38,21 +38,21 @@ def start_table(
     item: str = "token",
     course: Mapping[str, str] | None = None,
 ) -> list[Section]:
-    """Returns the table that is shown before the first step.
+    """Return the table that is shown before the first step.
 
     Args:
-      config: the config's name.
-      accelerator: the accelerator's name.
-      mesh: the mesh in words.
-      parameters: (group, number of elements, bytes over all devices), one row each.
-      device_bytes: bytes on one device, by (group, memory kind).
-      tokens_per_step: items over all devices.
-      flops_per_token: model FLOPs of an item, forward and backward.
-      device_limit_bytes: the memory of a device in bytes; shown with the sum, if known.
-      data: descriptions of the sources, by name.
-      versions: versions of packages, by name.
-      item: the kind of item that is counted, token or image.
-      course: what is known of the run from its start to its end, by name.
+        config: name of the config.
+        accelerator: name of the accelerator.
+        mesh: description of the mesh.
+        parameters: (group, number of elements, bytes over all devices), one row each.
+        device_bytes: bytes on one device, by (group, memory kind).
+        tokens_per_step: number of items per step, over all devices.
+        flops_per_token: model FLOPs per item, forward and backward.
+        device_limit_bytes: memory of one device in bytes, shown next to the sum; None if unknown.
+        data: descriptions of the data sources, by name.
+        versions: versions of packages, by name.
+        item: kind of item that is counted: "token" or "image".
+        course: additional facts about the course of the run, by name.
     """
     run = {
         "config": config,
@@ -72,7 +72,7 @@ def start_table(
 
 
 def _parameter_rows(parameters: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-    """Returns a row for each group of parameters, and one of the sums, below a heading."""
+    """Return a heading, a row for each group of parameters, and a row of sums."""
     total_count = sum(count for _, count, _ in parameters)
     total_bytes = sum(size for _, _, size in parameters)
     rows = [["group", "number", "", "bytes"]]
@@ -85,10 +85,10 @@ def _memory_rows(
     device_bytes: Mapping[tuple[str, str], int],
     device_limit_bytes: int | None,
 ) -> list[list[str]]:
-    """Returns a row for each group, and one of the sums, with a column for each memory kind."""
-    # A dict instead of a set, as it keeps the order.
+    """Return a heading, a row for each group, and a row of sums, with a column for each memory kind."""
+    # Use a dict instead of a set to keep the order.
     groups = list(dict.fromkeys(group for group, _ in device_bytes))
-    # Device memory goes first, as it is the one that is scarce.
+    # Device memory comes first, because it is the scarce one.
     kinds = sorted({kind for _, kind in device_bytes}, key=lambda kind: (kind != "device", kind))
     rows = [["group", *kinds]]
     for group in groups:
@@ -104,10 +104,7 @@ def _memory_rows(
 
 
 def render(sections: Sequence[Section]) -> str:
-    """Returns the sections as plain text, with aligned columns.
-
-    It is the same on a terminal, in a pipe and in log.txt.
-    """
+    """Return the sections as plain text with aligned columns, for terminals, pipes and log.txt alike."""
     lines = []
     for section in sections:
         lines.append(section.title)
@@ -122,17 +119,17 @@ def render(sections: Sequence[Section]) -> str:
 
 
 def human_bytes(size: float | None) -> str:
-    """Formats bytes: 1610612736 -> "1.50 GiB" (of 2^30 bytes); None -> "-"."""
+    """Format bytes: 1610612736 -> "1.50 GiB" (2^30 bytes each); None -> "-"."""
     return _human(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB"), digits=2)
 
 
 def human_count(count: float | None) -> str:
-    """Formats a count: 124439808 -> "124.4M"; 950 -> "950"; None -> "-"."""
+    """Format a count: 124439808 -> "124.4M"; 950 -> "950"; None -> "-"."""
     return _human(count, 1000, ("", "k", "M", "B", "T", "P"), digits=1)
 
 
 def human_duration(seconds: float) -> str:
-    """Formats seconds with three digits: 0.0123 -> "12.3 ms"; 2.5 -> "2.50 s"; 5e-6 -> "5.00 us"."""
+    """Format seconds with three significant digits: 0.0123 -> "12.3 ms"; 2.5 -> "2.50 s"; 5e-6 -> "5.00 us"."""
     factor, unit = 1e-6, "us"
     if seconds >= 1.0:
         factor, unit = 1.0, "s"
@@ -150,6 +147,6 @@ def _human(value: float | None, base: int, units: Sequence[str], digits: int) ->
     while abs(value) >= base and power < len(units) - 1:
         value /= base
         power += 1
-    # A value below the first unit may be whole, and then has no digits behind the point.
+    # A value without a prefix may be an integer, which is shown without decimals.
     number = f"{value:.{digits}f}" if power else f"{value:.4g}"
     return number + units[power]

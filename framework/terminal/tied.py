@@ -1,4 +1,4 @@
-"""Ties a process to its parent: it is killed when that ends, however that ends (Linux; see prctl(2))."""
+"""Ties a process to its parent: it is killed when the parent ends, for whatever reason (Linux only; see prctl(2))."""
 
 import ctypes
 import signal
@@ -8,8 +8,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tie() -> None:
-    """Ties this process to its parent. Elsewhere than on Linux it does nothing: a parent that is killed then leaves
-    its processes behind."""
+    """Kill this process when its parent ends.
+
+    On systems other than Linux it does nothing, so a parent that is killed leaves its child processes behind.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Makes texts from files and from other machines safe for a terminal. All messages pass through here."""
+"""Makes text from files and from other machines safe for a terminal. All messages pass through here."""
 
 import unicodedata
 
-# A letter that is not shown as itself: control characters, and marks that turn the direction of a line.
+# Escapes for characters that a terminal does not print: control characters, and marks that change the text direction.
 _HIDDEN = {
     code: f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
     for code in range(0x2100)
@@ -14,5 +14,5 @@ for _allowed in "\n\t":
 
 
 def visible(text: str) -> str:
-    """The text with what would move the cursor, change colors or turn the line around written out: `\\x1b[2J`."""
+    """Escape characters that would move the cursor, change colors or reverse the text direction: `\\x1b[2J`."""
     return text.translate(_HIDDEN)

@@ -1,18 +1,18 @@
-"""The load line: the fastest settings of a config that fit a machine, which compute what the config computes.
+"""Autotuning: find the fastest settings of a config that fit a machine, without changing what the config computes.
 
-settings.py      overrides, applied to copies; which fields somebody has set
-space.py         what may be chosen: meshes, microbatches, recomputation, schedules, placements
-closed_forms.py  what settings cost, with traces that many of them share
-room.py          whether they fit, by the closed form and by what the compiler said of others
-ladder.py        what moves to the host, and how many layers of it
-mixtures.py      layers of two policies, as many with the faster one as fit
+settings.py      overrides, applied to copies of the config; the fields that the user has set
+space.py         the search space: meshes, microbatches, recomputation, schedules, placements
+closed_forms.py  analytical estimates of the cost of settings, with shared traces
+room.py          memory budget: do settings fit, by the estimate and by earlier compilations?
+ladder.py        offload levels: which state moves to the host, and how many layers of it
+mixtures.py      two remat policies in one stack: as many layers as fit use the faster one
 search.py        branch and bound over all of these
-allow.py         what of the training itself may be changed, if it is said
-choosing.py      proposes settings, hears what the compiler says, and proposes again
-confirm.py       the compiler
-explain.py       what each neighbour of the choice would have cost
+allow.py         changes to the training itself, which the user has to allow by name
+choosing.py      the tuner: proposes settings and refines the proposal with the compiled peak
+confirm.py       compiles candidates until one fits
+explain.py       the cost of each neighbor of the chosen settings
 batch.py         the largest microbatch
-choice.py        what was chosen, as JSON and as lines
-stored.py        choices on disk
-answer.py        all of it: a question, and its answer
+choice.py        the chosen settings, as JSON and as tables
+stored.py        tuning results on disk
+answer.py        entry point: takes a question, returns an answer
 """

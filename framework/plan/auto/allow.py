@@ -1,4 +1,4 @@
-"""What of the training itself a choice may change, if somebody allows it by name."""
+"""Changes to the training itself that autotuning may make, if the user allows them by name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MASTER = "learner.master_dtype"
 MOMENTS = "learner.moment_dtype"
 ROUNDING = "learner.rounding"
 OPTIMIZER = "learner.optimizer"
-# {name: what it means}
+# {name: description}
 ALLOWED = {
     "rounding": "no master copy of the weights: bfloat16 ones are rounded at random (learner.rounding=stochastic)",
     "moments": "moments in bfloat16 (learner.moment_dtype)",
     "optimizer8bit": "AdamW with moments in 8 bits and the same hyperparameters (learner.optimizer)",
 }
-# 8 bits are the dtype of moments already.
+# These two exclude each other: with the 8-bit optimizer the moments already have a dtype.
 _APART = {"moments", "optimizer8bit"}
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names in a list, "rounding,optimizer8bit". Raises ConfigError: one of them is none."""
+    """Parse a list of names such as "rounding,optimizer8bit". Raises ConfigError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names or [text]:
         if name not in ALLOWED:
@@ -36,12 +36,12 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def variants(config: Config, names: Sequence[str], fixed: Collection[str]) -> list[Settings]:
-    """The changes that the names allow, and those of several of them together; no change comes first.
+    """Return every combination of the allowed changes, starting with no change.
 
     Args:
-        config: resolved for the target.
-        names: of `ALLOWED`.
-        fixed: paths that somebody has set.
+        config: config, resolved for the target.
+        names: allowed changes, keys of `ALLOWED`.
+        fixed: paths of fields that the user has set.
     """
     changes = {}
     for name in names:
@@ -57,7 +57,7 @@ def variants(config: Config, names: Sequence[str], fixed: Collection[str]) -> li
 
 
 def _change(config: Config, name: str) -> Settings:
-    """The settings of a name; none where they would change nothing of this config, or do not go with it."""
+    """Return the settings of a name; empty if they would not change this config or are not compatible with it."""
     learner = config.learner
     if name == "rounding":
         is_possible = learner.master_dtype is not None and str(config.model.get("param_dtype")) == "bfloat16"
@@ -68,5 +68,5 @@ def _change(config: Config, name: str) -> Settings:
     if target_of(optimizer) is not optax.adamw:
         return ()
     shared_fields = {field: optimizer[field] for field in schema_of(config_for(adamw8bit)) if field in optimizer}
-    # In one line, as overrides are pasted.
+    # JSON keeps the override on one line, so that it can be pasted.
     return (Setting(OPTIMIZER, json.dumps(config_for(adamw8bit, **shared_fields).to_dict())),)

@@ -1,4 +1,4 @@
-"""An answer to a question: from disk, or by a search that the compiler confirms."""
+"""Answers a tuning question: from disk, or by a search whose result is confirmed by compiling it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BATCH_MODE = "batch"
 
 
 class Answer(NamedTuple):
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-        choice: None where nothing fits.
-        made: the compiled step of the choice, where it was compiled just now.
-        failure: why nothing fits, in one line.
+        choice: the chosen settings; None if nothing fits.
+        made: the compiled step of the chosen settings, if this call compiled it.
+        failure: the reason why nothing fits, in one line.
     """
 
     choice: Choice | None
@@ -32,21 +32,22 @@ class Answer(NamedTuple):
 
 
 def answer(question: Question, target: Target, *, host_bytes: int | None = None, fresh: bool = False) -> Answer:
-    """The fastest settings that fit, or why there are none.
+    """Return the fastest settings that fit, or the reason why there are none.
 
     Args:
-        question: what is asked for.
-        target: the machine, whose compiler is asked unless the closed form is enough.
-        host_bytes: of a process's host; None: what is known of the target.
-        fresh: search again although nothing has changed.
+        question: config, machine and mode to tune for.
+        target: the machine. Candidates are compiled for it unless the question asks for an estimate only.
+        host_bytes: memory of one process's host, in bytes; None takes the target's known value.
+        fresh: search again even if the answer is already on disk.
     """
-    # Asked before anything is compiled: compilers set variables of the environment, on which the name depends.
+    # Compute the path before compiling: compilers set environment variables, and the file name depends on those.
     path = question.path("choice")
     kept_choice = None if fresh else stored.load(path)
     if kept_choice is not None:
         return Answer(kept_choice)
     if not question.estimate:
-        # A missing compiler is told before the search; and JAX starts once, with the CPU devices that it then has.
+        # Report a missing compiler before the search. JAX starts only once, so it has to start with the CPU devices
+        # that the target asks for.
         target.devices()
     is_batch = question.mode == BATCH_MODE
     chooser = Chooser(
@@ -70,7 +71,7 @@ def answer(question: Question, target: Target, *, host_bytes: int | None = None,
     notes = batch.notes(chooser, candidate) if is_batch else []
     choice = chooser.choice(candidate, notes)
     if is_batch:
-        # Everything is kept there, and nobody wants to read it.
+        # In this mode all fields but one are fixed, so the list of fixed fields tells the reader nothing.
         choice = choice.without_neighbors()
     stored.store(path, choice)
     return Answer(choice, made)

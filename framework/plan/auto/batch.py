@@ -1,4 +1,4 @@
-"""The largest microbatch that fits under a config's own settings, and the largest batch of one pass."""
+"""Finds the largest microbatch that fits under a config's own settings, and the largest batch for a single pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from framework.plan.auto.room import Candidate
 from framework.plan.auto.settings import ACCUMULATE, BATCH, SEARCHED, Settings, changed, setting, value_of
 from framework.program.experiment import Experiment
 
-# Everything but the number of microbatches stays as it is.
+# All fields but the number of microbatches are fixed.
 FIXED = frozenset(SEARCHED) - {ACCUMULATE}
 _MOST_DOUBLINGS = 16
 
 
 def notes(chooser: Chooser, chosen: Candidate) -> list[str]:
-    """The two numbers that --auto=batch is asked for."""
+    """Return the two results of --auto=batch: the largest microbatch and the largest batch of one pass."""
     experiment: Experiment = chooser.forms.config.instantiate()
     text = value_of(chosen.settings, ACCUMULATE)
     accumulate = experiment.learner.accumulate if text is None else int(text)
@@ -34,7 +34,7 @@ def _batch_shards(experiment: Experiment, chooser: Chooser) -> int:
 
 
 def _most_rows(chooser: Chooser, shards: int) -> int:
-    """The rows that a device has room for in one pass; 0 where not even one fits."""
+    """Return the number of rows that fit on a device in one pass; 0 if not even one fits."""
 
     def fits(rows: int) -> bool:
         settings = _one_pass(chooser, rows * shards)
@@ -45,7 +45,7 @@ def _most_rows(chooser: Chooser, shards: int) -> int:
         if not fits(most):
             break
         most *= 2
-    # Half of it fits, if it is no more than one.
+    # `most // 2` is known to fit, or is 0.
     least = most // 2
     while most - least > 1:
         middle = (least + most) // 2

@@ -1,4 +1,4 @@
-"""What was chosen for a config on a machine, as JSON and as what a person is shown."""
+"""The chosen settings of a config on a machine, as JSON and as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from framework.terminal.tables import Section, human_bytes, human_duration
 
 
 class Neighbor(NamedTuple):
-    """Settings that were not chosen.
+    """A neighbor of the chosen settings that was rejected.
 
     Attributes:
-        setting: what differs from the choice.
-        peak: bytes of one device; None where it cannot be.
-        seconds: of a step; None likewise.
-        reason: why not, in words.
+        setting: the overrides that differ from the chosen settings.
+        peak: peak bytes of one device; None if the settings are not possible.
+        seconds: time of a step; None if the settings are not possible.
+        reason: the reason for the rejection, in words.
     """
 
     setting: str
@@ -29,13 +29,13 @@ class Neighbor(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The machine of a choice: another one has another choice.
+    """The machine that settings were chosen for. Results are not valid on another machine.
 
     Attributes:
-        target: its name, with the kind and number of its devices.
-        processes: hosts.
-        device_bytes: that a device may use; None where not known.
-        host_bytes: of a process's host; None where not known.
+        target: name of the target, with the kind and number of its devices.
+        processes: number of processes (hosts).
+        device_bytes: bytes that one device may use; None if unknown.
+        host_bytes: memory of one process's host, in bytes; None if unknown.
     """
 
     target: str
@@ -45,7 +45,7 @@ class Machine(NamedTuple):
 
     @staticmethod
     def of(target: Target, device_bytes: int | None, host_bytes: int | None) -> Machine:
-        """The machine that a target is."""
+        """Describe a target. `host_bytes`, if given, overrides the target's own host limit."""
         known_host = host_bytes if host_bytes is not None else target.host_limit_bytes
         return Machine(target.name, target.num_processes, device_bytes, known_host)
 
@@ -55,17 +55,18 @@ class Choice:
     """The chosen settings of a config on a machine.
 
     Attributes:
-        machine: where.
-        settings: overrides of the config; none where it is the fastest as it is.
-        kept: fields that somebody has set, and which were left alone.
-        allowed: names of what might be changed of the training.
-        peak: bytes of one device.
-        host: bytes of one device in its host's memory.
-        seconds: of a step by the closed form, which ranked the settings; None where rates are not published.
-        moved: bytes whose time the link to the host takes in a step: what moves both ways at once counts once.
-        compiled: whether the peak is the compiler's word.
-        neighbors: what was not chosen.
-        notes: further lines.
+        machine: the machine that they were chosen for.
+        settings: overrides of the config; empty if the config is the fastest as it is.
+        kept: fields that the user has set, and that tuning left unchanged.
+        allowed: names of the changes to the training that were allowed.
+        peak: peak bytes of one device.
+        host: host memory per device, in bytes.
+        seconds: time of a step by the analytical estimate, which ranked the settings; None if the rates of the device
+            are not published.
+        moved: bytes that occupy the link to the host in a step. Simultaneous traffic in both directions counts once.
+        compiled: whether the peak comes from the compiler instead of the estimate.
+        neighbors: similar settings that were not chosen.
+        notes: additional lines for the report.
     """
 
     machine: Machine
@@ -82,17 +83,17 @@ class Choice:
 
     @property
     def flags(self) -> str:
-        """The overrides in one line, to be pasted."""
+        """The overrides in one line, for pasting into a shell."""
         return flags(self.settings)
 
     @property
     def used(self) -> float | None:
-        """The part of the device's limit that is used."""
+        """The fraction of the device's limit that is used; None if the limit is unknown."""
         limit = self.machine.device_bytes
         return None if limit is None else self.peak / limit
 
     def sections(self) -> list[Section]:
-        """The tables: the choice, and its neighbors."""
+        """Return the tables of the report: the chosen settings and their neighbors."""
         rows = [["overrides", self.flags or "none: the config is the fastest that fits as it is"]]
         use = "" if self.used is None else f", {100 * self.used:.1f}% of {human_bytes(self.machine.device_bytes)}"
         judge = "compiled" if self.compiled else "by the closed form"
@@ -119,16 +120,16 @@ class Choice:
         return [Section("not chosen, by the closed form", rows)]
 
     def line(self) -> str:
-        """The choice in one line, for a run."""
+        """Return the chosen settings in one line, for the log of a run."""
         use = "" if self.used is None else f" ({100 * self.used:.1f}% of the limit)"
         return f"memory.auto: {human_bytes(self.peak)} per device{use}; {self.flags or 'the config as it is'}"
 
     def without_neighbors(self) -> Choice:
-        """The choice alone, without what was kept and what was not chosen."""
+        """Return a copy without the list of fixed fields and without the neighbors."""
         return dataclasses.replace(self, neighbors=(), kept=())
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return a dict that JSON can represent."""
         return {
             **dataclasses.asdict(self),
             "machine": self.machine._asdict(),
@@ -137,7 +138,7 @@ class Choice:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """The choice that `to_json` gave. Raises KeyError or TypeError: it is of another version."""
+        """Restore what `to_json` returned. Raises KeyError or TypeError if another version wrote it."""
         fields = dict(stored)
         fields["machine"] = Machine(**stored["machine"])
         fields["settings"] = tuple(Setting(*pair) for pair in stored["settings"])

@@ -1,4 +1,4 @@
-"""Proposes settings, hears what the compiler says of them, and proposes again."""
+"""The tuner: proposes settings and refines the proposal with the compiled peak."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from framework.plan.targets import Target
 from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 
-# A choice is improved so often by a step to a neighbor, which the search has not looked into.
+# Maximum number of steps to a better neighbor after the search, which does not look at all of them.
 _STEPS = 4
 
 
 class Chooser:
-    """Chooses settings of a config on a target.
+    """Tunes the settings of a config for a target.
 
     Args:
-        config: resolved for the target.
+        config: config, resolved for the target.
         target: the machine.
-        device_bytes: that a device may use; None where not known.
-        host_bytes: of a process's host; None: what is known of the target.
-        fixed: paths of fields that stay as they are.
-        allowed: names of what may be changed of the training.
+        device_bytes: bytes that one device may use; None if unknown.
+        host_bytes: memory of one process's host, in bytes; None takes the target's known value.
+        fixed: paths of fields that must not change.
+        allowed: names of changes to the training that are allowed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Chooser:
         self.variants = allow.variants(config, allowed, fixed)
 
     def propose(self) -> Candidate | None:
-        """The fastest settings that fit by what is known; None where none do."""
+        """Return the fastest settings that fit, given the compilations so far; None if none do."""
         with phase("looking for the fastest settings that fit", patience=SHORT):
             best = Search(self.forms, self.space, self.room, self.variants).run()
             for _ in range(_STEPS):
@@ -65,7 +65,7 @@ class Chooser:
         return best
 
     def _better(self, best: Candidate) -> Candidate | None:
-        """The fastest neighbor that fits, where it is faster."""
+        """Return the fastest neighbor that fits; None if none is faster than `best`."""
         faster = []
         for rival in explain.rivals(self.forms, self.space, best):
             cost = self.forms.cost(rival.settings)
@@ -74,20 +74,20 @@ class Chooser:
         return min(faster, key=lambda candidate: candidate.cost.seconds, default=None)
 
     def hear(self, candidate: Candidate, compiled: int) -> None:
-        """Takes in how many bytes of a device the compiler gave to settings."""
+        """Record the bytes of one device that a candidate needs when compiled."""
         self.room.learn(candidate.settings, candidate.cost, compiled)
 
     def refuse(self, candidate: Candidate, reason: str) -> None:
-        """Leaves out settings that no program can be made of."""
+        """Exclude settings that cannot be built into a program."""
         self._refusal = reason.partition("\n")[0]
         self.forms.leave_out(candidate.settings)
 
     def is_settled(self, candidate: Candidate) -> bool:
-        """Whether settings are known to fit."""
+        """Return whether settings were compiled and fit."""
         return candidate.settings in self.room.compiled and self.room.fits(candidate.settings, candidate.cost)
 
     def choice(self, candidate: Candidate, notes: Sequence[str] = ()) -> Choice:
-        """The choice of settings, with its neighbors."""
+        """Turn a candidate into a choice, with its neighbors."""
         cost = candidate.cost
         with phase("looking at what was not chosen", patience=SHORT):
             neighbors = explain.neighbors(self.forms, self.space, self.room, candidate)
@@ -115,7 +115,7 @@ class Chooser:
         return [f"nobody says what this host has: {share} for each device are assumed; --host_memory_gib says more"]
 
     def failure(self) -> str:
-        """Why nothing fits, in one line."""
+        """Return the reason why nothing fits, in one line."""
         if self._refusal and not self.room.compiled:
             return f"no program could be made of the best settings: {self._refusal}"
         limits = self.room.limits
@@ -139,7 +139,7 @@ class Chooser:
         return f"{human_bytes(self.room.limits.host)} for each device, as is assumed"
 
     def _least(self) -> tuple[Settings, explain.Cost] | None:
-        """The settings with the least on a device, of those that were looked at."""
+        """Return the settings that come closest to fitting, among those estimated; None if there are none."""
         costs = self.forms.known()
         if not costs:
             return None

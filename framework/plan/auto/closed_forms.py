@@ -1,7 +1,8 @@
-"""The closed forms of many settings of one config, which share the traces that they have in common.
+"""Analytical estimates for many settings of one config, with shared traces.
 
-A trace takes most of an estimate's time, and depends on little: the rows that a device has at once, the axes that cut
-weights and positions, what is recomputed, and whether the weights come from the host.
+Tracing takes most of an estimate's time, but a trace depends on few settings: the rows per device and microbatch, the
+mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, and the layer counts
+of partial placements.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from framework.program.experiment import Experiment
 
 
 class Cost(NamedTuple):
-    """What a setting costs on a target.
+    """Estimated cost of settings on a target.
 
     Attributes:
-        peak: bytes of one device.
-        state: those of them that live there between steps.
-        host: bytes of one device in its host's memory.
-        seconds: of a step; infinite where the rates of the device are not published.
-        moved: bytes whose time the link to the host takes in a step, see `Work.link_bytes`.
+        peak: peak bytes of one device.
+        state: the part of `peak` that stays allocated between steps.
+        host: host memory per device, in bytes.
+        seconds: time of a step; infinite if the rates of the device are not published.
+        moved: bytes that occupy the link to the host in a step, see `Work.link_bytes`.
     """
 
     peak: int
@@ -42,10 +43,10 @@ class Cost(NamedTuple):
 
 
 class ClosedForms:
-    """Answers what settings of a config cost, each asked once.
+    """Estimates the cost of settings of a config, and caches the results.
 
     Args:
-        config: resolved for the target.
+        config: config, resolved for the target.
         target: the machine.
     """
 
@@ -58,13 +59,14 @@ class ClosedForms:
 
     @property
     def count(self) -> int:
-        """How many settings were asked for."""
+        """The number of settings that were estimated so far."""
         return len(self._costs)
 
     def experiment(self, settings: Settings) -> Experiment:
-        """The experiment with these settings, to be looked at only. Raises ValueError: there is no such.
+        """Return the experiment with these settings. It shares parts with others, so do not modify it.
 
-        Most of an experiment is alike for all settings, and is built once.
+        Most parts of an experiment are the same for all settings, and are built once. Raises ValueError if the settings
+        are not possible.
         """
         config = with_settings(self.config, settings)
         model = self._part("model", config.model, ())
@@ -73,7 +75,7 @@ class ClosedForms:
         return config.instantiate(model=model, data=data, learner=learner)
 
     def _learner(self, config: Config, settings: Settings, model: Any, data: Any) -> Any:
-        """The learner of a config, which only a whole experiment builds."""
+        """Return the learner of a config. Only a whole experiment can build one."""
         key = _key("learner", settings)
         if key not in self._parts:
             experiment: Experiment = config.instantiate(model=model, data=data)
@@ -87,7 +89,7 @@ class ClosedForms:
         return self._parts[key]
 
     def cost(self, settings: Settings) -> Cost | None:
-        """What the settings cost; None where they do not go with the config or the target."""
+        """Return the cost of settings; None if they are not compatible with the config or the target."""
         if settings not in self._costs:
             try:
                 self._costs[settings] = self._cost(settings)
@@ -96,11 +98,11 @@ class ClosedForms:
         return self._costs[settings]
 
     def leave_out(self, settings: Settings) -> None:
-        """Takes settings for ones that cannot be."""
+        """Mark settings as impossible."""
         self._costs[settings] = None
 
     def known(self) -> dict[Settings, Cost]:
-        """What was asked for so far, and can be."""
+        """Return the possible settings that were estimated so far, with their costs."""
         return {settings: cost for settings, cost in self._costs.items() if cost is not None}
 
     def _cost(self, settings: Settings) -> Cost:
@@ -117,12 +119,12 @@ class ClosedForms:
         )
 
     def _trace(self, sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
-        """The trace of an experiment, or of another one that is traced alike."""
+        """Return the trace of an experiment; experiments with the same key share one."""
         experiment = sectioned.experiment
         memory = experiment.memory
         rows = experiment.data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
         cuts = tuple(size for axis, size in sizes.items() if axis != "data")
-        # Where layers are placed by their number, a stack is traced in sections.
+        # A partial placement (the first N layers) splits the stack into sections, which are traced one by one.
         placements = (memory.gradients, memory.optimizer_state, memory.activations)
         numbers = tuple(placement.text for placement in placements if placement.is_partial)
         key = (rows, cuts, memory.remat, memory.parameters.text, numbers)
@@ -132,5 +134,5 @@ class ClosedForms:
 
 
 def _key(section: str, settings: Settings) -> str:
-    """A section of the config, with what settings change in it."""
+    """Return a cache key: the name of a section of the config, with the settings that change it."""
     return section + repr([one for one in settings if one.path.startswith(f"{section}.")])

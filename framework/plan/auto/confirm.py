@@ -1,4 +1,4 @@
-"""The compiler's word on a few choices: the best one, and as many more as it takes until one fits."""
+"""Confirms candidates by compiling them: the best one first, then others until one fits."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from framework.plan.rehearsal import compile_step
 from framework.plan.targets import Target
 from framework.program.program import Program
 
-# So many programs are compiled until one fits, and so many if one does.
+# Maximum number of programs to compile if none fits, and if one does.
 _MOST_COMPILED = 5
 _COMPILED_IF_ONE_FITS = 3
-# Seconds after which a choice that fits is not improved any more.
+# Once a candidate fits, stop improving it after this many seconds.
 _PATIENCE = 150.0
 
 
 class NoProgramError(ValueError):
-    """There is no program of some settings: what a closed form knows nothing of does not go together."""
+    """No program can be built from some settings: they are incompatible in a way that the estimate does not model."""
 
 
 class Compiler:
-    """Compiles the steps of candidates, and keeps them.
+    """Compiles the train steps of candidates and stores them in `made`.
 
     Args:
-        chooser: whose candidates.
-        target: to compile for.
-        limit: bytes of a device; None where not known.
-        known: what was compiled earlier; hears of each new one.
+        chooser: the tuner that proposes the candidates.
+        target: the machine to compile for.
+        limit: bytes that one device may use; None if unknown.
+        known: results of earlier compilations; each new result is added to it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Compiler:
         self.made: dict[Settings, Made] = {}
 
     def __call__(self, candidate: Candidate) -> int:
-        """The bytes of a device. Raises NoProgramError."""
+        """Return the bytes that the compiled step needs on one device. Raises NoProgramError."""
         settings = candidate.settings
         compiled = self._known.get(settings)
         if compiled is not None:
@@ -69,11 +69,11 @@ class Compiler:
 
 
 def confirmed(chooser: Chooser, compiled_bytes: Callable[[Candidate], int]) -> Candidate | None:
-    """The fastest settings that fit by the compiler; None where none were found.
+    """Return the fastest settings that fit according to the compiler; None if none were found.
 
     Args:
-        chooser: proposes.
-        compiled_bytes: compiles, and says how many bytes of a device that takes.
+        chooser: the tuner that proposes candidates.
+        compiled_bytes: compiles a candidate and returns the bytes that it needs on one device.
     """
     start = time.monotonic()
     best: Candidate | None = None

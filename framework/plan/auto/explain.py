@@ -1,4 +1,4 @@
-"""What each neighbor of a choice would have cost: one step less recomputed, one thing less moved, another mesh."""
+"""The cost of each neighbor of the chosen settings: less recomputation, less offloading, another mesh."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MORE = 1.005
 
 
 class Rival(NamedTuple):
-    """A neighbor that is not yet judged.
+    """A neighbor that has not been evaluated yet.
 
     Attributes:
-        difference: from the choice.
-        settings: all of it, in the order of `changed`.
+        difference: settings that differ from the chosen ones.
+        settings: all settings of the neighbor, in the order of `changed`.
     """
 
     difference: Settings
@@ -41,7 +41,7 @@ class Rival(NamedTuple):
 
 
 def rivals(forms: ClosedForms, space: Space, chosen: Candidate) -> Iterator[Rival]:
-    """The neighbors of settings, without those that are the same settings."""
+    """Yield the neighbors of the chosen settings, without duplicates and without the chosen settings themselves."""
     known = {chosen.settings}
     for difference in _differences(forms, space, chosen.settings):
         settings = changed(forms.config, (*chosen.settings, *difference))
@@ -51,7 +51,7 @@ def rivals(forms: ClosedForms, space: Space, chosen: Candidate) -> Iterator[Riva
 
 
 def neighbors(forms: ClosedForms, space: Space, room: Room, chosen: Candidate) -> tuple[Neighbor, ...]:
-    """The neighbors of a choice, each with the reason why it is not chosen."""
+    """Return the neighbors of the chosen settings, each with the reason why it was not chosen."""
     judged = []
     for rival in rivals(forms, space, chosen):
         visible = changed(forms.config, rival.difference) or rival.difference
@@ -81,14 +81,14 @@ def _differences(forms: ClosedForms, space: Space, settings: Settings) -> Iterat
 
 
 class _InEffect:
-    """The values of fields under some settings."""
+    """The effective values of config fields: those of some settings, else the config's own."""
 
     def __init__(self, forms: ClosedForms, settings: Settings):
         self._forms = forms
         self._texts = dict(settings)
 
     def text(self, path: str) -> str:
-        """A field's value as text."""
+        """Return a field's value as text."""
         return self._texts.get(path, str(self._forms.config.get_path(path)))
 
 
@@ -100,13 +100,16 @@ def _less_recomputed(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
         for remat in remats[max(0, place - 1) : place + 2]:
             yield (setting(REMAT, remat),)
         return
-    # Layers of two policies: all of them of either one.
+    # A mixture of two policies: use either one for all layers.
     for span in spans(present):
         yield (setting(REMAT, span.policy),)
 
 
 def _less_moved(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
-    """Each thing on the host back on the device; where layers of it are there, one layer less."""
+    """Yield, for each offloaded field, the setting that keeps it on the device.
+
+    For a partially offloaded field, also yield the setting that offloads one unit of the stack less.
+    """
     for path in PLACES:
         kind, _, count = in_effect.text(path).partition(":")
         if kind != HOST:

@@ -1,4 +1,4 @@
-"""What moves to the host, and how many layers of it, so that the rest fits."""
+"""Finds which fields to offload, and how many of their layers, so that the rest fits on the device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from framework.plan.auto.room import Candidate, Room
 from framework.plan.auto.settings import HOST, PLACES, Settings, ordered, setting
 from framework.plan.auto.space import Level, Space, placed
 
-# Peaks are nearly linear in the number of layers: hardly ever does one more not suffice.
+# Maximum number of tries with one more unit. Peaks are nearly linear in the number of layers, so one is usually enough.
 _CORRECTIONS = 4
 
 
 class Ladder:
-    """The placements of some settings, from nothing on the host to everything.
+    """Offload levels for some settings, from nothing offloaded to everything.
 
     Args:
-        cost_of: the closed form; None for settings that cannot be.
-        room: what fits.
-        space: knows the units of the stack.
+        cost_of: returns the estimated cost of settings; None if they are not possible.
+        room: decides whether settings fit.
+        space: search space, with the number of units in the stack and their layers.
     """
 
     def __init__(self, cost_of: Callable[[Settings], Cost | None], room: Room, space: Space):
@@ -30,16 +30,16 @@ class Ladder:
         self._unit_layers = space.unit_layers
 
     def climb(self, settings: Settings, levels: list[Level]) -> Candidate | None:
-        """The settings with the least that has to move; None where that does not help.
+        """Return the settings that fit with the least offloading; None if none fit.
 
         Args:
-            settings: without placements.
-            levels: the order in which things move.
+            settings: settings without placements.
+            levels: offload levels, in order.
         """
         below: Level | None = None
         for level in levels:
             candidate = self._candidate((*settings, *placed(level)))
-            # A rung may be impossible, where the next ones are not: gradients without their schedule.
+            # A level can be impossible although later ones are possible: offloaded gradients need a certain schedule.
             if candidate is None:
                 continue
             if self._room.over(candidate.settings, candidate.cost) <= 0:
@@ -51,7 +51,7 @@ class Ladder:
         return None
 
     def may_fit(self, settings: Settings, levels: list[Level]) -> bool:
-        """Whether nothing or everything on the host fits the device."""
+        """Return whether the device has room at the first level (nothing offloaded) or at the last (everything)."""
         for level in dict.fromkeys((levels[0], levels[-1])):
             end = self._candidate((*settings, *placed(level)))
             if end is not None and self._room.over(end.settings, end.cost) <= 0:
@@ -59,15 +59,15 @@ class Ladder:
         return False
 
     def _by_layers(self, settings: Settings, below: Level, above: Candidate) -> Candidate | None:
-        """Between two rungs, with the fewest layers that suffice; None where all have to move.
+        """Return a candidate between two levels, with the fewest layers that suffice; None if all have to move.
 
-        How many they are is read off the line between the rungs, as bytes are linear in them. Seconds are not: the
-        link costs nothing until products no longer hide it. So the closed form is asked for what the layers come to.
+        The number of layers is interpolated between the levels, because bytes are linear in it. Seconds are not
+        linear: transfers cost nothing until matmuls no longer hide them. So the result gets its own estimate.
 
         Args:
-            settings: without placements.
-            below: the rung that does not suffice.
-            above: what the next one comes to.
+            settings: settings without placements.
+            below: the level that does not suffice.
+            above: candidate of the next level.
         """
         nothing = self._candidate((*settings, *placed(below)))
         if nothing is None or not self._num_units:
@@ -80,7 +80,7 @@ class Ladder:
         return self._first_that_fits((*settings, *placed(below, num_units * self._unit_layers)))
 
     def _first_that_fits(self, settings: Settings) -> Candidate | None:
-        """The settings, with a few layers more on the host if it takes them; None if that fails."""
+        """Return the settings, with a few more offloaded layers if necessary; None if that fails."""
         for _ in range(_CORRECTIONS):
             candidate = self._candidate(settings)
             if candidate is None or self._room.fits(candidate.settings, candidate.cost):
@@ -92,7 +92,7 @@ class Ladder:
         return None
 
     def _with_more_layers(self, settings: Settings) -> Settings | None:
-        """The settings with one more unit of what is partly on the host; None where nothing is."""
+        """Return the settings with one more unit of the partially offloaded field; None if there is no such field."""
         for path in PLACES:
             text = dict(settings).get(path, "")
             kind, _, count = text.partition(":")

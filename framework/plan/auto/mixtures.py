@@ -1,4 +1,4 @@
-"""Layers that are recomputed otherwise than the others: of two policies, as many with the faster one as fit."""
+"""Mixes two remat policies in one stack: as many layers as fit use the faster one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from framework.plan.auto.space import Space
 
 
 class Mixtures:
-    """The mixtures of two policies that are left of settings whose layers have one.
+    """Derives mixtures of two remat policies from settings that use one policy for all layers.
 
     Args:
-        forms: say what settings cost.
-        room: what fits.
-        space: knows the policies and the layers.
+        forms: estimates the cost of settings.
+        room: decides whether settings fit.
+        space: search space, with the policies and the number of layers.
     """
 
     def __init__(self, forms: ClosedForms, room: Room, space: Space):
@@ -25,10 +25,10 @@ class Mixtures:
         self._space = space
 
     def of(self, candidate: Candidate) -> Iterator[Candidate]:
-        """For each policy that is faster, the settings with as many layers of it as fit."""
+        """Yield, for each faster policy, the settings with as many layers of it as fit."""
         remats = self._space.remats()
         present = dict(candidate.settings).get(REMAT, self._forms.config.memory.remat)
-        # Of sqrt a number says how large its groups are.
+        # For sqrt, the number after the colon is the group size, not a layer count.
         if present not in remats or present == "sqrt" or self._space.num_units < 2:
             return
         for fast in remats[: remats.index(present)]:
@@ -37,7 +37,7 @@ class Mixtures:
                 yield mixture
 
     def _with_most(self, candidate: Candidate, cheap: str, fast: str) -> Candidate | None:
-        """The settings with as many layers of the fast policy as fit; None where not one does."""
+        """Return the settings with as many layers of the fast policy as fit; None if none fits."""
         least, most = 0, self._space.num_units
         mixture: Candidate | None = None
         while most - least > 1:
@@ -52,7 +52,7 @@ class Mixtures:
         return mixture
 
     def _mixed(self, cheap: str, fast: str, num_fast: int) -> Setting:
-        """A remat of two policies: the last `num_fast` units have the fast one."""
+        """Return a remat setting with two policies, where the last `num_fast` units of the stack use the fast one."""
         unit_layers = self._space.unit_layers
         fast_layers = num_fast * unit_layers
         cheap_layers = self._space.num_units * unit_layers - fast_layers

@@ -1,4 +1,4 @@
-"""How much a device and its host have for a choice, and what the compiler has said of earlier ones."""
+"""Memory budget of a device and its host, corrected by the results of earlier compilations."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from framework.plan.auto.closed_forms import Cost
 from framework.plan.auto.settings import REMAT, UPDATE, Settings, value_of
 from framework.plan.targets import Target
 
-# Of the limit: what a choice is to use where something had to move, and what the closed form aims at between.
+# Fractions of the limit: the range that the result should use if something had to be offloaded, and the target of the
+# estimate within that range.
 LEAST_USED = 0.92
 MOST_USED = 0.98
 _AIM = 0.965
-# After a choice that the compiler found too big, the next one aims so much lower.
+# How far to lower the aim after a candidate turned out too big when compiled.
 _LOWER = 0.02
-# Where nobody knows what a host has, it is taken to have so many times the memory of its devices.
+# If the memory of a host is unknown, assume this multiple of the memory of its devices.
 ASSUMED_HOST = 3
-# Of a host's memory: what its operating system, the process itself with its libraries, and the batches take.
+# Host memory reserved for the operating system, the process itself with its libraries, and the batches, in bytes.
 HOST_ASIDE = 4 << 30
 _SANE_SCALES = (0.5, 2.0)
 
 
 class Candidate(NamedTuple):
-    """Settings, and what they come to.
+    """Settings with their cost.
 
     Attributes:
-        settings: those that differ from the config.
-        cost: by the closed form.
-        peak: bytes of one device, as far as is known.
+        settings: settings that differ from the config.
+        cost: cost by the analytical estimate.
+        peak: peak bytes of one device: compiled if available, else the corrected estimate.
     """
 
     settings: Settings
@@ -37,11 +38,11 @@ class Candidate(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What one device may use.
+    """Memory that one device may use.
 
     Attributes:
-        device: bytes of its memory; None where not known.
-        host: bytes of its host's memory; None where not known.
+        device: bytes of device memory; None if unknown.
+        host: bytes of host memory per device; None if unknown.
     """
 
     device: int | None
@@ -49,29 +50,32 @@ class Limits(NamedTuple):
 
     @staticmethod
     def of(target: Target, device: int | None, process_host: int | None) -> Limits:
-        """The limits on a target.
+        """Return the limits on a target.
 
         Args:
             target: the machine.
-            device: bytes of a device.
-            process_host: bytes of a process's host, which its devices share; None: what is known of the target.
+            device: bytes that one device may use; None if unknown.
+            process_host: memory of one process's host, which its devices share, in bytes; None takes the target's
+                known value.
         """
         host = process_host if process_host is not None else target.host_limit_bytes
         if host is not None:
             room_on_host = max(host - HOST_ASIDE, 0)
             return Limits(device, room_on_host * target.num_processes // target.num_devices)
-        # People put into a host what goes with its cards: two to four times their memory.
+        # Hosts are usually built with two to four times the memory of their cards.
         return Limits(device, None if device is None else ASSUMED_HOST * device)
 
 
 @dataclass
 class Room:
-    """Whether settings fit, by the closed form as far as the compiler has not said it.
+    """Decides whether settings fit: by the compiled size if known, else by the analytical estimate.
 
     Attributes:
-        limits: of a device.
-        scales: what the bytes beside the state are multiplied by, by schedule and recomputation.
-        compiled: bytes of settings that were compiled.
+        limits: limits of one device.
+        scales: correction factors for the estimated bytes other than the state, by (schedule, remat policy).
+        compiled: compiled bytes of one device, by settings.
+        aim: fraction of the device limit that an estimated peak may use.
+        scale: correction factor for schedules and policies without an entry in `scales`.
     """
 
     limits: Limits
@@ -81,29 +85,29 @@ class Room:
     scale: float = 1.0
 
     def peak(self, settings: Settings, cost: Cost) -> int:
-        """Bytes of one device."""
+        """Return the peak bytes of one device: compiled if known, else the corrected estimate."""
         if settings in self.compiled:
             return self.compiled[settings]
         scale = self.scales.get(_kind(settings), self.scale)
         return int(cost.state + scale * (cost.peak - cost.state))
 
     def over(self, settings: Settings, cost: Cost) -> int:
-        """The bytes of a device that are too many for what is aimed at; negative where there is room left."""
+        """Return by how many bytes the settings exceed the usable device memory; negative if there is room left."""
         if self.limits.device is None:
             return -1
         mark = self.limits.device * (MOST_USED if settings in self.compiled else self.aim)
         return self.peak(settings, cost) - int(mark)
 
     def host_over(self, cost: Cost) -> int:
-        """The bytes of a device that are too many for its host."""
+        """Return by how many bytes one device exceeds its share of host memory; negative if there is room left."""
         return -1 if self.limits.host is None else cost.host - self.limits.host
 
     def fits(self, settings: Settings, cost: Cost | None) -> bool:
-        """Whether device and host have room for the settings."""
+        """Return whether device and host have room for the settings."""
         return cost is not None and self.over(settings, cost) <= 0 and self.host_over(cost) <= 0
 
     def learn(self, settings: Settings, cost: Cost, compiled: int) -> None:
-        """Takes in what the compiler said of settings."""
+        """Record the compiled bytes of settings and update the correction factors."""
         self.compiled[settings] = compiled
         low, high = _SANE_SCALES
         scale = (compiled - cost.state) / max(cost.peak - cost.state, 1)
@@ -115,6 +119,6 @@ class Room:
 
 def _kind(settings: Settings) -> tuple[str | None, str | None]:
     remat = value_of(settings, REMAT)
-    # Layers of two policies are nearly as those of one.
+    # Count a mixture of two policies as its first one: their correction factors are nearly the same.
     policy = remat.partition(",")[0].partition(":")[0] if remat else remat
     return value_of(settings, UPDATE), policy

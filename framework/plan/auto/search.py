@@ -1,7 +1,7 @@
-"""The fastest settings that fit, by branch and bound over closed forms.
+"""Finds the fastest settings that fit, by branch and bound over analytical estimates.
 
-Meshes are looked at in the order of the time that they would take if nothing had to move or to be recomputed. So most
-of them are never looked into: that time is more already than what was found.
+Meshes are expanded in order of the time that a step would take if nothing had to be offloaded or recomputed. Most of
+them are never expanded, because that lower bound already exceeds the best result.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from framework.plan.auto.settings import (
 from framework.plan.auto.space import Space
 from framework.plan.step_time.rates import PCIE_REACHED
 
-# Settings that are faster by less than that are as fast, and the ones that change less are taken.
+# Settings within this factor count as equally fast; among those, the ones that change less win.
 AS_FAST = 1.01
-# What a schedule hides of what it moves, at the most, as a part of its other time.
+# Upper bound on the transfer time that a schedule hides, as a fraction of its other time.
 _HIDDEN = {"after_backward": 0.0, "streamed": 0.0, "in_backward": 0.6, "layer_programs": 1.0}
-# So many meshes are looked into, those with the least bounds; others have hardly been better.
+# Expand only the meshes with the lowest bounds: the others were hardly ever better.
 _MOST_MESHES = 3
-# Fewer rows at a time are tried so often, once they have not helped.
+# Number of times that smaller microbatches may fail to help before the search stops trying them.
 _PATIENCE = 2
 
 
 class _Branch(NamedTuple):
-    """Settings of which not everything is decided, and the least time that any of them takes."""
+    """Partially decided settings, with a lower bound on the time of a step for all completions of them."""
 
     bound: float
     number: int
@@ -49,13 +49,13 @@ class _Branch(NamedTuple):
 
 
 class Search:
-    """One search.
+    """A search for the fastest settings that fit.
 
     Args:
-        forms: of the config.
-        space: to search.
-        room: what fits.
-        variants: what may be changed of the training itself, nothing first.
+        forms: estimates the cost of settings of the config.
+        space: search space.
+        room: decides whether settings fit.
+        variants: allowed changes to the training itself, starting with no change.
     """
 
     def __init__(self, forms: ClosedForms, space: Space, room: Room, variants: Sequence[Settings] = ((),)):
@@ -70,7 +70,7 @@ class Search:
         self.found: list[Candidate] = []
 
     def run(self) -> Candidate | None:
-        """The fastest settings that fit; None where none do."""
+        """Return the fastest settings that fit; None if none do."""
         as_it_is = self._cost(())
         if as_it_is is not None and self._room.fits((), as_it_is):
             self.found.append(Candidate((), as_it_is, self._room.peak((), as_it_is)))
@@ -78,7 +78,7 @@ class Search:
             self._push_mesh(variant, mesh)
         while self._heap:
             branch = heapq.heappop(self._heap)
-            # What is left can only be as fast, not faster.
+            # The heap is ordered by bound, so the remaining branches cannot be faster.
             if branch.bound * AS_FAST >= self._best_seconds:
                 break
             branch.expand()
@@ -87,7 +87,7 @@ class Search:
         return self._filled(self._preferred())
 
     def _filled(self, best: Candidate) -> Candidate:
-        """The settings, with as many layers recomputed less as there is room for."""
+        """Return the settings with less recomputation in as many layers as there is room for."""
         mixtures = Mixtures(self._forms, self._room, self._space)
         fastest = min([best, *mixtures.of(best)], key=lambda one: one.cost.seconds)
         return fastest if fastest.cost.seconds * AS_FAST < best.cost.seconds else best
@@ -97,7 +97,7 @@ class Search:
         return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
 
     def _preferred(self) -> Candidate:
-        """Of those that are as fast as the fastest, the one that moves and changes least."""
+        """Return the candidate that moves and changes least, among those as fast as the fastest."""
         fast_enough = self._best_seconds * AS_FAST
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
         return min(rivals, key=_preference)
@@ -114,7 +114,7 @@ class Search:
         base = (*variant, *mesh)
         bound = self._bound(base, self._space.remats()[0], (), accumulations)
         if not mesh:
-            # The config's own is looked into before others that are as fast.
+            # Expand the config's own mesh before others that are equally fast.
             bound /= AS_FAST**2
         if bound < math.inf:
             self._push(bound, lambda: self._expand_mesh(base, accumulations))
@@ -130,7 +130,7 @@ class Search:
             schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
             for schedule in dict.fromkeys(schedules):
                 possible = [count for count in accumulations if schedule in self._space.schedules(count)]
-                # No schedule computes less than the plainest, of which the bound is; but it may hide less.
+                # `bound` is that of the simplest schedule, and no schedule computes less. But this one may hide less.
                 joined = self._bound(base, remat, schedule, possible)
                 self._push(max(bound, joined), self._expansion(base, remat, schedule, possible))
 
@@ -138,7 +138,10 @@ class Search:
         return lambda: self._look_into(base, remat, schedule, counts)
 
     def _bound(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> float:
-        """The least time of all settings with these: as many rows at a time as there are, and as little to move."""
+        """Return a lower bound on the time of a step: the largest microbatch's time plus the smallest one's transfers.
+
+        It is infinite if no microbatch is possible.
+        """
         joined = [self._joined(base, remat, schedule, count) for count in counts]
         fastest = next(filter(None, map(self._cost, joined)), None)
         smallest = next(filter(None, map(self._cost, reversed(joined))), None)
@@ -147,14 +150,17 @@ class Search:
         return fastest.seconds + self._seconds_to_move(joined[-1], smallest, schedule)
 
     def _seconds_to_move(self, settings: Settings, cost: Cost, schedule: Settings) -> float:
-        """The seconds at the least, beside all others, that moving takes where nothing is moved yet, and has to be."""
+        """Return a lower bound on the transfer time that is not hidden, for settings without offloading.
+
+        It is zero if the settings fit as they are, and infinite if there is no host memory to offload to.
+        """
         over = self._room.over(settings, cost)
         if over <= 0:
             return 0.0
         target = self._forms.target
         link = target.spec.pcie_bytes_per_second
         if target.platform == "cpu":
-            # There is nowhere to move anything to.
+            # On a CPU, the device memory is the host memory.
             return math.inf
         if link is None or math.isinf(cost.seconds):
             return 0.0
@@ -165,12 +171,12 @@ class Search:
     # --- microbatches and placements ---------------------------------------------------------------------------------
 
     def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
-        """Finds the microbatches and placements for a mesh, a policy and a schedule."""
+        """Find microbatches and placements for a mesh, a remat policy and a schedule, and add them to `found`."""
         ladder = Ladder(self._cost, self._room, self._space)
         ladders = self._space.ladders(schedule)
 
         def may_fit(place: int) -> bool:
-            # All ladders have the same ends.
+            # All ladders have the same first and last level, and `may_fit` looks only at those.
             return ladder.may_fit(self._joined(base, remat, schedule, counts[place]), ladders[0])
 
         first = _first(len(counts), may_fit)
@@ -182,14 +188,14 @@ class Search:
             if cost is None or cost.seconds >= self._best_seconds:
                 break
             if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
-                # Fewer rows at a time may have less to move.
+                # A smaller microbatch may have less to move.
                 continue
             climbs = [ladder.climb(settings, levels) for levels in ladders]
             rivals = [climb for climb in climbs if climb is not None]
             self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
             seconds = min((one.cost.seconds for one in rivals), default=math.inf)
             if self._room.fits(settings, cost):
-                # Nothing moves, so fewer rows at a time can only be slower.
+                # Nothing is offloaded, so smaller microbatches can only be slower.
                 break
             if rivals:
                 patience -= seconds >= fastest
@@ -204,7 +210,7 @@ class Search:
         return self._forms.cost(self.canonical(settings))
 
     def canonical(self, settings: Settings) -> Settings:
-        """The settings that change the config, in their order: equal for equal ones."""
+        """Return the settings that change the config, in canonical order, so that equivalent settings are equal."""
         if settings not in self._canonical:
             self._canonical[settings] = changed(self._forms.config, settings)
         return self._canonical[settings]
@@ -217,7 +223,7 @@ def _preference(candidate: Candidate) -> tuple[float, bool, int, float, Settings
 
 
 def _first(count: int, is_possible: Callable[[int], bool]) -> int:
-    """The first place that is possible, where all after it are; `count` if none is."""
+    """Return the first index that is possible, by binary search: all after it are. `count` if none is."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Settings of a config that are chosen together: as overrides to paste, and applied to a copy."""
+"""Settings of a config that are tuned together: as overrides to paste, and applied to a copy of the config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from framework.config import Config, diff, schema_of
 from framework.config.texts import as_text
 
-# The settings that a choice is made of, in the order in which they are printed.
+# The tuned fields, in the order in which they are printed.
 MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
 ACCUMULATE = "learner.accumulate"
 BATCH = "data.global_batch_size"
@@ -17,7 +17,7 @@ CLIP_MODE = "learner.clip_mode"
 UPDATE = "memory.update"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
-# What may live on the host, in the order in which it is moved: what comes and goes once a step first.
+# Fields that can be offloaded, in the order in which they are moved: those that are transferred once a step come first.
 PLACES = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
@@ -28,8 +28,8 @@ class Setting(NamedTuple):
     """One override.
 
     Attributes:
-        path: of the field.
-        text: its value, as one writes it on the command line.
+        path: dotted path of the field in the config.
+        text: value of the field, as written on the command line.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """As a shell takes it."""
+        """The override as a command-line flag, quoted for a shell."""
         return shlex.quote(f"--config.{self.path}={self.text}")
 
 
@@ -45,17 +45,17 @@ Settings = tuple[Setting, ...]
 
 
 def setting(path: str, value: str | int | None) -> Setting:
-    """The setting of a value. Text is not quoted here: a flag quotes what a shell needs quoted."""
+    """Return a setting for a value. Strings are not quoted here: `Setting.flag` quotes for the shell."""
     return Setting(path, value if isinstance(value, str) else as_text(value))
 
 
 def flags(settings: Iterable[Setting]) -> str:
-    """The overrides in one line, to be pasted."""
+    """Return the overrides in one line, for pasting into a shell."""
     return " ".join(one.flag for one in settings)
 
 
 def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
-    """A copy of the config with these overrides."""
+    """Return a copy of the config with these overrides."""
     changed = config.copy()
     for path, text in settings:
         changed.override(path, text)
@@ -63,7 +63,7 @@ def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
 
 
 def ordered(settings: Iterable[Setting]) -> Settings:
-    """In the order of `SEARCHED`, whatever else comes last; of several settings of one field the last one counts."""
+    """Sort settings in the order of `SEARCHED`, then all others by path. The last setting of a field wins."""
     text_by_path = dict(settings)
     places = {path: place for place, path in enumerate(SEARCHED)}
     paths = sorted(text_by_path, key=lambda path: (places.get(path, len(places)), path))
@@ -71,26 +71,26 @@ def ordered(settings: Iterable[Setting]) -> Settings:
 
 
 def value_of(settings: Iterable[Setting], path: str) -> str | None:
-    """The text that a field is set to; None where it is not set."""
+    """Return the text that a field is set to; None if it is not set."""
     return dict(settings).get(path)
 
 
 def fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
-    """The fields that a choice leaves as they are, because somebody has set them.
+    """Return the fields that autotuning leaves unchanged because the user has set them.
 
-    These are the fields of the command line, whatever their value. A config that says memory.auto itself was written
-    for that: what it sets to anything but the default is meant, too. Any other config was written to work without a
-    choice, so what it has of these fields is only where the search begins.
+    Fields set on the command line are fixed, whatever their value. A config that sets memory.auto itself was written
+    for autotuning, so its values that differ from the defaults are deliberate and fixed as well. Any other config was
+    written to work without tuning, so its values are only the starting point of the search.
 
     Args:
-        config: resolved.
-        chosen: paths that the command line, or a program, has set.
+        config: resolved config.
+        chosen: paths that the command line or the calling program has set.
     """
     fixed = set(chosen)
     if config.memory.auto and "memory.auto" not in fixed:
         fixed |= {path for path in SEARCHED if path != BATCH and not _is_default(config, path)}
     if any(path == "mesh" or path.startswith("mesh.") for path in fixed):
-        # Axes multiply to the number of devices: whoever sets one has thought of all.
+        # The axes multiply to the number of devices, so setting one constrains all of them.
         fixed |= set(MESH)
     return frozenset(path for path in SEARCHED if _is_within(path, fixed))
 
@@ -98,7 +98,7 @@ def fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
 def _is_default(config: Config, path: str) -> bool:
     section, _, field = path.partition(".")
     value = config.get_path(path)
-    # An axis of what is left is as open as one of 1.
+    # -1 (the remaining devices) and 1 both count as "not set".
     if section == "mesh" and value in (1, -1):
         return True
     return value == schema_of(config[section])[field].default
@@ -109,7 +109,7 @@ def _is_within(path: str, fixed: Collection[str]) -> bool:
 
 
 def changed(config: Config, settings: Iterable[Setting]) -> Settings:
-    """Those of the settings that change the config."""
+    """Return the settings that change the config, in canonical order."""
     trial = with_settings(config, settings)
     differing = {path for path, _, _ in diff(config, trial)}
     return ordered(one for one in settings if any(_is_within(path, {one.path}) for path in differing))

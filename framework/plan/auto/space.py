@@ -1,6 +1,6 @@
-"""What a choice is made of: meshes that go with model and target, microbatches, recomputation, schedules, placements.
+"""The search space: meshes that suit model and target, microbatches, recomputation, schedules and placements.
 
-Nothing here says what anything costs. Placements are counted in layers: 0 of them, some, or everything.
+This module does not estimate costs. Placements are counted in layers: none, the first N, or all.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from framework.plan.auto.settings import (
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 
-# Positions of a sequence that a device has at the least, where sequences are cut.
+# Minimum number of positions per device when sequences are sharded.
 _LEAST_POSITIONS = 512
 _MOST_SHARDS = 8
-# From the one that computes least to the one that keeps least.
+# Ordered from the least recomputation to the smallest residuals.
 _REMATS = ("none", "dots", "save:query,key,value,attention", "full", "sqrt")
 _NAMED = "save:"
 
 
 class Level(NamedTuple):
-    """A rung of a ladder of placements: what is wholly on the host, and the field that moves next.
+    """An offload level: the fields that are completely offloaded, and the field that moves next.
 
     Attributes:
-        hosted: fields of which everything is on the host.
-        field: whose layers move from this rung to the next; None on the last rung.
+        hosted: fields that are completely offloaded.
+        field: field whose layers move between this level and the next; None at the last level.
     """
 
     hosted: tuple[str, ...]
@@ -52,12 +52,12 @@ class Level(NamedTuple):
 
 
 class Space:
-    """The values that the searched fields of a config may have on a target.
+    """The values that the tuned fields of a config may have on a target.
 
     Args:
-        config: resolved for the target.
+        config: config, resolved for the target.
         target: the machine.
-        fixed: paths of fields that stay as they are.
+        fixed: paths of fields that must not change.
     """
 
     def __init__(self, config: Config, target: Target, fixed: frozenset[str]):
@@ -68,7 +68,8 @@ class Space:
         self._experiment = experiment
         self._is_language_model = isinstance(experiment.model, CausalLM)
         stacks = [stack for stack in experiment.model.stacks.values() if not stack.is_first]
-        # Layers of several stacks cannot be told apart by one number. A unit stays together.
+        # With several stacks, one number cannot select layers, so partial placements are off. The layers of one unit
+        # are always placed together.
         self.num_units = 0
         self.unit_layers = 1
         if len(stacks) == 1:
@@ -77,7 +78,7 @@ class Space:
             self.unit_layers = len(stack.unit.layers)
 
     def meshes(self) -> list[Settings]:
-        """The meshes over the target's devices, that of the config first."""
+        """Return the meshes over the target's devices; the first, empty one keeps the config's own."""
         if self._fixed & set(MESH):
             return [()]
         present = self._experiment.mesh.resolve(self._target.num_devices)
@@ -86,11 +87,12 @@ class Space:
         meshes = []
         for expert, seq, model in itertools.product(self._expert_shards(), self._seq_shards(), self._model_shards()):
             batch_shards, remainder = divmod(devices, expert * seq * model)
-            # Positions, heads and experts are cut together by nobody who has rows enough.
+            # Shard at most one of positions, heads and experts: combining them pays off only with too few rows.
             if remainder or sum(size > 1 for size in (expert, seq, model)) > 1:
                 continue
             for data in _divisors(batch_shards):
-                # Between slices, or hosts that NVLink does not join, gradients alone should have to go.
+                # Only gradients should cross the network between slices, or between hosts without NVLink, so the data
+                # axis has to cover the slices.
                 sizes = (data, batch_shards // data, expert, seq, model)
                 if data % self._target.num_slices == 0 and sizes != present_sizes:
                     meshes.append(sizes)
@@ -99,8 +101,8 @@ class Space:
         return [(), *as_settings]
 
     def _expert_shards(self) -> list[int]:
-        """The sizes of the mesh axis `expert` that divide the numbers of experts; 1 alone without any."""
-        # The devices of a CPU share one memory, over which nothing has to be cut.
+        """Return the sizes of the mesh axis `expert` that divide the numbers of experts; only 1 without experts."""
+        # The devices of a CPU share one memory, so sharding saves nothing.
         if self._target.platform == "cpu":
             return [1]
         counts = []
@@ -112,7 +114,7 @@ class Space:
         return [size for size in sizes if size <= _MOST_SHARDS]
 
     def _seq_shards(self) -> list[int]:
-        # The closed form knows what positions cost that are cut for kernels alone, and a CPU has none.
+        # The estimate models sharded positions only for kernels, and a CPU has none.
         if not self._is_language_model or self._target.platform == "cpu":
             return [1]
         length = self._experiment.data.seq_len
@@ -120,17 +122,17 @@ class Space:
         return [size for size in _divisors(self._target.num_devices) if size <= most and length % size == 0] or [1]
 
     def _model_shards(self) -> list[int]:
-        # The devices of a CPU share one memory, over which nothing has to be cut.
+        # The devices of a CPU share one memory, so sharding saves nothing.
         if not self._is_language_model or self._target.platform == "cpu":
             return [1]
         return [size for size in _divisors(self._target.num_devices) if size <= _MOST_SHARDS]
 
     def accumulations(self, mesh: Settings) -> list[int]:
-        """The numbers of microbatches that the batch can be split into on a mesh, the fewest first."""
+        """Return the numbers of microbatches that the batch can be split into on a mesh, smallest first."""
         experiment = self._experiment
         parts = [stage.unit if isinstance(stage, Stack) else stage for stage in experiment.model.stages.values()]
         layers = [layer for part in parts for layer in part.walk()]
-        # A choice changes memory and time, and nothing that is computed.
+        # Tuning may change memory and time, but not what is computed.
         if ACCUMULATE in self._fixed or any(layer.depends_on_microbatches for layer in layers):
             return [experiment.learner.accumulate]
         sizes = experiment.mesh.resolve(self._target.num_devices)
@@ -140,7 +142,7 @@ class Space:
         return _divisors(batch // shards) if batch % shards == 0 else []
 
     def remats(self) -> list[str]:
-        """What may be recomputed, from the policy that is fastest to the one that keeps least."""
+        """Return the remat policies, from the fastest to the one with the smallest residuals."""
         present = self._experiment.memory.remat
         if REMAT in self._fixed:
             return [present]
@@ -148,11 +150,11 @@ class Space:
         return remats if present in remats else [*remats, present]
 
     def schedules(self, accumulate: int) -> list[Settings]:
-        """The schedules that go with the platform and so many microbatches, the plainest first."""
+        """Return the schedules that work with the platform and `accumulate` microbatches, simplest first."""
         if UPDATE in self._fixed:
             return [()]
         updates = ["after_backward"]
-        # XLA's GPU compiler cannot take a part of what is in host memory within a program.
+        # XLA's GPU compiler cannot slice arrays in host memory within a program.
         updates.append("layer_programs" if self._target.platform == "gpu" else "streamed")
         schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
         if accumulate == 1:
@@ -162,40 +164,44 @@ class Space:
         return schedules
 
     def _at_once(self, update: Settings) -> list[Settings]:
-        """The update within the backward pass; a norm of all gradients then takes a second pass, which is exact."""
+        """Return the schedule for an update during the backward pass; empty if it is not possible.
+
+        If clipping needs the norm of all gradients, the schedule includes a second backward pass, which is exact.
+        """
         learner = self._experiment.learner
         if not learner.clipping.needs_all_gradients or learner.clip_mode == "two_pass":
             return [update]
         return [] if CLIP_MODE in self._fixed else [(*update, setting(CLIP_MODE, "two_pass"))]
 
     def ladders(self, schedule: Settings) -> list[list[Level]]:
-        """The orders in which things may move to the host under a schedule, from nothing to everything."""
+        """Return the orders in which fields may be offloaded under a schedule, each from nothing to everything."""
         update = dict(schedule).get(UPDATE, self._experiment.memory.update)
-        # Gradients that are gone as soon as they are there have no place.
+        # Fields that the schedule sets itself cannot move: with layer_programs and gradients=none, each gradient is
+        # freed as soon as it is used.
         taken = {path for path, _ in schedule} | self._fixed
         fields = [path for path in self._movable(update) if path not in taken]
         ladders = [_rungs(fields)]
         activations = PLACES[-1]
         if activations in fields and len(fields) > 1:
-            # One microbatch's activations may be less to move than the state.
+            # The activations of one microbatch may be smaller than the state.
             ladders.append(_rungs([activations, *(path for path in fields if path != activations)]))
         return ladders
 
     def _movable(self, update: str) -> Sequence[str]:
-        """What a schedule can have on the host. On a CPU that is the same memory, so nothing would be won."""
+        """Return the fields that a schedule can offload; none on a CPU, where host memory is the same memory."""
         platform = self._target.platform
         if platform == "cpu" or (platform == "gpu" and update in ("streamed", "in_backward")):
             return ()
         if update == "after_backward":
             return PLACES[:1]
         if update == "in_backward":
-            # Its gradients are gone as soon as they are there.
+            # This schedule frees each gradient immediately.
             return [path for path in PLACES if path != GRADIENTS]
         return PLACES
 
 
 def placed(level: Level, num_layers: int = 0) -> Settings:
-    """The placements of a rung, with so many layers of the field that moves next."""
+    """Return the placements of an offload level, plus `num_layers` layers of the field that moves next."""
     settings: list[Setting] = [setting(path, HOST) for path in level.hosted]
     if num_layers and level.field is not None:
         settings.append(setting(level.field, f"{HOST}:{num_layers}"))

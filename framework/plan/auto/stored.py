@@ -1,4 +1,7 @@
-"""Choices on disk, beside the plans: the same question is answered at once, and an interrupted search goes on."""
+"""Tuning results on disk, next to the plans.
+
+The same question is answered immediately, and an interrupted search resumes.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from framework.plan.auto.settings import Setting, Settings, flags
 
 
 class Question(NamedTuple):
-    """What is asked for.
+    """A tuning question. Its fields are the key of the stored answer.
 
     Attributes:
-        config: resolved for the machine.
-        machine: where it is to run.
+        config: config, resolved for the machine.
+        machine: the machine to tune for.
         mode: "memory" or "batch".
-        fixed: paths of fields that stay as they are.
-        allowed: names of what may be changed of the training.
-        estimate: whether the closed form alone answers.
+        fixed: paths of fields that must not change.
+        allowed: names of changes to the training that are allowed.
+        estimate: whether to use only the analytical estimate, without compiling.
     """
 
     config: Config
@@ -33,7 +36,7 @@ class Question(NamedTuple):
     estimate: bool
 
     def path(self, part: str) -> Path:
-        """The file of a part of the answer."""
+        """Return the file of a part of the answer, such as "choice" or "compiled"."""
         about = self._asdict()
         del about["config"]
         about["machine"] = self.machine._asdict()
@@ -43,7 +46,7 @@ class Question(NamedTuple):
 
 
 def load(path: Path) -> Choice | None:
-    """The choice in a file; None where there is none, or one of another version."""
+    """Load a choice from a file; None if the file does not exist or has the format of another version."""
     stored = cache.load(path)
     try:
         return None if stored is None else Choice.from_json(stored)
@@ -52,16 +55,16 @@ def load(path: Path) -> Choice | None:
 
 
 def store(path: Path, choice: Choice) -> None:
-    """Keeps a choice."""
+    """Write a choice to a file."""
     cache.store(path, choice.to_json())
 
 
 class CompiledBytes:
-    """What the compiler said of candidates, kept as soon as it has said it.
+    """Compiled sizes of candidates, written to disk after each compilation.
 
     Args:
-        question: of the search.
-        fresh: forget what earlier searches have kept.
+        question: question of the search.
+        fresh: ignore the results of earlier searches.
     """
 
     def __init__(self, question: Question, *, fresh: bool):
@@ -71,11 +74,11 @@ class CompiledBytes:
             self._bytes = cache.load(self._path) or {}
 
     def get(self, settings: Settings) -> int | None:
-        """The bytes of settings; None where they were not compiled."""
+        """Return the bytes that settings need on one device; None if they were not compiled."""
         return self._bytes.get(flags(settings))
 
     def items(self) -> list[tuple[Settings, int]]:
-        """All settings that were compiled, in that order, with their bytes."""
+        """Return all compiled settings with their bytes, in the order of compilation."""
         compiled_settings = []
         for text, compiled in self._bytes.items():
             pairs = [word.removeprefix("--config.").partition("=") for word in shlex.split(text)]
@@ -84,6 +87,6 @@ class CompiledBytes:
         return compiled_settings
 
     def keep(self, settings: Settings, compiled: int) -> None:
-        """Keeps the bytes of settings."""
+        """Store the bytes that settings need on one device."""
         self._bytes[flags(settings)] = compiled
         cache.store(self._path, self._bytes)

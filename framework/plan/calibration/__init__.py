@@ -1,7 +1,7 @@
-"""What a device reaches, measured once by `plimsoll calibrate` and kept for the estimates of step times.
+"""Achieved rates of a device, measured once by `plimsoll calibrate` and used to estimate step times.
 
-rates.py        rates by kind of work and by size, and what is assumed of a device that was never measured
-workloads.py    the work that is measured
+rates.py        rates by kind of work and by size, and assumed rates for devices that were never measured
+workloads.py    the workloads that are measured
 measure.py      the measurement
-store.py        the file that keeps it
+store.py        the file that stores the measured rates
 """

@@ -1,4 +1,4 @@
-"""Measures what the devices at hand reach."""
+"""Measures the rates that the local devices achieve."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from framework.plan.calibration.rates import Curve, DeviceRates, Kind, Points
 from framework.plan.calibration.workloads import Workload, workloads
 from framework.terminal.phases import phase
 
-# A measurement is of so many seconds at least, and the shortest of so many counts: what else the machine does only
-# ever adds.
+# A measurement takes at least this many seconds, and the shortest of the repeats counts: other load on the machine can
+# only add time.
 _SECONDS = 0.02
 _REPEATS = 3
 _LINK_BYTES = 1 << 27
@@ -30,17 +30,18 @@ _STATE_LEAVES = 60
 
 
 def measured_rates(devices: Sequence[Any]) -> DeviceRates:
-    """The rates of one of some devices of a kind, while the others do nothing."""
+    """Measure the rates of the first of several devices of one kind, while the others are idle."""
     device = devices[0]
     spec = spec_for(devices)
     if spec.platform == "cpu":
-        # As in training: memory that the kernel gives out anew in each step would be measured otherwise.
+        # As in training. Otherwise the operating system's kernel allocates the memory again in each step, and that time
+        # would be measured, too.
         keep_freed_memory()
     points: dict[Kind, list[tuple[float, float]]] = {}
     for workload in workloads(spec.platform):
         with phase(f"measuring {workload.kind}"):
             seconds = _seconds_of_turn(workload, spec, device)
-        # A curve has the seconds of an amount that is its size.
+        # A curve maps a size to the seconds for an amount equal to that size.
         point = (workload.size, seconds * workload.size / workload.amount)
         points.setdefault(workload.kind, []).append(point)
     on_host = spec.platform == "cpu"
@@ -82,7 +83,7 @@ def _seconds_of_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> 
 
 
 def _seconds_to_start(device: Any) -> float:
-    """The seconds that Python takes to start a small program with as many arrays as a step has, one after the other."""
+    """Measure the seconds that Python takes to start a small program with as many arrays as a train step."""
     values = [jax.device_put(jnp.ones(8), device) for _ in range(_STATE_LEAVES)]
     program = jax.jit(lambda values: [value + 1.0 for value in values])
 
@@ -96,7 +97,7 @@ def _seconds_to_start(device: Any) -> float:
 
 
 def _host_link(device: Any) -> float:
-    """Bytes per second to the device's host memory, the slower direction."""
+    """Measure the bytes per second between device and host memory, in the slower direction."""
     on_device = jax.device_put(jnp.ones(_LINK_BYTES // 4, jnp.float32), device)
     host_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     device_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
@@ -107,7 +108,7 @@ def _host_link(device: Any) -> float:
 
 
 def _links(devices: Sequence[Any]) -> float:
-    """Bytes per second that each device receives when all gather an array."""
+    """Measure the bytes per second that each device receives during an all-gather."""
     mesh = Mesh(np.array(devices), ("all",))
     cut = NamedSharding(mesh, PartitionSpec("all"))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -119,7 +120,7 @@ def _links(devices: Sequence[Any]) -> float:
 
 
 def _shortest(run: Callable[[], Any]) -> float:
-    """The seconds of the fastest of several runs, after one that is not timed."""
+    """Return the seconds of the fastest of several runs, after an untimed warm-up."""
     jax.block_until_ready(run())
     all_seconds = []
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""The rates that a device reaches by kind of work and by size, measured, or assumed from what is published."""
+"""The rates that a device achieves by kind of work and by size: measured, or assumed from published figures."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Literal
 from framework.devices.accelerators import AcceleratorSpec
 
 Kind = Literal[
-    # Matrix products, by FLOPs of one.
+    # Matrix products, by the FLOPs of one product.
     "product f32",
     "product bf16",
-    # Many small products, as attention has on CPU, by FLOPs of one.
+    # Many small products, as in attention on a CPU, by the FLOPs of one product.
     "batched product",
-    # Work that memory bounds, by the bytes that are in use.
+    # Memory-bound work, by the bytes in use.
     "memory",
-    # Work that the cores bound, by the number of operations.
+    # Compute-bound elementwise work, by the number of operations.
     "arithmetic",
     "transcendental",
 ]
 Points = tuple[tuple[float, float], ...]
 
-# Of published peaks, what programs are taken to reach on a GPU that was never measured: products by cuBLAS and Triton,
-# and kernels that memory bounds.
+# Fractions of the published peaks that programs are assumed to reach on a GPU that was never measured: matrix products
+# by cuBLAS and Triton, memory-bound kernels, and transfers over PCIe.
 PRODUCTS_OF_PEAK = 0.7
 MEMORY_OF_PEAK = 0.85
 PCIE_OF_PEAK = 0.75
 # Seconds that a GPU takes to start a kernel, and that Python takes to start a program.
 KERNEL_START = 3e-6
 PROGRAM_START = 1e-4
-# Of one core of a CPU that was never measured: AVX2 at 3 GHz reaches about half of 96 GFLOP/s in float32.
+# Assumed rates of one core of a CPU that was never measured: AVX2 at 3 GHz reaches about half of 96 GFLOP/s in float32.
 _CORE_FLOPS = 48e9
 _CORE_OPERATIONS = 8e9
 _CORE_TRANSCENDENTAL = 1e9
@@ -42,28 +42,28 @@ _CPU_START = 1e-6
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a kind of work by its amount.
+    """Seconds that a kind of work takes, by its amount.
 
     Attributes:
-        points: (amount, seconds), the smallest amount first. Between two points it is interpolated in logarithms;
-            beyond the last one the rate stays, and nothing takes less than the first.
+        points: (amount, seconds), sorted by amount. Between two points, the curve is interpolated in log-log space.
+            Beyond the last one the rate stays constant, and below the first one the seconds do.
     """
 
     points: Points
 
     @staticmethod
     def of_rate(per_second: float, start: float) -> Curve:
-        """A curve of one rate, where each piece of work takes a while to start.
+        """Return a curve with a constant rate and a startup time.
 
         Args:
-            per_second: the rate of large pieces.
-            start: seconds.
+            per_second: rate of large amounts of work, in amount per second.
+            start: startup time in seconds.
         """
         amounts = [10.0**exponent for exponent in range(3, 16)]
         return Curve(tuple((amount, start + amount / per_second) for amount in amounts))
 
     def seconds(self, amount: float) -> float:
-        """The seconds that an amount takes; none for nothing."""
+        """Return the seconds that an amount takes; 0 for an amount of 0."""
         if amount <= 0:
             return 0.0
         amounts = [point_amount for point_amount, _ in self.points]
@@ -78,7 +78,7 @@ class Curve:
         return low_seconds * (high_seconds / low_seconds) ** share
 
     def rate(self, amount: float) -> float:
-        """The amount in a second, of pieces that are so large."""
+        """Return the amount per second when the work comes in chunks of `amount`."""
         return amount / self.seconds(amount)
 
 
@@ -87,13 +87,14 @@ class DeviceRates:
     """The rates of one device.
 
     Attributes:
-        device: its name, as in framework/devices/.
-        curves: by kind of work.
+        device: name of the device, as in framework/devices/.
+        curves: curve of each kind of work.
         program_start: seconds that Python takes to start a program.
-        host_link: bytes per second to or from host memory, each way; None where not known, or where they are one.
-        links: bytes per second that a device receives from others; None where not known.
-        measured: when and where, "2026-11-24, 2 cores"; empty: never, the rates are assumed.
-        versions: of jaxlib and the compiler that it was measured with.
+        host_link: bytes per second to or from host memory, in each direction; None if unknown, or if device and host
+            memory are the same.
+        links: bytes per second that a device receives from others; None if unknown.
+        measured: date and machine of the measurement, such as "2026-11-24, 2 cores"; empty if the rates are assumed.
+        versions: versions of the packages that it was measured with, such as jax and jaxlib.
     """
 
     device: str
@@ -105,12 +106,12 @@ class DeviceRates:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def curve(self, kind: Kind) -> Curve:
-        """The curve of a kind of work."""
+        """Return the curve of a kind of work."""
         return self.curves[kind]
 
 
 def assumed_gpu(spec: AcceleratorSpec) -> DeviceRates | None:
-    """The rates of a GPU by its published peaks; None where these are not published."""
+    """Return the rates of a GPU, assumed from its published peaks; None if those are not published."""
     half_peak = spec.peak_bf16_flops or spec.peak_f16_flops
     full_peak = spec.peak_flops("float32") or half_peak
     if half_peak is None or full_peak is None or spec.hbm_bytes_per_second is None:
@@ -127,7 +128,7 @@ def assumed_gpu(spec: AcceleratorSpec) -> DeviceRates | None:
 
 
 def assumed_cpu(cores: int) -> DeviceRates:
-    """The rates of a CPU that was never measured, by its number of cores."""
+    """Return the assumed rates of a CPU that was never measured, by its number of cores."""
     curves: dict[Kind, Curve] = {
         "product f32": Curve.of_rate(cores * _CORE_FLOPS, _CPU_START),
         "batched product": Curve.of_rate(cores * _CORE_FLOPS / 2, _CPU_START),

@@ -1,4 +1,4 @@
-"""The file in which the measured rates of a kind of device are kept: under $XDG_CACHE_HOME, on this machine."""
+"""Stores the measured rates of a kind of device in a file under $XDG_CACHE_HOME, on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from framework.plan.calibration.rates import Curve, DeviceRates
 
 
 def path_of(device: str) -> Path:
-    """The file of a kind of device."""
+    """Return the file for a kind of device."""
     return rates_folder() / f"{device}.json"
 
 
 def save(rates: DeviceRates) -> Path:
-    """Keeps the rates of a device; returns the file.
+    """Write the rates of a device, and return the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -31,7 +31,7 @@ def save(rates: DeviceRates) -> Path:
 
 
 def load(device: str) -> DeviceRates | None:
-    """The rates that were measured of a device; None if never, or if the file is damaged."""
+    """Load the measured rates of a device; None if it was never measured, or if the file is damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         fields = json.loads(path_of(device).read_text())
         curves = {}

@@ -1,7 +1,7 @@
-"""The workloads that show how fast a device is: each one kind of work, in several sizes.
+"""Workloads that measure the speed of a device: several kinds of work, each in several sizes.
 
-A workload runs in a loop inside one program, so that the start of the program weighs little. What a turn computes is
-needed by the next one, or the compiler would leave it out.
+A workload runs in a loop inside one program, so that the start of the program matters little. Each iteration depends on
+the result of the previous one; otherwise the compiler would remove it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import jax.numpy as jnp
 
 from framework.plan.calibration.rates import Kind
 
-# The sides of square products: from one head of attention to a layer of a large model.
+# Sides of square matrix products: from one attention head to a layer of a large model.
 _SIDES = (32, 64, 128, 256, 512, 1024)
 _LARGE_SIDES = (2048, 4096, 8192)
 _BATCHED_SIDES = (16, 32, 64, 128)
-# Products of attention have one matrix for each head and sequence.
+# Matrix products in attention are batched over heads and sequences.
 _HEADS = 16
-# The sizes of arrays in float32 elements: from what stays in a cache to what does not.
+# Sizes of arrays in float32 elements: from arrays that fit in a cache to ones that do not.
 _MEMORY_LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 24, 1 << 26)
 _LENGTHS = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _COLUMNS = 256
-# So many multiply-adds one after the other are bound by arithmetic, not by memory.
+# A chain of this many multiply-adds is compute-bound, not memory-bound.
 _CHAIN = 16
 
 
@@ -32,11 +32,11 @@ class Workload(NamedTuple):
     """One size of one kind of work.
 
     Attributes:
-        kind: of work.
-        size: by which the kind's curve is read.
-        amount: of a turn, in the unit of `size` or, of memory, in bytes that are moved.
-        turn: computes the next value from a value and the other operands.
-        start: the first value.
+        kind: kind of work.
+        size: position on the kind's curve.
+        amount: work of one iteration, in the unit of `size`; for memory, the bytes that are moved.
+        turn: one iteration: computes the next value from a value and the other operands.
+        start: initial value.
         others: the other operands.
     """
 
@@ -49,7 +49,7 @@ class Workload(NamedTuple):
 
 
 def workloads(platform: str) -> Iterator[Workload]:
-    """All workloads for devices of a platform; accelerators have larger ones, and products in bfloat16."""
+    """Yield all workloads for a platform. Accelerators get larger ones, and matrix products in bfloat16."""
     is_cpu = platform == "cpu"
     for side in _SIDES if is_cpu else (*_SIDES, *_LARGE_SIDES):
         yield _product("product f32", jnp.float32, side)
@@ -58,21 +58,21 @@ def workloads(platform: str) -> Iterator[Workload]:
     for length in _MEMORY_LENGTHS:
         yield _memory(length)
     if is_cpu:
-        # Elsewhere fused attention kernels and the width of memory leave these nothing to say.
+        # On accelerators these rates do not matter: attention kernels are fused, and memory bandwidth bounds the rest.
         yield from map(_batched_product, _BATCHED_SIDES)
         yield from map(_arithmetic, _LENGTHS)
         yield from map(_transcendental, _LENGTHS)
 
 
 def _product(kind: Kind, dtype: Any, side: int) -> Workload:
-    """A square product; the factor keeps values near one."""
+    """Return a square matrix product. The weights of 1 / side keep values near one."""
     weights = jnp.full((side, side), 1.0 / side, dtype)
     flops = 2.0 * side**3
     return Workload(kind, flops, flops, jnp.matmul, jnp.ones((side, side), dtype), (weights,))
 
 
 def _batched_product(side: int) -> Workload:
-    """Products of small matrices, one for each head."""
+    """Return products of small matrices, one for each head."""
     shape = (_HEADS, side, side)
     weights = jnp.full(shape, 1.0 / side, jnp.float32)
     flops = 2.0 * side**3
@@ -87,7 +87,7 @@ def _batched_product(side: int) -> Workload:
 
 
 def _memory(length: int) -> Workload:
-    """One multiply-add of arrays: two are read, one is written in the place of the first."""
+    """Return one multiply-add of two arrays: it reads both and writes one, in place of the first."""
     shape = (length // _COLUMNS, _COLUMNS)
     other = jnp.full(shape, 0.5, jnp.float32)
     return Workload(
@@ -101,7 +101,7 @@ def _memory(length: int) -> Workload:
 
 
 def _arithmetic(length: int) -> Workload:
-    """A chain of multiply-adds in registers."""
+    """Return a chain of multiply-adds in registers."""
 
     def turn(value: jax.Array) -> jax.Array:
         for step in range(_CHAIN):
@@ -113,7 +113,7 @@ def _arithmetic(length: int) -> Workload:
 
 
 def _transcendental(length: int) -> Workload:
-    """Exponentials and hyperbolic tangents, as activations and softmaxes have."""
+    """Return exponentials and hyperbolic tangents, as in activations and softmaxes."""
     operations = 3.0 * length
     return Workload(
         kind="transcendental",

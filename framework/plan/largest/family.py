@@ -1,9 +1,9 @@
-"""The sizes of a family: a config of one size, made larger or smaller by the family's own rule.
+"""The sizes of a model family: scales a config of one size up or down by the family's own rule.
 
-The rule is that of the published families themselves: width and depth grow together. So a size keeps the width of a
-head, the heads of keys and values, the ratio of the MLP's width to the model's, and, as near as whole groups of heads
-allow, the ratio of width to depth. A width is made deeper, a layer at a time, until it has as many parameters as the
-next width.
+The rule is that of published families: width and depth grow together. All sizes share the head dimension, the number of
+key/value heads, the ratio of MLP width to model width and, as nearly as whole groups of heads allow, the ratio of width
+to depth. Each width is also made deeper, one unit of layers at a time, until it has as many parameters as the next
+width.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 from framework.config import Config, ConfigError
 from framework.models.causal_lm import CausalLM
 
-# Heads come in groups of so many, which the usual numbers of devices divide.
+# Heads come in groups of this size, which is divisible by common numbers of devices.
 _HEADS = 8
-# MLPs have a width that is a multiple of this.
+# The width of an MLP is a multiple of this.
 _HIDDEN = 256
 
 
 class Size(NamedTuple):
-    """A member of a family.
+    """The size of a family member.
 
     Attributes:
-        heads: of queries; their number says the width.
-        layers: of the stack.
+        heads: number of query heads, which determines the width.
+        layers: number of layers in the stack.
     """
 
     heads: int
@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A size, and the parameters of its model."""
+    """A size, with the number of parameters of its model."""
 
     size: Size
     parameters: int
@@ -45,10 +45,10 @@ class _Depths(NamedTuple):
     """The models of one width.
 
     Attributes:
-        heads: of queries.
-        first: the number of layers that the family's rule gives this width.
-        outside: parameters outside of the stack.
-        of_layer: parameters of one layer.
+        heads: number of query heads.
+        first: number of layers by the family's rule for this width.
+        outside: number of parameters outside the stack.
+        of_layer: number of parameters in one layer.
     """
 
     heads: int
@@ -57,23 +57,23 @@ class _Depths(NamedTuple):
     of_layer: int
 
     def parameters(self, layers: int) -> int:
-        """Of the model with so many layers."""
+        """Return the number of parameters of the model with `layers` layers."""
         return self.outside + layers * self.of_layer
 
 
 @dataclass(frozen=True)
 class Family:
-    """The sizes that a config leads to.
+    """The sizes that can be derived from a config.
 
     Attributes:
-        config: of the size that is known.
+        config: config of the known size.
     """
 
     config: Config
 
     @staticmethod
     def of(config: Config) -> Family:
-        """The family of a config. Raises ConfigError: it is not one of blocks that are all alike."""
+        """Return the family of a config. Raises ConfigError if its layers are not Blocks with the same head count."""
         model = config.model
         has_stack = model.takes("stack") and model.takes("dim")
         pattern: Sequence[Any] = model.stack.pattern if has_stack else []
@@ -95,15 +95,15 @@ class Family:
 
     @property
     def _step(self) -> int:
-        """Widths grow by so many heads."""
+        """The number of heads by which widths grow."""
         kv_heads: int | None = self._block.attention.num_kv_heads
-        # Each head of keys and values serves as many heads of queries.
+        # The number of query heads has to stay a multiple of the number of key/value heads.
         if kv_heads is not None and kv_heads != self.known.heads:
             return kv_heads
         return min(_HEADS, self.known.heads)
 
     def members(self, most: int) -> list[Member]:
-        """The sizes of up to `most` times the known width, the smallest first."""
+        """Return the sizes of up to `most` times the known width, smallest first."""
         widths = range(self._step, most * self.known.heads + 1, self._step)
         depths = [self._depths_of(heads) for heads in widths]
         members = []
@@ -115,7 +115,7 @@ class Family:
         return members
 
     def _depths_of(self, heads: int) -> _Depths:
-        """What the depth of a width decides."""
+        """Return the models of one width: the first depth, and the parameters by depth."""
         first = self._layers_of(heads)
         shallow = num_parameters(self.config_of(Size(heads, self._unit_layers)))
         deeper = num_parameters(self.config_of(Size(heads, 2 * self._unit_layers)))
@@ -127,13 +127,13 @@ class Family:
         return len(self.config.model.stack.pattern)
 
     def _layers_of(self, heads: int) -> int:
-        """The depth that goes with a width."""
+        """Return the depth that the family's rule gives a width."""
         known = self.known
         units = round(known.layers / self._unit_layers * heads / known.heads)
         return max(units, 1) * self._unit_layers
 
     def config_of(self, size: Size) -> Config:
-        """The config of a size; that of the known size is the config itself."""
+        """Return a config scaled to a size. The known size gives a copy of the config itself."""
         scaled = self.config.copy()
         model = scaled.model
         ratio = size.heads / self.known.heads
@@ -145,7 +145,7 @@ class Family:
 
 
 def _scale_block(scaled: Config, known: Config, heads: int, ratio: float) -> None:
-    """Gives a block so many heads, and a width that is `ratio` times the known one."""
+    """Set a block's number of heads, and scale the width of its MLP to `ratio` times the known one."""
     attention = known.attention
     if attention.num_kv_heads == attention.num_heads:
         scaled.attention.num_kv_heads = heads
@@ -159,8 +159,8 @@ def _is_block(layer: Config) -> bool:
 
 
 def num_parameters(config: Config) -> int:
-    """The number of parameters of a config's model, frozen ones too."""
+    """Return the number of parameters of a config's model, including frozen ones."""
     model = config.model.instantiate()
     assert isinstance(model, CausalLM)
-    # What is stored in few bits has several leaves, so the layers are counted as published weights have them.
+    # A quantized weight is stored in several leaves, so count the weights as they are published.
     return sum(spec.size for spec in model.base_specs.values())

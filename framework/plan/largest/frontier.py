@@ -1,4 +1,4 @@
-"""The largest size of a family that fits a machine, and smaller ones, each with the fastest settings that fit."""
+"""Finds the largest size of a family that fits a machine, and smaller ones, each with the fastest settings that fit."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from framework.plan.largest.family import Family, Size, num_parameters
 from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_count
 
-# Sizes are looked for up to so many times the known width.
+# Search sizes up to this multiple of the known width.
 _WIDEST = 8
-# A size that the closed form took to fit, and the compiler not, is made smaller by this part so often.
+# If a size fits by the estimate but not when compiled, shrink it by this factor, up to this many compilations.
 _SMALLER = 0.97
 _COMPILES = 4
-# The largest size is known well enough where one of so many times its parameters does not fit.
+# The largest size is accurate enough if one with this multiple of its parameters does not fit.
 _CLOSE = 1.015
-# The next size that is tried has so many times the parameters of one that fits.
+# After a size that fits, try one with this multiple of its parameters.
 _GROWTH = 1.6
-# Parameters of neighboring points of a frontier: each has so many times those of the one before.
+# Ratio of the parameters of neighboring points on a frontier.
 _RATIO = 2.0
 _MOST_POINTS = 6
 
 
 class Point(NamedTuple):
-    """A size, and the fastest settings under which it fits.
+    """A size, with the fastest settings under which it fits.
 
     Attributes:
-        size: heads and layers.
-        parameters: of the model.
-        choice: of the settings.
-        tokens_per_second: on all devices, by the closed form; None where rates are not published.
+        size: number of heads and layers.
+        parameters: number of parameters of the model.
+        choice: the chosen settings.
+        tokens_per_second: estimated throughput of all devices together; None if the rates of the device are not
+            published.
     """
 
     size: Size
@@ -45,7 +46,7 @@ class Point(NamedTuple):
     tokens_per_second: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return a dict that JSON can represent."""
         return {
             "heads": self.size.heads,
             "layers": self.size.layers,
@@ -56,12 +57,12 @@ class Point(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """What a machine carries of a family.
+    """The sizes of a family that fit a machine.
 
     Attributes:
-        name: what of the training is changed: "as it is", or names and settings.
-        points: the smallest size first; the last one is the largest that fits.
-        failure: why there are none, in one line.
+        name: changes to the training: "as it is", or their names and settings.
+        points: sizes that fit, smallest first; the last one is the largest that fits.
+        failure: the reason why no size fits, in one line.
     """
 
     name: str
@@ -69,19 +70,19 @@ class Frontier(NamedTuple):
     failure: str = ""
 
 
-# (config of a size, whether the closed form alone answers) -> the fastest settings that fit.
+# (config of a size, True to use only the analytical estimate) -> the fastest settings that fit.
 Ask = Callable[[Config, bool], Answer]
 
 
 @dataclass
 class Search:
-    """Looks for the frontier of a family.
+    """Search for the frontier of a family.
 
     Attributes:
-        family: of what.
-        ask: for the settings of a size.
-        compiles: whether the compiler confirms the largest size; otherwise the closed form has the last word.
-        tell: hears of each size that is tried.
+        family: the sizes to search.
+        ask: finds the settings for a size.
+        compiles: whether to confirm the largest size with the compiler instead of trusting the analytical estimate.
+        tell: callback that receives a message for each size that is tried.
     """
 
     family: Family
@@ -97,12 +98,12 @@ class Search:
         self._failure = ""
 
     def largest(self) -> Point | None:
-        """The largest size that fits; None where not even the smallest does."""
+        """Return the largest size that fits; None if none was found."""
         number = self._largest_by_closed_form()
         return None if number is None else self._confirmed(number)
 
     def run(self, name: str) -> Frontier:
-        """The largest size that fits, and smaller ones."""
+        """Return the largest size that fits, and smaller ones."""
         point = self.largest()
         if point is None:
             return Frontier(name, [], self._failure)
@@ -110,11 +111,14 @@ class Search:
         return Frontier(name, [*(found for found in smaller if found is not None), point])
 
     def _largest_by_closed_form(self) -> int | None:
-        """The number of the largest size that fits: whatever is larger than one that does not, does not either."""
+        """Return the index of the largest size that fits by the estimate, or None.
+
+        The search assumes that if a size does not fit, no larger size does.
+        """
         if self._point(0) is None:
             return None
         low, high = 0, len(self._sizes)
-        # The known size is the first that is tried, so that a look at small machines is short.
+        # Try the known size first, which keeps the search short on small machines.
         middle = self._nearest(num_parameters(self.family.config))
         while high - low > 1 and self._is_coarse(low, high):
             if self._point(middle) is None:
@@ -125,12 +129,15 @@ class Search:
         return low
 
     def _is_coarse(self, low: int, high: int) -> bool:
-        """Whether the largest size that fits is not known well enough yet."""
+        """Return whether the largest size that fits is not accurate enough yet."""
         return high == len(self._sizes) or self._parameters[high] > _CLOSE * self._parameters[low]
 
     def _between(self, low: int, high: int) -> int:
-        """The number of a size between two, halfway by the logarithm of the parameters; a few times the lower one's,
-        while no upper one is known."""
+        """Return the index of a size between two.
+
+        It is halfway in the logarithm of the parameters. As long as no upper bound is known, it is the size with
+        `_GROWTH` times the parameters of the lower one.
+        """
         if high == len(self._sizes):
             middle = self._nearest(_GROWTH * self._parameters[low])
         else:
@@ -138,7 +145,10 @@ class Search:
         return min(max(middle, low + 1), max(high - 1, low + 1))
 
     def _confirmed(self, number: int) -> Point | None:
-        """The largest size that fits by the compiler, from that of the closed form downwards."""
+        """Return the largest size that fits when compiled, searching downward from the estimated one.
+
+        Return None if none fits within `_COMPILES` compilations.
+        """
         if not self.compiles:
             return self._point(number)
         for _ in range(_COMPILES):
@@ -150,7 +160,7 @@ class Search:
         return None
 
     def _point(self, number: int) -> Point | None:
-        """A size with its settings by the closed form; None where it does not fit."""
+        """Return a size with its settings by the analytical estimate; None if it does not fit."""
         if number not in self._points:
             self._points[number] = self._asked(number, estimate=True)
         return self._points[number]
@@ -172,7 +182,7 @@ class Search:
         return Point(size, parameters, choice, rate)
 
     def _numbers_below(self, parameters: int) -> list[int]:
-        """The numbers of sizes that are smaller by powers of a ratio, the smallest first."""
+        """Return the indices of sizes that are smaller by powers of `_RATIO`, smallest first."""
         numbers = []
         for power in range(1, _MOST_POINTS):
             number = self._nearest(parameters / _RATIO**power)
@@ -181,5 +191,5 @@ class Search:
         return sorted(numbers)
 
     def _nearest(self, parameters: float) -> int:
-        """The number of the largest size of at most so many parameters; 0 if there is none."""
+        """Return the index of the largest size with at most `parameters` parameters; 0 if there is none."""
         return max(bisect.bisect_right(self._parameters, parameters) - 1, 0)

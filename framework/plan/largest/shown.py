@@ -1,4 +1,4 @@
-"""Frontiers as a table and as a picture."""
+"""Shows frontiers as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 
 
 def sections(frontiers: Sequence[Frontier]) -> list[Section]:
-    """A table of each frontier, and one of the largest sizes beside each other."""
+    """Return a table for each frontier, and one that compares the largest sizes."""
     tables = []
     largest = [["", "parameters", "layers", "heads", "device", "its host", "tokens/s"]]
     for frontier in frontiers:
@@ -39,9 +39,9 @@ def _cells(point: Point) -> list[str]:
 
 
 def draw(frontiers: Sequence[Frontier], picture: Path, title: str) -> None:
-    """Draws tokens per second by parameters as a PNG, which is replaced atomically. Raises OSError.
+    """Plot tokens per second over parameters as a PNG, which is replaced atomically. Raises OSError.
 
-    Each frontier is a line, whose last point is the largest size that fits.
+    Each frontier is a line. Its last point is the largest size that fits.
     """
     from matplotlib.figure import Figure
 

@@ -1,10 +1,10 @@
-"""One page that shows plans: a ship loaded to its line, where each byte goes, what moves it, and commands to paste.
+"""An HTML page for plans: a memory chart with a capacity line, the bytes of each group, and commands to paste.
 
-One file, with its style (page.css), script (page.js) and SVG inline: nothing is fetched, and every text of a plan is
-escaped. Without JavaScript it shows the plan that was asked for.
+The page is a single file with its style (page.css), script (page.js) and SVG inline. It fetches nothing, and escapes
+all text of a plan. Without JavaScript it shows the plan that was asked for.
 
-document: the page. hull: the ship, of which load has the figures. bars, tables, cargo, step_time, commands: the other
-sections. slider: points of batch and sequence, through which bound elements move.
+document: the page. hull: the chart, drawn as a ship; load computes its figures. bars, tables, cargo, step_time,
+commands: the other sections. slider: planned points of batch size and sequence length; bound: elements that follow it.
 """
 
 from framework.plan.page.colours import COLOURS

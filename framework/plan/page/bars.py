@@ -1,6 +1,6 @@
-"""Bars of bytes against a limit: of several plans' devices, of hosts, of phases.
+"""Bar charts of bytes against a limit: for the devices of several plans, for hosts, and for phases.
 
-Bars have widths in per cent: they stretch, text keeps its size.
+Bars have widths in percent, so that they stretch while text keeps its size.
 """
 
 import math
@@ -15,13 +15,13 @@ from framework.terminal.tables import human_bytes
 
 
 class _Bar(NamedTuple):
-    """A bar of a picture.
+    """A bar of a chart.
 
     Attributes:
-        label: text to the left.
-        figure: HTML to the right.
+        label: text to the left of the bar.
+        figure: HTML to the right of the bar.
         parts: bytes by group.
-        limit: bytes of the device, or None where not known.
+        limit: memory of the device or host, in bytes; None if unknown.
     """
 
     label: str
@@ -31,18 +31,18 @@ class _Bar(NamedTuple):
 
 
 def of_devices(names: Sequence[str], plans: Sequence[Report]) -> str:
-    """A bar for each plan of what is alive on one device at its peak."""
+    """Return a bar for each plan: the arrays that are alive on one device at its peak."""
     return _picture([_device_bar(name, plan) for name, plan in zip(names, plans, strict=True)])
 
 
 def of_hosts(names: Sequence[str], plans: Sequence[Report]) -> str:
-    """A bar for each plan of what a process has in host memory; "" where none has anything."""
+    """Return a bar for each plan: the host memory of one process; "" if no plan uses any."""
     bars = [_host_bar(name, plan) for name, plan in zip(names, plans, strict=True) if plan["host_process_bytes"]]
     return _picture(bars) if bars else ""
 
 
 def of_phases(names: Sequence[str], plans: Sequence[Report]) -> str:
-    """A bar for each phase; with several plans, under a heading for each plan; "" where there are no phases."""
+    """Return a bar for each phase, with a heading for each of several plans; "" if there are no phases."""
     rows = _phase_rows(names, plans)
     return _picture(rows, "thin") if rows else ""
 
@@ -59,13 +59,13 @@ def _host_bar(name: str, plan: Report) -> _Bar:
     process_bytes = plan["host_process_bytes"]
     parts = {}
     for group, size in plan["host_breakdown"].items():
-        # The breakdown is that of one device, of which a process has several.
+        # The breakdown covers one device, but a process has several. Scale it to the process.
         parts[group] = process_bytes * size / plan["host_peak_bytes"]
     return _Bar(name, f"<b>{human_bytes(process_bytes)}</b>", parts, plan["host_limit_bytes"])
 
 
 def _phase_rows(names: Sequence[str], plans: Sequence[Report]) -> list[_Bar | str]:
-    """A bar for each phase; with several plans, under a heading for each plan."""
+    """Return a bar for each phase, with a heading for each of several plans."""
     rows: list[_Bar | str] = []
     for name, plan in zip(names, plans, strict=True):
         if len(plans) > 1 and plan["phases"]:
@@ -81,7 +81,10 @@ def _phase_rows(names: Sequence[str], plans: Sequence[Report]) -> list[_Bar | st
 
 
 def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
-    """Bars, and headings, on one scale. A bar may pass its limit; a limit far beyond all bars is named at the edge."""
+    """Return bars and headings on a common scale.
+
+    A bar may exceed its limit. A limit far beyond all bars is only named, at the edge.
+    """
     bars = [row for row in rows if isinstance(row, _Bar)]
     longest = max(sum(bar.parts.values()) for bar in bars)
     limits = {bar.limit for bar in bars if bar.limit}
@@ -105,23 +108,23 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
 
 
 def _named_limits(limits: Iterable[float], scale: float) -> list[float]:
-    """The limits that have room for their names; each is drawn all the same."""
+    """Return the limits that have room for a label. The lines of the others are still drawn."""
     named: list[float] = []
     for limit in sorted(limits, reverse=True):
-        # Names on both sides of the middle turn away from each other.
+        # Labels on both sides of the middle extend away from each other.
         if all(abs(limit - other) > 0.3 * scale for other in named):
             named.append(limit)
     return named
 
 
 class _Drawing:
-    """HTML and SVG of a picture's rows; `scale` is the number of bytes that the full width stands for."""
+    """HTML and SVG of a chart's rows; `scale` is the number of bytes that the full width represents."""
 
     def __init__(self, kind: str, scale: float, colours: Mapping[str, str]):
         self.colours = colours
         self._kind = kind
         self._scale = scale
-        # Ticks are a power of two of bytes apart, at most six of them and zero.
+        # The distance of ticks is a power of two in bytes; there are at most six of them, plus zero.
         step = 2 ** max(0, math.ceil(math.log2(scale / 6)))
         self._ticks = range(0, int(scale) + 1, step)
 
@@ -159,13 +162,13 @@ class _Drawing:
         start: float,
         size: float,
     ) -> Iterator[str]:
-        """The rectangle of a group, with the group's name on it if there is room."""
+        """Yield the rectangle of a group, with the group's name on it if there is room."""
         height = 12 if self._kind else 32
         position = f'x="{self._percentage(start)}" y="50%"'
         width = self._percentage(max(0, size))
         yield f'<rect {position} width="{width}" height="{height}" fill="{self.colours[group]}" '
         yield f'transform="translate(0 {-height / 2})"><title>{label}: {human_bytes(size)}</title></rect>'
-        # A track is 600 pixels wide where text is shown, and a letter about 7.
+        # A track is 600 pixels wide where text is shown, and a letter is about 7 pixels wide.
         if group and 600 * size / self._scale > 12 + 7 * len(label):
             fill = ink(self.colours[group])
             yield f'<text class="inside" {position} dx="6" dy="4" fill="{fill}">{label}</text>'
@@ -190,7 +193,7 @@ class _Drawing:
         size: float,
         text: str,
     ) -> str:
-        # The name of a limit in the right half is put to the left of it.
+        # In the right half, put the label to the left of the limit.
         anchor = "end" if size > self._scale / 2 else "start"
         if kind == "tick":
             anchor = "middle"

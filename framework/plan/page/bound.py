@@ -1,8 +1,8 @@
 """Elements whose texts and attributes follow the slider.
 
-`figures` of a point are texts by key. An element names the keys that it shows in its attribute `data-follow`, as
-`y:top height:size text:label`; the script of the page (page.js) sets the same attributes and texts for another point.
-So each shape is drawn in one place, and what the page stores of a point is text that is never read as HTML.
+The `figures` of a point are texts by key. An element lists the keys that it shows in its attribute `data-follow`, such
+as `y:top height:size text:label`. The script of the page (page.js) sets the same attributes and texts for another
+point. So each shape is drawn in one place, and the page stores a point as text that is never parsed as HTML.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ def bound(
     attributes: str = "",
     content: str = "",
 ) -> str:
-    """An element of HTML or SVG.
+    """Return an HTML or SVG element.
 
     Args:
-        tag: its name.
-        figures: of the point that is shown first.
-        follow: {attribute, or "text" for what it holds: key of the figures}.
-        attributes: those that stay, as HTML.
-        content: HTML inside, where its text follows nothing.
+        tag: name of the element.
+        figures: figures of the point that is shown first.
+        follow: {attribute, or "text" for the content: key of the figures}.
+        attributes: constant attributes, as HTML.
+        content: HTML inside the element, if its text does not follow the slider.
     """
     pairs = " ".join(f"{attribute}:{key}" for attribute, key in follow.items())
     followed = ""

@@ -1,4 +1,4 @@
-"""Where the bytes of a plan go: its groups with what moves each of them, its largest buffers, and what would fit."""
+"""Memory tables of a plan: its groups with the settings that change them, its largest buffers, and fitting settings."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -23,7 +23,7 @@ def groups(
     held: Sequence[Layer],
     levers: Sequence[Lever],
 ) -> str:
-    """The table of the groups, the top of the hold first, as the picture has them."""
+    """Return the table of the groups, from the top of the chart to the bottom."""
     is_measured = any(lever.peak_bytes is not None for lever in levers)
     by = " (→ by the closed form)" if is_measured else ""
     heading = "<th>group<th>bytes<th>share<th>" + (f"<th>what moves it{by}" if levers else "")
@@ -41,7 +41,7 @@ def groups(
 
 
 def _group_row(figures: Figures, layer: Layer) -> str:
-    """Name, bytes, share and a bar of it."""
+    """Return the cells of a group: name, bytes, share, and a bar of the share."""
     name = f"<td>{_swatch(layer.colour)}{escape(layer.label)}</td>"
     size = bound("td", figures, {"text": f"{layer.key}.size"}, attributes='class="number"')
     share = bound("td", figures, {"text": f"{layer.key}.share"}, attributes='class="number"')
@@ -51,14 +51,14 @@ def _group_row(figures: Figures, layer: Layer) -> str:
 
 
 def _largest(plan: Report, held: Sequence[Layer]) -> list[Layer]:
-    """The layers of the table: a function may have hundreds of arguments, each a group of its own."""
+    """Return the segments to list. A user's function may have hundreds of arguments, each of them its own group."""
     sizes = parts(plan)
     by_size = sorted(held, key=lambda layer: sizes.get(layer.group, 0), reverse=True)
     return [layer for layer in held if layer in by_size[:_MOST_GROUPS]]
 
 
 def suggestions(plan: Report) -> str:
-    """Settings that would fit, where a plan does not; "" where there are none."""
+    """Return the list of settings that would fit, if the plan does not; "" if there are none."""
     items = ""
     for suggestion in plan["suggestions"]:
         items += f"<li><code>{breakable(suggestion['setting'])}</code> <small>{escape(needs(suggestion))}</small>"
@@ -66,7 +66,7 @@ def suggestions(plan: Report) -> str:
 
 
 def buffers(plan: Report, held: Sequence[Layer]) -> str:
-    """The largest buffers, each with a bar on the scale of the peak; "" where none is known."""
+    """Return the table of the largest buffers, each with a bar relative to the peak; "" if none are known."""
     colour_by_group = COLOURS | {layer.group: layer.colour for layer in held}
     peak = max(plan["device_peak_bytes"], 1)
     rows = ""
@@ -86,7 +86,7 @@ def _buffer_row(buffer: Mapping, colour: str, share: float) -> str:
 
 
 def _moves(plan: Report, layer: Layer, levers: Sequence[Lever]) -> str:
-    """The settings that move a group, and by how much where that was asked."""
+    """Return the settings that change a group, and by how much where that was estimated."""
     texts = []
     for lever in [lever for lever in levers if lever.group == layer.group][:_MOST_LEVERS]:
         effect = escape(lever.effect)
@@ -97,7 +97,7 @@ def _moves(plan: Report, layer: Layer, levers: Sequence[Lever]) -> str:
 
 
 def _change(plan: Report, lever: Lever) -> str:
-    """What a lever does to its group and to the peak; both figures are of the closed form."""
+    """Return the effect of a lever on its group and on the peak. Both figures are analytical estimates."""
     present = plan["estimate"]
     group_bytes = present["breakdown"][lever.group]
     change = f"{human_bytes(group_bytes)} → {human_bytes(lever.group_bytes)}"

@@ -1,4 +1,4 @@
-"""The commands that a page shows, to be pasted into a terminal: the one that trains, and the one that made the page."""
+"""The commands on a page, for pasting into a terminal: the one that trains, and the one that made the page."""
 
 import re
 import shlex
@@ -12,14 +12,14 @@ from framework.plan.report import Report
 
 @dataclass(frozen=True)
 class Asked:
-    """How the plans of a page were asked for on a command line.
+    """The command line that asked for the plans of a page.
 
     Attributes:
         source: --config=NAME or --function=FILE.py:NAME.
-        target: --target=NAMES; "" where none was named.
-        settings: `path=value` of the overrides, in order, without those of --compare.
+        target: --target=NAMES; "" if the command line names none.
+        settings: overrides as `path=value`, in order, without those of --compare.
         flags: the other flags, such as --estimate.
-        train_flags: those of them that training takes, too.
+        train_flags: the subset of `flags` that `plimsoll train` accepts, too.
     """
 
     source: str
@@ -30,18 +30,18 @@ class Asked:
 
 
 def settings_of(report: Report) -> list[str]:
-    """`path=value` of what was set for a plan; the lines about rules, which apply themselves, are left out."""
+    """Return the overrides of a plan as `path=value`, without the lines about rules, which apply automatically."""
     return [setting for setting in report["settings"] if not setting.startswith("rule ")]
 
 
 def plan_command(asked: Asked, settings: Sequence[str]) -> str:
-    """`plimsoll plan` with these settings."""
+    """Return the `plimsoll plan` command with these settings."""
     words = ["plimsoll", "plan", asked.source, asked.target]
     return _line([*filter(None, words), *_overrides(settings), *asked.flags])
 
 
 def train_command(asked: Asked, settings: Sequence[str]) -> str:
-    """`plimsoll train` with these settings; "" for what is no config."""
+    """Return the `plimsoll train` command with these settings; "" if the source is not a config."""
     flag, _, config = asked.source.partition("=")
     if flag != "--config":
         return ""
@@ -52,7 +52,7 @@ def train_command(asked: Asked, settings: Sequence[str]) -> str:
 
 
 def settings_at(point: Point, settings: Sequence[str]) -> list[str]:
-    """Settings of the asked point, changed for another."""
+    """Return the settings with the batch size and sequence length of a point."""
     paths = (f"{BATCH}=", f"{SEQUENCE}=")
     changed = [setting for setting in settings if not setting.startswith(paths)]
     changed.append(f"{BATCH}={point.batch}")
@@ -62,7 +62,7 @@ def settings_at(point: Point, settings: Sequence[str]) -> list[str]:
 
 
 def box(figures: Figures, key: str, title: str) -> str:
-    """A command with a button that copies it, which the script brings to life."""
+    """Return a command with a copy button, which the script activates."""
     code = bound("code", figures, {"text": key})
     button = '<button type="button" class="copy" hidden>copy</button>'
     return f'<div class="command"><h3>{title}</h3>{button}<pre tabindex="0">{code}</pre></div>'
@@ -73,7 +73,7 @@ def _overrides(settings: Sequence[str]) -> list[str]:
 
 
 def _line(words: Sequence[str]) -> str:
-    """Words as a shell reads them; a long line is broken before flags."""
+    """Quote words for a shell, and break long lines between them."""
     quoted = [shlex.quote(word) for word in words]
     lines = [" ".join(quoted[:2])]
     for word in quoted[2:]:

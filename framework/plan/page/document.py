@@ -1,4 +1,4 @@
-"""The document: a page of one plan, with its ship, or of several, with a fleet and bars on one scale."""
+"""The HTML document: one plan with its chart, or several plans with a chart each and bars on a common scale."""
 
 from collections.abc import Sequence
 from html import escape
@@ -14,12 +14,12 @@ from framework.plan.report import Report
 _FOLDER = Path(__file__).parent
 _CSS = (_FOLDER / "page.css").read_text("utf-8")
 _SCRIPT = (_FOLDER / "page.js").read_text("utf-8")
-# What is inline may run; a browser fetches nothing for this page, and sends nothing.
+# Inline code may run, but the browser fetches nothing for this page and sends nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
-# So many ships are drawn; of more, the bars tell as much.
+# Maximum number of charts to draw; beyond it, the bars show as much.
 _FLEET = 12
 
 
@@ -30,13 +30,14 @@ def page(
     asked: Asked | None = None,
     moves: Sequence[Lever] | None = None,
 ) -> str:
-    """A complete HTML document.
+    """Return a complete HTML document.
 
     Args:
-        plans: one report, or several: what they do not share names them.
-        points: that the slider moves through. The first plan's is among them.
-        asked: the command line, for commands to paste; None where there was none.
-        moves: what moves the groups of a single plan; by default what may move them, without how far.
+        plans: one or more reports. Several plans are named after the facts that they do not share.
+        points: points of the slider, which include the first plan's.
+        asked: the command line, for the commands to paste; None if there was none.
+        moves: settings that change the groups of a single plan; by default those that may change them, without the
+            size of the change.
     """
     common = tables.common_facts(plans)
     # Plans of one config and target have one title.
@@ -71,7 +72,7 @@ def _sections_of_all(plans: Sequence[Report], planned: "_Planned") -> list[tuple
 
 
 def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_Planned") -> str:
-    """All tables of one plan; of several, a comparison, and the tables of each to be unfolded."""
+    """Return all tables of a single plan, or a comparison of several plans with the tables of each folded in."""
     if len(plans) == 1:
         return tables.tables_of(plans[0], is_drawn=True)
     folded = ""
@@ -88,7 +89,7 @@ def _section(heading: str, content: str) -> str:
 
 
 class _Planned:
-    """The plans of a page, and the figures that its script may change."""
+    """The plans of a page, with the figures that its script may change."""
 
     def __init__(self, plans: Sequence[Report], points: Sequence[Point], asked: Asked | None):
         self._plans = plans
@@ -102,13 +103,13 @@ class _Planned:
         self._shown = self._shown_figures()
 
     def settings(self, common_settings: str) -> str:
-        """What all plans share; of a point, all of its settings."""
+        """Return the settings that all plans share; with a slider, all settings of the point."""
         if self._points and len(self._plans) == 1:
             return bound("p", self._shown, {"text": "settings"}, attributes="class=soft")
         return f"<p class=soft>{tables.breakable(common_settings)}</p>"
 
     def verdict(self) -> str:
-        """The verdict on one plan, or how many fit."""
+        """Return the verdict on a single plan, or the number of plans that fit."""
         if len(self._plans) > 1:
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
@@ -116,7 +117,7 @@ class _Planned:
         return self._shown_verdict()
 
     def ship(self) -> str:
-        """The ship with its sliders, or the fleet of several plans."""
+        """Return the chart with its sliders, or one chart for each of several plans."""
         if len(self._plans) > 1 and not self._points:
             return self._fleet() if len(self._plans) <= _FLEET else ""
         content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
@@ -127,13 +128,13 @@ class _Planned:
         return content
 
     def cargo(self, moves: Sequence[Lever]) -> str:
-        """The groups of the one plan, what moves them, what would fit, and the largest buffers."""
+        """Return the groups of a single plan, the settings that change them or would fit, and the largest buffers."""
         first = self._first
         content = cargo.groups(self._shown, first, self._layers, moves) + cargo.suggestions(first)
         return content + cargo.buffers(first, self._layers) + _stays(self._points)
 
     def commands(self) -> str:
-        """The commands to paste."""
+        """Return the commands to paste."""
         if self._asked is None:
             return ""
         boxes = ""
@@ -144,21 +145,21 @@ class _Planned:
         return commands.box(self._shown, "command.plan", "plan them again")
 
     def command_of(self, plan: Report) -> str:
-        """The command that trains one of several plans."""
+        """Return the command that trains one of several plans."""
         if self._asked is None or "subject" in plan:
             return ""
         command = commands.train_command(self._asked, commands.settings_of(plan))
         return commands.box({"train": command}, "train", "train it") if command else ""
 
     def step_time(self) -> str:
-        """The section of the step's time, if any report tells it."""
+        """Return the section on the step time; "" if no report estimates it."""
         if not self._parts or (len(self._plans) > 1 and not self._points):
             return ""
         content = step_time.section(self._shown, self._parts, self._first.get("item", "item"))
         return bound("div", self._shown, {"class": "time.class"}, content=content)
 
     def script(self) -> str:
-        """The data of the points and the script, where there is something to slide or to copy."""
+        """Return the data of the points and the script; "" if there are neither sliders nor commands."""
         if not self._points and self._asked is None:
             return ""
         data = ""
@@ -194,7 +195,7 @@ class _Planned:
         return figures | _command_figures(self._asked, settings, settings)
 
     def _figures_at(self, point: Point) -> Figures:
-        """The figures of a point of the slider."""
+        """Return the figures of a point of the slider."""
         asked = self._points[[other[:2] for other in self._points].index(point_of(self._first)[:2])]
         figures = load.figures(point.report, self._layers) | step_time.figures(point.report, self._parts)
         figures["basis"] = slider.basis_text(point, asked)
@@ -204,11 +205,11 @@ class _Planned:
         if self._asked is None:
             return figures
         settings = list(self._asked.settings)
-        # The asked point's commands are those that were typed.
+        # At the asked point, show the command as the user typed it.
         if is_asked and len(self._plans) == 1:
             return figures | _command_figures(self._asked, settings, settings)
         changed = commands.settings_at(point, settings)
-        # The command that compared the points makes all of them again.
+        # With several plans, the plan command makes all of them again, so it keeps the original settings.
         return figures | _command_figures(self._asked, changed, settings if len(self._plans) > 1 else changed)
 
 
@@ -220,7 +221,7 @@ def _command_figures(asked: Asked, train_settings: Sequence[str], plan_settings:
 
 
 def _stays(points: Sequence[Point]) -> str:
-    """A note on what does not follow the slider."""
+    """Return a note on the parts that do not follow the slider; "" without a slider."""
     if not points:
         return ""
     note = "What moves a group, what would fit, the largest buffers and all below are those of the asked point"

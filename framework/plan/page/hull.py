@@ -1,4 +1,7 @@
-"""The picture of a page: a ship in side view, with the groups of a plan in its hold and its load line on the hull."""
+"""The memory chart, drawn as a ship in side view: the groups of a plan are segments in its hold.
+
+The capacity line is a load line on the hull.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +19,7 @@ _HULL = (
     "M124 128 L706 128 Q764 126 812 98 C800 176 782 262 762 332 Q748 394 704 394 L190 394 Q158 394 152 344 "
     "C146 284 128 232 124 188 Z"
 )
-# The house, its windows, the funnel, and a mast with its stays.
+# The deckhouse, its windows, the funnel, and a mast with its stays.
 _HOUSE = (
     '<path class="house" d="M142 128V80h16V54h50v26h14v48z"/>'
     '<path class="window" d="M164 63h38v9h-38zM150 90h12v10h-12zM170 90h12v10h-12zM190 90h12v10h-12z'
@@ -26,7 +29,7 @@ _HOUSE = (
 )
 _PUFFS = '<circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/><circle cx="143" cy="4" r="11"/>'
 _SMOKE = f'<g class="smoke">{_PUFFS}</g>'
-# One wave of 40 is repeated over more than the width.
+# One wave is 40 wide; repeat it beyond the width of the drawing.
 _WAVES = f"M-40 0{'q10 -5 20 0t20 0' * 26}V460H-40Z"
 _HOLD = (
     f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}" height="{FLOOR - DECK + 4:.0f}"/>'
@@ -34,9 +37,9 @@ _HOLD = (
 # The frames of an empty hold, and the coaming of its hatch.
 _FRAMES = "".join(f"M{_HOLD_LEFT + 55 * index} {DECK - 4:.0f}V{FLOOR:.0f}" for index in range(1, 8))
 _COAMING = f'<path class="hull" d="M{_HOLD_LEFT - 9} 132V118h9v14zM{_HOLD_RIGHT} 132V118h9v14z"/>'
-# Water before the ship is not before its hold, whose colours stay as they are.
+# The water in front of the ship leaves out the hold, whose colors must not change.
 _BEFORE = f"M0 -40H{_WIDTH}V{_HEIGHT + 40}H0ZM{_HOLD_LEFT} -40H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
-# What all ships of a page refer to.
+# Definitions that all charts of a page share.
 DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="true"><defs>
 <clipPath id="hull"><path d="{_HULL}"/></clipPath>
 <clipPath id="before"><path clip-rule="evenodd" d="{_BEFORE}"/></clipPath>
@@ -48,7 +51,7 @@ DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="tru
 
 
 def ship(figures: Figures, held: Sequence[Layer]) -> str:
-    """The drawing of one plan; its figures may follow the slider."""
+    """Return the chart of one plan. Its figures may follow the slider."""
     title = bound("title", figures, {"text": "title"})
     description = bound("desc", figures, {"text": "description"})
     shapes = [
@@ -86,7 +89,7 @@ def _sea(figures: Figures, kind: str) -> str:
 
 
 def _paint(figures: Figures) -> str:
-    """The red of a ship's bottom, up to the load line."""
+    """Return the red paint of the ship's bottom, up to the capacity line."""
     attributes = f'class="bottom" x="0" width="{_WIDTH}" height="{_HEIGHT}"'
     return bound("rect", figures, {"y": "paint"}, attributes=attributes)
 
@@ -105,7 +108,7 @@ def _cargo(figures: Figures, layer: Layer) -> str:
 
 def _cargo_label(figures: Figures, layer: Layer) -> str:
     follow = {"y": f"{layer.key}.middle", "opacity": f"{layer.key}.visible"}
-    # What is left empty has no colour of its own.
+    # The segment that packing leaves empty has no color of its own.
     fill = "" if layer.colour == "transparent" else f' fill="{layer.ink}"'
     size = f'class="inside" x="{_HOLD_RIGHT - 12}" text-anchor="end"{fill}'
     name = f'class="inside" x="{_HOLD_LEFT + 12}"{fill}'
@@ -114,7 +117,7 @@ def _cargo_label(figures: Figures, layer: Layer) -> str:
 
 
 def _excess(figures: Figures) -> str:
-    """What is over the line."""
+    """Return the hatched area above the capacity line."""
     attributes = f'class="excess" x="{_HOLD_LEFT}" width="{_HOLD_WIDTH}" fill="url(#over)"'
     return bound("rect", figures, {"y": "over.y", "height": "over.height"}, attributes=attributes)
 
@@ -129,7 +132,7 @@ def _draught(figures: Figures) -> str:
 
 
 def _load_line(figures: Figures) -> str:
-    """The mark: a circle with a bar through it; and its line across the hold."""
+    """Return the capacity line across the hold, with its mark: a circle with a bar through it."""
     circle = f'<circle cx="{_MARK_X}" cy="0" r="15"/><path d="M{_MARK_X - 26} 0h52"/>'
     mark = f'<g class="halo">{circle}</g><g class="mark">{circle}</g>'
     line = f'<path class="limit" d="M{_HOLD_LEFT} 0H{_WIDTH - 4}"/>{mark}'

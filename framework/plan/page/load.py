@@ -1,7 +1,7 @@
-"""The load of a ship as figures: where each layer of the cargo, the water and the load line are.
+"""Figures of the memory chart: the positions of its segments, of the water and of the capacity line.
 
-Heights are proportional to bytes: layers have the width of the hold, so their areas are, too. The water stands as high
-as the cargo, as it does at a ship that is a box: the mark is over the water as long as the plan fits.
+Heights are proportional to bytes. All segments are as wide as the hold, so their areas are proportional, too. The water
+is as high as the cargo, as for a box-shaped ship, so the mark is above the water as long as the plan fits.
 """
 
 import math
@@ -13,7 +13,7 @@ from framework.plan.page.tables import need_text, verdict_kind, verdict_text
 from framework.plan.report import Report
 from framework.terminal.tables import human_bytes
 
-# In the units of the drawing, of which y grows downwards.
+# In units of the drawing, where y increases downward.
 FLOOR = 372.0
 DECK = 132.0
 _LOAD_LINE = 172.0  # where the limit is drawn, unless the cargo would pass the top of the picture
@@ -23,7 +23,7 @@ _TICKS = 8
 
 
 class Layer(NamedTuple):
-    """A group of the breakdown in the hold; `key` is what its figures' keys begin with."""
+    """A segment of the chart: one group of the breakdown. `key` is the prefix of its figures' keys."""
 
     key: str
     group: str
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 
 def layers(plans: Sequence[Report]) -> list[Layer]:
-    """The groups that any of the plans has, from the floor of the hold up."""
+    """Return a segment for each group that any of the plans has, from the bottom of the chart to the top."""
     groups = dict.fromkeys(group for plan in plans for group, size in parts(plan).items() if size > 0)
     ordered = [group for plan in plans for group in parts(plan) if group in groups]
     fills = colours(group for plan in plans for group in plan["breakdown"])
@@ -44,13 +44,13 @@ def layers(plans: Sequence[Report]) -> list[Layer]:
 
 
 def parts(plan: Report) -> Mapping[str, int]:
-    """Bytes by group, and those that packing leaves empty."""
+    """Return the bytes by group, including those that packing leaves empty."""
     gaps = plan["device_allocated_bytes"] - plan["device_peak_bytes"]
     return plan["breakdown"] | {EMPTY: max(0, gaps)}
 
 
 def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
-    """The figures of the drawing and of the table beside it."""
+    """Return the figures of the chart and of the table next to it."""
     need = plan["device_allocated_bytes"]
     limit = plan["device_limit_bytes"]
     sizes = parts(plan)
@@ -62,7 +62,7 @@ def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
         height = size * scale
         y -= height
         values |= _layer_figures(layer, size, y, height)
-        # As in the tables: shares of the peak, so that the groups without packing add up to 100%.
+        # As in the tables, shares are relative to the peak, so that all groups but the packing gaps add up to 100%.
         values[f"{layer.key}.share"] = f"{100 * size / max(plan['device_peak_bytes'], 1):.1f}%"
     values |= _water_figures(y, limit, scale)
     values |= _draught_marks(scale)
@@ -76,14 +76,14 @@ def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
         "verdict.class": f"verdict {verdict_kind(plan)}",
         "title": _title(plan),
         "description": _description(plan, held),
-        # A plan that does not fit may do so in another phase, and its ship is afloat.
+        # A plan can also fail in another phase; then its ship is afloat although the plan does not fit.
         "ship": "ship sunk" if over else "ship afloat",
     }
     return values
 
 
 def _scale(load: float, limit: int | None) -> float:
-    """Units of the drawing for a byte."""
+    """Return the height of one byte, in units of the drawing."""
     to_the_line = (FLOOR - _LOAD_LINE) / max(limit or load, 1)
     to_the_top = (FLOOR - _TOP) / max(load, 1)
     return min(to_the_line, to_the_top)
@@ -118,14 +118,14 @@ def _water_figures(water: float, limit: int | None, scale: float) -> dict[str, s
         "paint": f"{line if limit else FLOOR:.2f}",
         "over.y": f"{water:.2f}",
         "over.height": f"{over:.2f}",
-        # The names of both are on their sides of the line.
+        # Put each label on its own side of the line.
         "over.label": f"{min(water + 18, line - 9):.2f}",
         "limit.label": "21" if over else "-9",
     }
 
 
 def _draught_marks(scale: float) -> dict[str, str]:
-    """Marks on the hull, a power of two of bytes apart: between them is room for their numbers."""
+    """Return the scale marks on the hull. Their distance is a power of two in bytes, with room for the numbers."""
     step = 2 ** max(0, math.ceil(math.log2(28 / scale)))
     values = {}
     for index in range(_TICKS):
@@ -139,7 +139,7 @@ def _draught_marks(scale: float) -> dict[str, str]:
 
 
 def tick_keys() -> list[str]:
-    """What the keys of the draught marks' figures begin with."""
+    """Return the key prefixes of the scale marks' figures."""
     return [f"tick{index}" for index in range(_TICKS)]
 
 

@@ -1,6 +1,6 @@
-"""The slider: points of batch and sequence, their figures as data in the page, and the controls that move through them.
+"""The slider: points of batch size and sequence length, their figures as data in the page, and the controls.
 
-Only points that were planned are reached: the page computes nothing.
+The slider reaches only points that were planned, because the page computes nothing.
 """
 
 import json
@@ -13,11 +13,13 @@ _LABELS = {"batch": "global batch", "sequence": "sequence length"}
 
 
 def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str:
-    """The points as JSON in a script tag that no browser runs; what every point shares is stored once.
+    """Return the points as JSON in a script tag that browsers do not run.
+
+    Figures that are the same at all points are left out.
 
     Args:
-        points: of the grid.
-        figures: of each point.
+        points: points of the grid.
+        figures: figures of each point.
         asked: index of the point that the page shows first.
     """
     shared = {key: text for key, text in figures[0].items() if all(other[key] == text for other in figures)}
@@ -30,13 +32,13 @@ def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str
         "asked": {"batch": points[asked].batch, "sequence": _length(points[asked])},
         "points": stored,
     }
-    # A "<" in JSON is in a string: no text ends the tag, whatever a config is called.
+    # In JSON, "<" occurs only in strings. Escape it, so that no name of a config can close the script tag.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="points">{text}</script>'
 
 
 def controls(points: Sequence[Point]) -> str:
-    """The sliders, one for each thing that varies; the script shows them."""
+    """Return the sliders, one for each quantity that varies. The script makes them visible."""
     values = {"batch": {point.batch for point in points}, "sequence": {_length(point) for point in points}}
     sliders = ""
     for name, choices in values.items():
@@ -54,12 +56,12 @@ def controls(points: Sequence[Point]) -> str:
 
 
 def basis(figures: Figures) -> str:
-    """Where the figures that are shown come from."""
+    """Return the line that names the source of the figures: compiled or estimated."""
     return bound("p", figures, {"text": "basis"}, attributes='class="basis soft" aria-live="polite"')
 
 
 def basis_text(point: Point, asked: Point) -> str:
-    """The point in words, and whether it was compiled."""
+    """Describe a point in words, and tell whether it was compiled."""
     place = f"Batch {point.batch:,}"
     if point.sequence is not None:
         place += f", sequence {point.sequence:,}"

@@ -1,4 +1,4 @@
-"""How long a step takes, where a report says so: a bar of its parts, the rate, and how sure that is."""
+"""The step time section, for reports with an estimate: a bar of its parts, the throughput, and the basis."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -14,13 +14,13 @@ _NOT_SAID = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops
 
 
 def part_names(plans: Sequence[Report]) -> list[str]:
-    """The parts that any of the plans has time in, in order."""
+    """Return the parts of a step that take time in any of the plans, in order."""
     times = [plan.get("time") or _NOT_SAID for plan in plans]
     return list(dict.fromkeys(part for time in times for part, seconds in time["parts"].items() if seconds > 0))
 
 
 def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
-    """The figures of a step's time; empty texts where the report does not tell it."""
+    """Return the figures of the step time. Without an estimate, they are placeholders and hide the section."""
     time: Mapping[str, Any] = plan.get("time") or _NOT_SAID
     whole = max(time["seconds"], 1e-12)
     values = {
@@ -45,7 +45,7 @@ def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
 
 
 def section(figures: Figures, parts: Sequence[str], item: str) -> str:
-    """The section's content."""
+    """Return the content of the section."""
     tiles = ""
     captions = {"time.seconds": "a step", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
     captions["time.bound_by"] = "what bounds it"
@@ -78,7 +78,7 @@ def _part(figures: Figures, index: int, part: str) -> str:
 
 
 def _fill(index: int) -> str:
-    # Other colours than the first groups' would be no better: the legend tells what they are.
+    # These reuse the colors of memory groups. Other colors would be no better, because the legend explains them.
     return FILLS[(0, 5, 4, 3, 8, 7, 2, 6, 1)[index % 9]]
 
 

@@ -1,4 +1,4 @@
-"""The tables of a page, the names of its plans, and the verdict in a few words."""
+"""The tables of a page, the names of its plans, and a short verdict."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,22 +6,22 @@ from html import escape
 from framework.plan.report import Report, comparison, sections
 from framework.terminal.tables import Section, human_bytes
 
-# The page has a section of its own for each of these.
+# The page has a separate section for each of these.
 _DRAWN = ("largest buffers", "would fit")
 
 
 def facts(plan: Report) -> list[str]:
-    """What tells a plan from others: config, target and settings."""
+    """Return the facts that distinguish a plan from others: config, target and settings."""
     return [plan["config"], f"on {plan['target']}", *plan["settings"]]
 
 
 def common_facts(plans: Sequence[Report]) -> list[str]:
-    """What all plans share."""
+    """Return the facts that all plans share."""
     return [text for text in facts(plans[0]) if all(text in facts(plan) for plan in plans)]
 
 
 def names(plans: Sequence[Report]) -> list[str]:
-    """A name for each plan: what it does not share with the others."""
+    """Return a name for each plan: the facts that it does not share with the others."""
     common = common_facts(plans)
     plan_names = []
     for plan in plans:
@@ -31,12 +31,12 @@ def names(plans: Sequence[Report]) -> list[str]:
 
 
 def breakable(text: str) -> str:
-    """HTML of settings such as memory.remat=full, which may be broken behind the sign."""
+    """Return HTML of settings such as memory.remat=full, where a line may break after the equals sign."""
     return escape(text).replace("=", "=<wbr>")
 
 
 def need_text(plan: Report, *, of_limit: bool = True) -> str:
-    """`8.52 GiB of 15.75 GiB`, or without the limit."""
+    """Return the required memory, such as `8.52 GiB of 15.75 GiB`, or without the limit."""
     limit = plan["device_limit_bytes"]
     about = "≈ " if plan["estimated"] else ""
     limit_text = f" of {human_bytes(limit)}" if limit and of_limit else ""
@@ -44,7 +44,7 @@ def need_text(plan: Report, *, of_limit: bool = True) -> str:
 
 
 def verdict_text(plan: Report) -> str:
-    """`✓ fits, 7.15 GiB free`."""
+    """Return the verdict as text, such as `✓ fits, 7.15 GiB free`."""
     limit = plan["device_limit_bytes"]
     need = plan["device_allocated_bytes"]
     if not plan["fits"]:
@@ -56,19 +56,19 @@ def verdict_text(plan: Report) -> str:
 
 
 def verdict_kind(plan: Report) -> str:
-    """The class of a verdict: good, bad, or neither where the limit is not known."""
+    """Return the CSS class of a verdict: good, bad, or soft if the limit is unknown."""
     if not plan["fits"]:
         return "bad"
     return "good" if plan["device_limit_bytes"] else "soft"
 
 
 def verdict(plan: Report) -> str:
-    """The verdict as HTML."""
+    """Return the verdict as HTML."""
     return f"<b class={verdict_kind(plan)}>{verdict_text(plan)}</b>"
 
 
 def table(section: Section) -> str:
-    """A section of a report as HTML."""
+    """Return a section of a report as HTML."""
     rows = ""
     for row in section.rows:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
@@ -78,13 +78,13 @@ def table(section: Section) -> str:
 
 
 def tables_of(plan: Report, *, is_drawn: bool) -> str:
-    """All tables of a plan, but for those that the page shows otherwise where it is drawn."""
+    """Return all tables of a plan. If the plan `is_drawn`, leave out those that the page shows in other sections."""
     versions = Section("versions", list(plan["versions"].items()))
     shown = [section for section in sections(plan) if not (is_drawn and section.title in _DRAWN)]
     return "".join(map(table, [*shown, versions]))
 
 
 def compared(plans: Sequence[Report]) -> str:
-    """One table that compares several plans."""
+    """Return one table that compares several plans."""
     renamed = [plan | {"settings": [name]} for name, plan in zip(names(plans), plans, strict=True)]
     return table(comparison(renamed))
