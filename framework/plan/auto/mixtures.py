@@ -29,7 +29,7 @@ class Mixtures:
         remats = self._space.remats()
         present = dict(candidate.settings).get(REMAT, self._forms.config.memory.remat)
         # For sqrt, the number after the colon is the group size, not a layer count.
-        if present not in remats or present == "sqrt" or self._space.num_units < 2:
+        if present not in remats or present.startswith("sqrt") or self._space.num_units < 2:
             return
         for fast in remats[: remats.index(present)]:
             mixture = self._with_most(candidate, present, fast)

@@ -9,9 +9,7 @@ from framework.plan.auto.closed_forms import Cost
 from framework.plan.auto.settings import REMAT, UPDATE, Settings, value_of
 from framework.plan.targets import Target
 
-# Fractions of the limit: the range that the result should use if something had to be offloaded, and the target of the
-# estimate within that range.
-LEAST_USED = 0.92
+# Fractions of the limit: the most that the result may use, and what the estimate aims at.
 MOST_USED = 0.98
 _AIM = 0.965
 # How far to lower the aim after a candidate turned out too big when compiled.
