@@ -1,12 +1,12 @@
 """Named configs: one file per family, looked up here by name.
 
-A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
-docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions; published weights as hf:DIR, lora:DIR or qlora:DIR, with a head that scores as reward:DIR or
-classify:DIR (lora-reward:DIR, ...), or with the Hub's ORG/NAME for DIR; what a
-run has stored as WORKDIR/config.json. Nothing registers itself: the package is searched when a name is asked for.
+A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`. Each function returns a new config, and
+its docstring documents it. A user's own file is loaded the same way, as `path/to/file.py:NAME`, where NAME is a key
+of its CONFIGS or one of its functions. Published weights are loaded as hf:DIR, lora:DIR or qlora:DIR; with a score
+head as reward:DIR or classify:DIR (lora-reward:DIR, ...); DIR may be the Hub's ORG/NAME. The stored config of a run
+is loaded as WORKDIR/config.json. There is no registration: a lookup searches the package.
 
-Imports `framework.config`; the modules of named configs import the components that they name.
+This module imports `framework.config`; the modules of named configs import the components that they name.
 """
 
 import functools
@@ -29,11 +29,11 @@ ConfigFunction = Callable[[], Config]
 
 
 def _ignore(line: str) -> None:
-    """Drops a line."""
+    """Ignore a line."""
 
 
 def functions() -> dict[str, ConfigFunction]:
-    """Returns every named config of this package: name -> function, in the order of files and of definition."""
+    """Return every named config of this package: name -> function, in the order of files and definitions."""
     function_by_name: dict[str, ConfigFunction] = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
@@ -45,40 +45,41 @@ def functions() -> dict[str, ConfigFunction]:
 
 
 def names() -> list[str]:
-    """Returns the names of the named configs."""
+    """Return the names of the named configs."""
     return list(functions())
 
 
 def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> Config:
-    """Makes a new config by NAME, path/to/file.py:NAME, path/to/config.json, hf:DIR or hf:ORG/NAME.
+    """Build a new config from NAME, path/to/file.py:NAME, path/to/config.json, hf:DIR or hf:ORG/NAME.
 
     Args:
-        spec: one of these.
-        tell: is told what of a stored config is left out, and which commit of the Hub is meant, in a line for each.
-        shape_is_enough: for a plan: of hf:ORG/NAME, a well-known shape needs no file.
+        spec: one of these forms.
+        tell: function that prints a line for each omission from a stored config, and one for the commit of a Hub
+            model.
+        shape_is_enough: whether the shape is sufficient, as for a plan; a well-known hf:ORG/NAME then needs no file.
 
     Raises:
-        ConfigError: there is no such name or function, or the function raised one. The message then ends with the line
-            that raised it.
+        ConfigError: there is no such name or function, or the function raised the error. The message then ends with
+            the line that raised it.
         FileNotFoundError: there is no such file.
     """
     function = find(spec, tell, shape_is_enough=shape_is_enough)
     if getattr(function, "func", None) is stored.read_to_train:
-        # Its errors name the file, and no line of Python is to be changed.
+        # Its errors name the file, and there is no line of Python to change.
         return function()
     try:
         config = function()
     except ConfigError as error:
-        # hf:DIR is a functools.partial, whose function is in `func`.
+        # hf:DIR is a functools.partial, which stores the function in `func`.
         plain_function = inspect.unwrap(getattr(function, "func", function))
         file = inspect.getfile(plain_function)
         frames = traceback.extract_tb(error.__traceback__)
-        # The innermost line of the config's file is the one to change; below it is the framework.
+        # The innermost line in the config's file is the one to change; the frames below it are the framework's.
         frames_of_file = [frame for frame in frames if frame.filename == file]
         place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
         raise ConfigError(f"{error}{place}") from error
     if is_of_published_model(spec):
-        # Imported here: the package of the families imports JAX, for which a mistyped name should not wait.
+        # Imported here, because the package of the families imports JAX and a mistyped name should fail quickly.
         published = importlib.import_module("configs.families.published")
         place = config.pretrained.path
         for line in published.note(place) or hub_models.note(place):
@@ -89,14 +90,14 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
 
 
 def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> ConfigFunction:
-    """Returns the function that makes the config of a spec; see `load`."""
+    """Return the function that builds the config of a spec; see `load`."""
     if is_of_published_model(spec):
         kind, _, source = spec.partition(":")
         return functools.partial(_published_kinds()[kind], source, shape_is_enough)
     if spec.endswith(".json"):
         return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
     if spec.endswith(".py"):
-        # The name is missing; `_from_file` says so, unless there is no such file at all.
+        # The name is missing. `_from_file` reports this, unless the file does not exist.
         path = spec
         name = ""
     else:
@@ -117,26 +118,26 @@ def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
 
 
 def is_of_published_model(spec: str) -> bool:
-    """Tells whether a spec is hf:SOURCE, lora:SOURCE, reward:SOURCE or another kind of a published model."""
+    """Return whether a spec is hf:SOURCE, lora:SOURCE, reward:SOURCE or another kind of published model."""
     kind, _, source = spec.partition(":")
     return bool(source) and kind in _published_kinds()
 
 
 def _published_kinds() -> dict[str, Callable[[str, bool], Config]]:
-    """Returns the functions that make the config of a published model: "hf", "lora" and "qlora"."""
-    # Imported here: that module imports this package.
+    """Return {kind: function that builds the config of a published model}, such as "hf", "lora" and "qlora"."""
+    # Imported here, because that module imports this package.
     return importlib.import_module("configs.finetune").KINDS
 
 
 def _from_file(path: Path, name: str) -> ConfigFunction:
-    """Returns the config function of that name in a user's file."""
+    """Return the config function of that name in a user's file."""
     if not path.is_file():
         siblings = [file.name for file in path.parent.glob("*.py")]
         raise FileNotFoundError(f"no config file {str(path)!r}{did_you_mean(path.name, siblings)}")
     module = _import_file(path)
     function_by_name = {}
     for key, function in inspect.getmembers(module, inspect.isfunction):
-        # A function that the file imports, such as config_for, is no config of it.
+        # A function that the file imports, such as config_for, is not one of its configs.
         is_imported = function.__module__ != module.__name__
         if not key.startswith("_") and not is_imported:
             function_by_name[key] = function
@@ -148,7 +149,7 @@ def _from_file(path: Path, name: str) -> ConfigFunction:
 
 
 def _import_file(path: Path) -> types.ModuleType:
-    """Imports a user's file once per process, under a name that depends on the file's name alone.
+    """Import a user's file once per process, under a name that depends only on the file's name.
 
     The name becomes part of saved configs ("$class"), which should not change when a directory moves.
     """
@@ -156,18 +157,18 @@ def _import_file(path: Path) -> types.ModuleType:
     while name in sys.modules:
         if sys.modules[name].__file__ == str(path):
             return sys.modules[name]
-        # The name is taken by a file of the same name in another directory.
+        # A file with the same name in another directory already uses this name.
         name += "_"
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.__file__ = str(path)
-    # At the end of the path, so that modules beside the file can be imported but shadow nothing.
+    # Append to the path, so that modules next to the file can be imported but shadow nothing.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except BaseException as error:
-        # A file that failed halfway must be read again at the next attempt.
+        # A file that failed halfway must be read again on the next attempt.
         del sys.modules[name]
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from error

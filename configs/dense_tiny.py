@@ -1,6 +1,6 @@
-"""Toys of dense published models, which a laptop's CPU trains in minutes: stdlib-tiny with their parts.
+"""Toy versions of dense published models that a laptop's CPU trains in minutes: stdlib-tiny with their parts.
 
-What a family has and Llama has not is there, at the sizes of stdlib-tiny; rates and batches are stdlib-tiny's.
+Each has the parts that its family adds to Llama, at the sizes of stdlib-tiny. Rates and batches are stdlib-tiny's.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from framework.config import Config
 
 
 def _tie(config: Config) -> None:
-    """Makes the table of embeddings that of the logits too, with what it then needs: small values, and a small rate."""
+    """Tie the embedding table to the head, with the small initial values and small learning rate that tying needs."""
     config.model.head.tied = True
     config.model.embed.init.stddev = 0.05
-    # The first rule is of an embedding by itself, whose rows are seldom met.
+    # The first rule is for an untied embedding, whose rows are rarely updated.
     config.learner.rules = config.learner.rules[1:]
 
 
 def gemma3_tiny() -> Config:
-    """stdlib-tiny after Gemma 3 (arXiv 2503.19786), 1.3M parameters: windows by turns, norms behind branches, tied."""
+    """stdlib-tiny in the style of Gemma 3 (arXiv 2503.19786), 1.3M parameters: local layers, post-norms, tied."""
     config = stdlib_tiny()
     _tie(config)
     # Gemma's files state both.
@@ -32,7 +32,7 @@ def gemma3_tiny() -> Config:
 
 
 def phi4_mini_tiny() -> Config:
-    """stdlib-tiny after Phi-4-mini, 1.3M parameters: three quarters of each head turn, one table of tokens."""
+    """stdlib-tiny in the style of Phi-4-mini, 1.3M parameters: three quarters of each head rotate, tied embeddings."""
     config = stdlib_tiny()
     _tie(config)
     config.model.stack.pattern[0].attention.rotary.rotary_dim = 48
@@ -40,7 +40,7 @@ def phi4_mini_tiny() -> Config:
 
 
 def olmo2_tiny() -> Config:
-    """stdlib-tiny after OLMo 2 (arXiv 2501.00656), 1.8M parameters: norms of what branches give, and of all heads."""
+    """stdlib-tiny in the style of OLMo 2 (arXiv 2501.00656), 1.8M parameters: post-norms, norms over all heads."""
     config = stdlib_tiny()
     norm_all_heads(config.model, eps=1e-5)
     block = config.model.stack.pattern[0]

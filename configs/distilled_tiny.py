@@ -1,16 +1,16 @@
-"""A small teacher and a smaller student, which a laptop's CPU trains in minutes on text that every machine has.
+"""A small teacher and a smaller student that a laptop's CPU trains in minutes, on text that every machine has.
 
     plimsoll train --config=distil-tiny --workdir=runs/student
     plimsoll train --config=distil-tiny-alone --workdir=runs/alone
 
-The first one trains the teacher and stores what it says, and then trains the student. Each by its own command:
+The first command trains the teacher, stores its scores, and then trains the student. As separate commands:
 
     plimsoll train --config=distil-tiny-teacher --workdir=runs/teacher
     plimsoll score --workdir=runs/teacher --config=distil-tiny --top_k=32 --out=runs/scores
     plimsoll train --config=distil-tiny --config.companion.path=runs/scores --workdir=runs/student
 
-The teacher has read the whole library. The student reads a fiftieth of it, several times over, as somebody does who has
-little text of the kind that matters. `python -m tools.bench.distillation` runs all of it, and compares.
+The teacher is trained on the whole library. The student reads a fiftieth of it several times, as in a domain where
+little text exists. `python -m tools.bench.distillation` runs all of this and compares the results.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from framework.objectives.distillation import Distillation
 from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 
-# The likeliest bytes that the student is told apart, of 257.
+# Number of the teacher's most likely bytes, of 257, that the student receives.
 _TOP_K = 32
 
 
 def distil_tiny_teacher() -> Config:
-    """A 0.9M-parameter Llama-like model of the bytes of the Python standard library: the teacher of distil-tiny."""
+    """The teacher of distil-tiny: a 0.9M-parameter Llama-like byte model of the Python standard library."""
     return _experiment(layers=4, steps=900, share=1.0)
 
 
 def distil_tiny_alone() -> Config:
-    """A 0.5M-parameter Llama-like model of bytes of a fiftieth of the standard library: distil-tiny without teacher."""
+    """distil-tiny without a teacher: a 0.5M-parameter Llama-like byte model of a fiftieth of the standard library."""
     return _experiment(layers=2, steps=600, share=0.02)
 
 
@@ -52,7 +52,7 @@ def distil_tiny() -> Config:
 
 
 def _experiment(*, layers: int, steps: int, share: float) -> Config:
-    """A model of width 128 of so many layers, trained for so many steps on that share of the library."""
+    """Build a model of width 128 with `layers` layers, trained for `steps` steps on that share of the library."""
     vocab_size = 257
     model = llama_model(layers=layers, heads=2, dim=128, hidden=344, vocab_size=vocab_size)
     model.stack.unroll = 0
@@ -74,9 +74,9 @@ def _experiment(*, layers: int, steps: int, share: float) -> Config:
         trainer=config_for(
             TrainerOptions,
             max_steps=steps,
-            # Four times, so that a student that has begun to learn its text by heart shows.
+            # Evaluate four times, so that a student that starts to memorize its text shows.
             eval_every=max(1, steps // 4),
-            # Of the held-out part 131 thousand bytes, the same for teacher and students.
+            # 131 thousand bytes of the held-out part, the same for teacher and students.
             eval_batches=64,
             save_every=steps,
             log_every=50,

@@ -1,6 +1,6 @@
-"""Fine-tuning: of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
+"""Fine-tuning of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
 
-LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapters on the command line.
+LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config accepts adapters on the command line.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from framework.weights.pretrained import Pretrained
 def lora_tiny() -> Config:
     """stdlib-tiny's text with LoRA of rank 16 on a frozen 2.1M-parameter model; about 3 minutes on 2 CPU cores.
 
-    The frozen weights are random, as nobody publishes any of this size, so it shows the machinery and no result.
+    The frozen weights are random, because no weights of this size are published. It demonstrates the mechanism, and
+    its loss is not meaningful.
     """
     steps = 300
     config = stdlib_tiny()
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05)
-    # A multiple of nf4's block, so that the base weights may be nf4 too.
+    # A multiple of nf4's block size, so that the base weights can be nf4 too.
     config.model.stack.pattern[0].mlp.hidden = 384
-    # Adapters cannot change the tables of tokens. So the head gets a table of its own, with values
-    # large enough for confident predictions.
+    # Adapters cannot change the embedding tables. So the head gets its own table, with values large enough for
+    # confident predictions.
     config.model.head.tied = False
     config.model.head.init.stddev = 0.1
     config.learner.optimizer = adamw(peak=1e-2, warmup=0.1, weight_decay=0.0)
@@ -42,13 +43,13 @@ def lora_tiny() -> Config:
 
 
 def full(source: str, shape_is_enough: bool = False) -> Config:
-    """All weights of a published model train, on chats: bf16 with f32 master weights; float32 files in float32.
+    """Train all weights of a published model on chats: bf16 with f32 master weights; float32 files in float32.
 
     Conversations are read from data/chat.jsonl, a twentieth of them for validation; three epochs.
 
     Args:
         source: a Hugging Face directory, or the Hub's id of a model, ORG/NAME or ORG/NAME@REVISION.
-        shape_is_enough: for a plan: a well-known model needs no file of its own.
+        shape_is_enough: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
     """
     path = place_to_plan(source) if shape_is_enough else hub_models.pinned(source)
     facts, _ = families.read(path)
@@ -56,14 +57,14 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
     # The second name is GPT-2's.
     max_length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
     seq_len = min(2048, max_length)
-    # `large` sets bfloat16, so the dtype of the files is read before.
+    # Read the dtype of the files first, because `large` sets bfloat16.
     dtype = model.param_dtype
     config = large(model, seq_len=seq_len, batch=16, peak=1e-5, steps=None, warmup=0.05)
     if dtype == "float32":
         config.model.param_dtype = config.model.compute_dtype = dtype
         # Parameters in float32 are their own master weights.
         config.learner.master_dtype = config.learner.moment_dtype = None
-    # One file for both: the source splits it by conversation.
+    # Both use one file: the source splits it by conversation.
     train_chats = config_for(ChatSource, paths=["data/chat.jsonl"], split="train")
     validation_chats = config_for(ChatSource, paths=["data/chat.jsonl"], split="validation")
     config.data.source = train_chats
@@ -85,7 +86,7 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
 
 
 def lora(source: str, shape_is_enough: bool = False, base: str | None = None) -> Config:
-    """Adapters of rank 16 on all linear layers of a published model, whose own weights stay as they are."""
+    """Train adapters of rank 16 on all linear layers of a published model; its own weights are frozen."""
     config = full(source, shape_is_enough)
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
     config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
@@ -95,14 +96,14 @@ def lora(source: str, shape_is_enough: bool = False, base: str | None = None) ->
 
 
 def qlora(source: str, shape_is_enough: bool = False) -> Config:
-    """The same with the linear layers' own weights in 4 bits, those of experts too, which have no adapter."""
+    """Like `lora`, with the linear layers' own weights in 4 bits, including those of experts, which have no adapter."""
     config = lora(source, shape_is_enough, base="nf4")
     config.model.lora.base_targets = "."
     return config
 
 
 def _scored(change: Callable[..., Config], base: Callable[..., Config], what: str) -> Callable[..., Config]:
-    """Returns the function that makes `base`'s config of a published model, and changes it so that it scores."""
+    """Return a function that builds `base`'s config of a published model and changes it to score sequences."""
 
     def scored(source: str, shape_is_enough: bool = False) -> Config:
         config = base(source, shape_is_enough)

@@ -1,7 +1,7 @@
 """Normalizing flows of images: Glow, RealNVP, NICE and residual flows of handwritten digits; Glow of larger images.
 
-What the digits' flows are measured against, on the same held-out images, in bits per dimension: a Gaussian for each
-pixel 3.40, one with all covariances 2.97 (dequantized in the same way, fitted on the training images).
+Baselines for the flows of digits, on the same held-out images, in bits per dimension: an independent Gaussian per
+pixel 3.40, one with full covariance 2.97 (dequantized in the same way, fitted on the training images).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def flow(
     scales: int,
     steps: int,
 ) -> Config:
-    """A multi-scale flow with `steps` times the pattern at each of `scales` levels."""
+    """Build a multi-scale flow with `steps` repetitions of the pattern at each of `scales` scales."""
     stacks = []
     for _ in range(scales):
         stacks.append(config_for(Stack, num_layers=steps * len(pattern), pattern=pattern))
@@ -45,7 +45,7 @@ def digits(
     rate: float = 1e-3,
     remat: str = "none",
 ) -> Config:
-    """A flow with two levels of the pattern on the digits: 1,436 images to train on, 361 held out."""
+    """Build a flow with two scales of the pattern on the digits: 1,436 training images, 361 held out."""
     # Pixels of the digits have 17 levels, 0 to 16.
     model = flow(pattern, shape=(8, 8, 1), levels=17, scales=2, steps=depth)
     data = config_for(
@@ -74,7 +74,7 @@ def digits(
 
 
 def learner(*, rate: float, ema: float, warmup: float = 100) -> Config:
-    """AdamW, decay for the nets alone, clip 1.0, averaged weights."""
+    """AdamW with weight decay only for the nets, clip 1.0, averaged weights."""
     return config_for(
         Learner,
         optimizer=adamw(peak=rate, warmup=warmup, weight_decay=0.01, b2=0.999, end=0.02),
@@ -87,7 +87,7 @@ def learner(*, rate: float, ema: float, warmup: float = 100) -> Config:
 def digits_glow() -> Config:
     """Glow (arXiv 1807.03039) of 8 x 8 digits: 0.17M parameters, under 8 minutes on 2 CPU cores.
 
-    Two levels of 8 steps of actnorm, 1x1 convolution and affine coupling. About 2.05 bits per dimension.
+    Two scales of 8 steps of actnorm, 1x1 convolution and affine coupling. About 2.05 bits per dimension.
     """
     coupling = config_for(AffineCoupling, net=config_for(ConvNet, hidden=64, dropout=0.25))
     return digits([config_for(ActNorm), config_for(InvertibleConv), coupling], depth=8, steps=2000)
@@ -96,7 +96,8 @@ def digits_glow() -> Config:
 def digits_realnvp() -> Config:
     """RealNVP (arXiv 1605.08803) of 8 x 8 digits; 0.21M parameters.
 
-    Actnorm stands for its batch norm; channels are halved by turns and shuffled, nothing mixes them.
+    Actnorm replaces its batch norm. Couplings alternate between the halves of the channels, which are then shuffled;
+    nothing else mixes the channels.
     """
     net = config_for(ConvNet, hidden=64, dropout=0.25)
     halves = [config_for(AffineCoupling, net=net, flip=flip) for flip in (False, True)]
@@ -106,7 +107,7 @@ def digits_realnvp() -> Config:
 def digits_nice() -> Config:
     """NICE-like flow (arXiv 1410.8516) of 8 x 8 digits; 0.18M parameters.
 
-    As digits-realnvp with additive couplings: actnorm alone changes volumes.
+    Like digits-realnvp but with additive couplings, so only actnorm changes volumes.
     """
     net = config_for(ConvNet, hidden=64, dropout=0.25)
     halves = [config_for(AdditiveCoupling, net=net, flip=flip) for flip in (False, True)]
@@ -125,8 +126,8 @@ def digits_residual() -> Config:
 def images_glow() -> Config:
     """Glow of 32 x 32 x 3 images in a folder of PNG or NPZ files (data.source.path); 45M parameters.
 
-    3 levels of 32 steps, width 512, as in the paper for CIFAR-10 (there 3.35 bits per dimension), in constant memory
-    (memory.remat = invert). Nobody has trained it yet.
+    3 scales of 32 steps, width 512, as in the paper for CIFAR-10 (there 3.35 bits per dimension), in constant memory
+    (memory.remat = invert). It has not been trained yet.
     """
     coupling = config_for(AffineCoupling, net=config_for(ConvNet, hidden=512))
     steps = 200_000

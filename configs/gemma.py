@@ -1,7 +1,7 @@
-"""Gemma 3, text alone (arXiv 2503.19786): five layers with a window for one that sees all tokens before.
+"""Gemma 3, text only (arXiv 2503.19786): five layers with a window for each layer that sees all earlier tokens.
 
-The shape is of the published config.json. Learning rate and batch are ours (the report does not state them); no run of
-this size was made here.
+The shape comes from the published config.json. Learning rate and batch size are ours, because the report does not
+state them. We have not run this size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _WINDOW = 1024
 
 
 def gemma_layers(model: Config, *, window: int, local_layers: int, scaling: Config | None) -> None:
-    """Makes Gemma 3 of a Llama: norms of branches, queries and keys, and windows with rotary positions of their own.
+    """Turn a Llama into Gemma 3: branch, query and key norms, and windowed layers with their own rotary positions.
 
     Args:
-        model: a Llama with one kind of layers, changed in place.
-        window: tokens that a local layer sees.
-        local_layers: how many of these go before each global layer.
-        scaling: of the rotary positions of global layers.
+        model: a Llama whose layers are all alike; changed in place.
+        window: number of tokens that a local layer sees.
+        local_layers: number of local layers before each global layer.
+        scaling: scaling of the rotary positions in global layers.
     """
     global_block = model.stack.pattern[0]
     norm = global_block.norm
@@ -36,14 +36,14 @@ def gemma_layers(model: Config, *, window: int, local_layers: int, scaling: Conf
     local_block.attention.window = window
     local_block.attention.rotary = config_for(Rotary, theta=10_000.0)
     model.stack.pattern = [*(local_block.copy() for _ in range(local_layers)), global_block]
-    # A table of tokens that is read and written: embeddings are made as large as the layers expect.
+    # The embedding table is tied to the head, so embeddings are scaled up to the size that the layers expect.
     model.embed.scale = model.dim**0.5
 
 
 def gemma3_12b() -> Config:
     """Gemma 3 12B, its language model: 48 layers, 16 heads of 256, width 3840, tied; 11.8B parameters.
 
-    Published as google/gemma-3-12b-pt. Of the sizes this one has layers in whole groups of six.
+    Published as google/gemma-3-12b-pt. Among the published sizes, this one has layers in complete groups of six.
     """
     model = llama_model(
         layers=48,

@@ -1,8 +1,8 @@
-"""GPT-2 (Radford et al. 2019), the shapes of the four published checkpoints.
+"""GPT-2 (Radford et al. 2019), with the shapes of the four published checkpoints.
 
-Batches of half a million tokens and the learning rates of the GPT-3 paper's table 2.1 (arXiv 2005.14165) for these
-sizes, as nanoGPT trains them. Expected, by nanoGPT's log for 124M on OpenWebText: validation loss about 2.85 after
-600,000 steps of 491,520 tokens, four days on eight A100. Not measured here.
+Batches have half a million tokens, and learning rates are those of table 2.1 of the GPT-3 paper (arXiv 2005.14165)
+for these sizes, as in nanoGPT. According to nanoGPT's log for 124M on OpenWebText, expect a validation loss of about
+2.85 after 600,000 steps of 491,520 tokens, in four days on eight A100. We have not measured this.
 """
 
 from __future__ import annotations

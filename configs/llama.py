@@ -1,7 +1,8 @@
-"""Llama: the first ones (arXiv 2302.13971), Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783).
+"""Llama: the first models (arXiv 2302.13971), Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783).
 
-Shapes from the papers and the published config.json files; learning rates, warm-up and batches of four million tokens
-from the papers. They are for pre-training from token files, and for planning; no run of this size was made here.
+The shapes come from the papers and the published config.json files; learning rates, warm-up and batches of four
+million tokens come from the papers. Use these configs to pretrain from token files, and to plan. We have not run
+these sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def _llama(layers: int, heads: int, dim: int, hidden: int, peak: float) -> Confi
 
 
 def llama_33b() -> Config:
-    """LLaMA 33B (2023): 60 layers, 52 heads, width 6656; 32.5B parameters. 1.4T tokens at 4M tokens a step."""
+    """LLaMA 33B (2023): 60 layers, 52 heads, width 6656; 32.5B parameters. 1.4T tokens, 4M tokens per step."""
     return _llama(60, 52, 6656, 17920, 1.5e-4)
 
 
 def llama_65b() -> Config:
-    """LLaMA 65B (2023): 80 layers, 64 heads, width 8192; 65.3B parameters. 1.4T tokens at 4M tokens a step."""
+    """LLaMA 65B (2023): 80 layers, 64 heads, width 8192; 65.3B parameters. 1.4T tokens, 4M tokens per step."""
     return _llama(80, 64, 8192, 22016, 1.5e-4)
 
 
@@ -63,7 +64,7 @@ def llama2_13b() -> Config:
 
 
 def llama2_70b() -> Config:
-    """Llama 2 70B: 80 layers, 64 heads, 8 of keys and values, width 8192; 69.0B parameters. 2T tokens."""
+    """Llama 2 70B: 80 layers, 64 heads, 8 KV heads, width 8192; 69.0B parameters. 2T tokens."""
     return _llama2(80, 64, 8192, 28672, 1.5e-4, kv_heads=8)
 
 
@@ -82,12 +83,12 @@ def _llama3(layers: int, heads: int, dim: int, hidden: int, peak: float) -> Conf
 
 
 def llama3_8b() -> Config:
-    """Llama 3 8B: 32 layers, 32 heads, 8 of keys and values, width 4096; 8.03B parameters (Meta-Llama-3-8B)."""
+    """Llama 3 8B: 32 layers, 32 heads, 8 KV heads, width 4096; 8.03B parameters (Meta-Llama-3-8B)."""
     return _llama3(32, 32, 4096, 14336, 3e-4)
 
 
 def llama3_70b() -> Config:
-    """Llama 3 70B: 80 layers, 64 heads, 8 of keys and values, width 8192; 70.6B parameters (Meta-Llama-3-70B)."""
+    """Llama 3 70B: 80 layers, 64 heads, 8 KV heads, width 8192; 70.6B parameters (Meta-Llama-3-70B)."""
     return _llama3(80, 64, 8192, 28672, 1.5e-4)
 
 

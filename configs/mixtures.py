@@ -1,8 +1,8 @@
 """Mixtures of experts: one that a laptop's CPU trains in minutes, and the shapes of published ones.
 
-Shapes of the large ones from the published config.json files, and with them the coefficients of the balance loss.
-Learning rates and batches are ours but for DeepSeek's (the other reports do not state them); no run of these sizes was
-made here.
+The shapes of the large ones and their balance loss coefficients come from the published config.json files. Learning
+rates and batch sizes are ours, except for DeepSeek's, because the other reports do not state them. We have not run
+these sizes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from framework.optimizers import matrices
 
 
 def moe_tiny() -> Config:
-    """stdlib-tiny with 8 experts in each layer, of which a token is given to 2: 3.4M parameters, 1.8M of them active.
+    """stdlib-tiny with 8 experts per layer, 2 active per token: 3.4M parameters, 1.8M active.
 
-    The two experts of a token are together as wide as stdlib-tiny's MLP. Minutes on 2 CPU cores.
+    The two experts of a token are together as wide as stdlib-tiny's MLP. Trains in minutes on 2 CPU cores.
     """
     config = stdlib_tiny()
     block = config.model.stack.pattern[0]
     block.mlp = mixture(experts=8, top_k=2, hidden=172)
     block.mlp.router.expert_metrics = True
-    # A matrix of each expert is one of its own for Muon, which optax's takes matrices alone for.
+    # Our Muon updates the matrix of each expert separately; optax's applies only to single matrices.
     schedule = config.learner.optimizer.learning_rate
     config.learner.optimizer = config_for(
         matrices.muon,
@@ -32,7 +32,7 @@ def moe_tiny() -> Config:
         weight_decay=0.01,
         consistent_rms=None,
     )
-    # The router chooses by small differences: it learns as slowly as AdamW elsewhere has it.
+    # Small differences decide the router's choice, so it learns as slowly as is usual with AdamW.
     router_rule = config.learner.rules[-1].copy()
     router_rule.pattern = "router"
     router_rule.optimizer.learning_rate.peak_value = 0.003
@@ -41,7 +41,7 @@ def moe_tiny() -> Config:
 
 
 def mixtral_8x7b() -> Config:
-    """Mixtral 8x7B: 32 layers of 8 experts, 2 for a token, width 4096; 46.7B parameters, 12.9B of them active.
+    """Mixtral 8x7B: 32 layers of 8 experts, 2 active per token, width 4096; 46.7B parameters, 12.9B active.
 
     Published as mistralai/Mixtral-8x7B-v0.1 (arXiv 2401.04088).
     """
@@ -60,7 +60,7 @@ def mixtral_8x7b() -> Config:
 
 
 def qwen3_30b_a3b() -> Config:
-    """Qwen3 30B-A3B: 48 layers of 128 experts, 8 for a token, width 2048; 30.5B parameters, 3.3B of them active.
+    """Qwen3 30B-A3B: 48 layers of 128 experts, 8 active per token, width 2048; 30.5B parameters, 3.3B active.
 
     Published as Qwen/Qwen3-30B-A3B (arXiv 2505.09388).
     """
@@ -83,10 +83,11 @@ def qwen3_30b_a3b() -> Config:
 
 
 def gpt_oss_20b() -> Config:
-    """gpt-oss 20b: 24 layers of 32 experts, 4 for a token, width 2880; 20.9B parameters, 3.6B of them active.
+    """gpt-oss 20b: 24 layers of 32 experts, 4 active per token, width 2880; 20.9B parameters, 3.6B active.
 
-    Published as openai/gpt-oss-20b (arXiv 2508.10925), which has experts in MXFP4; here they train in bfloat16. Every
-    second layer, the first one too, attends to 128 tokens. The coefficient of the balance loss is ours.
+    Published as openai/gpt-oss-20b (arXiv 2508.10925), which stores its experts in MXFP4; here they train in
+    bfloat16. Every second layer, starting with the first, attends to 128 tokens. The balance loss coefficient is
+    ours.
     """
     scaling = config_for(YarnScaling, factor=32.0, original_length=4096, truncate=False)
     model = gpt_oss_model(
@@ -113,10 +114,10 @@ def gpt_oss_20b() -> Config:
 
 
 def deepseek_v2_lite() -> Config:
-    """DeepSeek-V2-Lite: 26 layers of 64 experts, 6 for a token and 2 for all, behind one without; 15.7B parameters.
+    """DeepSeek-V2-Lite: a dense layer, then 26 of 64 experts, 6 active per token, plus 2 shared; 15.7B parameters.
 
-    Latent attention of rank 512, width 2048. Published as deepseek-ai/DeepSeek-V2-Lite (arXiv 2405.04434, appendix B),
-    here as it was pretrained: with 4096 positions, before YaRN stretched them to 32,768.
+    Latent attention of rank 512, width 2048. Published as deepseek-ai/DeepSeek-V2-Lite (arXiv 2405.04434, appendix
+    B). This is the pretraining shape: with 4096 positions, before YaRN extended them to 32,768.
     """
     model = deepseek_model(
         layers=27,

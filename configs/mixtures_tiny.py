@@ -1,6 +1,6 @@
-"""Toys of the published mixtures of experts, which a laptop's CPU trains in minutes: moe-tiny with their parts.
+"""Toy versions of published mixtures of experts that a laptop's CPU trains in minutes: moe-tiny with their parts.
 
-What a family has and Mixtral has not is there, at the sizes of stdlib-tiny; rates and batches are moe-tiny's.
+Each has the parts that its family adds to Mixtral, at the sizes of stdlib-tiny. Rates and batches are moe-tiny's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from framework.layers.stack import Stack
 
 
 def qwen3_moe_tiny() -> Config:
-    """moe-tiny with the norms of queries and keys of Qwen3-MoE (arXiv 2505.09388): 3.4M parameters."""
+    """moe-tiny with the query and key norms of Qwen3-MoE (arXiv 2505.09388): 3.4M parameters."""
     config = moe_tiny()
     config.model.stack.pattern[0].attention.qk_norm = config_for(RMSNorm, eps=1e-6)
     return config
 
 
 def olmoe_tiny() -> Config:
-    """moe-tiny after OLMoE (arXiv 2409.02060), 3.5M parameters: 16 narrow experts, 4 for a token.
+    """moe-tiny in the style of OLMoE (arXiv 2409.02060), 3.5M parameters: 16 narrow experts, 4 active per token.
 
-    The shares of a token's experts do not add up to one, and queries and keys are normed over all heads.
+    The weights of a token's experts do not sum to one, and queries and keys are normalized over all heads.
     """
     config = moe_tiny()
     block = config.model.stack.pattern[0]
@@ -37,7 +37,7 @@ def olmoe_tiny() -> Config:
 
 
 def gpt_oss_tiny() -> Config:
-    """moe-tiny after gpt-oss (arXiv 2508.10925), 3.4M parameters: sinks, biases, clamped SwiGLU, windows by turns."""
+    """moe-tiny like gpt-oss (arXiv 2508.10925), 3.4M parameters: sinks, biases, clamped SwiGLU, alternating windows."""
     config = moe_tiny()
     local_block = config.model.stack.pattern[0]
     local_block.attention.sinks = True
@@ -54,7 +54,7 @@ def gpt_oss_tiny() -> Config:
 
 
 def deepseek_tiny() -> Config:
-    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434), 3.2M parameters: latent attention, shared experts."""
+    """moe-tiny in the style of DeepSeek-V2 (arXiv 2405.04434), 3.2M parameters: latent attention, shared experts."""
     config = moe_tiny()
     sparse_block = config.model.stack.pattern[0]
     sparse_block.attention = config_for(

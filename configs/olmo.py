@@ -1,7 +1,7 @@
 """OLMo 2 (arXiv 2501.00656) and OLMoE (arXiv 2409.02060), whose data and training are published too.
 
-Learning rates, batches and losses are theirs; weight decay and warm-up are those of all large configs here. No run of
-these sizes was made here.
+Learning rates, batch sizes and losses are theirs; weight decay and warm-up are those of all large configs here. We
+have not run these sizes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from framework.layers.norm import RMSNorm
 
 
 def norm_all_heads(model: Config, eps: float) -> None:
-    """Norms the queries and keys of all heads of a token together."""
+    """Normalize the queries and keys of a token over all heads together."""
     attention = model.stack.pattern[0].attention
     attention.qk_norm = config_for(RMSNorm, eps=eps)
     attention.qk_norm_over = "all"
 
 
 def olmo2_7b() -> Config:
-    """OLMo 2 7B: 32 layers, 32 heads, width 4096, norms of what comes out of branches; 7.30B parameters.
+    """OLMo 2 7B: 32 layers, 32 heads, width 4096, norms on the outputs of branches; 7.30B parameters.
 
     Published as allenai/OLMo-2-1124-7B.
     """
@@ -41,7 +41,7 @@ def olmo2_7b() -> Config:
 
 
 def olmoe_1b_7b() -> Config:
-    """OLMoE 1B-7B: 16 layers of 64 experts, 8 for a token, width 2048; 6.92B parameters, 1.3B of them active.
+    """OLMoE 1B-7B: 16 layers of 64 experts, 8 active per token, width 2048; 6.92B parameters, 1.3B active.
 
     Published as allenai/OLMoE-1B-7B-0924.
     """

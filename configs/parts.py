@@ -1,6 +1,6 @@
-"""What the families of named configs share: the shapes of GPT-2 and Llama models, and the usual learner.
+"""Building blocks shared by the named configs: the shapes of GPT-2 and Llama models, and the usual learner.
 
-Widths are written once; layers get them from their parents.
+Each width is set once; layers inherit it from their parents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gpt2_model(
     positions: int,
     dropout: float = 0.0,
 ) -> Config:
-    """GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
+    """Build GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
     linear = config_for(Linear, bias=True)
     block = config_for(
         Block,
@@ -76,7 +76,7 @@ def llama_model(
     tied: bool = False,
     rope_scaling: Config | None = None,
 ) -> Config:
-    """Llama (arXiv 2302.13971): RMSNorm, rotary positions, SwiGLU, no biases (Qwen2 has them in q, k, v)."""
+    """Build Llama (arXiv 2302.13971): RMSNorm, rotary positions, SwiGLU, no biases (Qwen2 has them in q, k, v)."""
     norm = config_for(RMSNorm, eps=eps)
     attention = config_for(
         Attention,
@@ -121,8 +121,10 @@ def deepseek_model(
     activation: str = "silu",
     balance: float = 0.001,
 ) -> Config:
-    """DeepSeek-V2 (arXiv 2405.04434): latent attention, shared experts beside routed ones, and `num_first` layers with
-    an MLP of width `hidden` before those."""
+    """Build DeepSeek-V2 (arXiv 2405.04434): latent attention, and shared experts in addition to routed ones.
+
+    The first `num_first` layers are dense, with an MLP of width `hidden`.
+    """
     norm = config_for(RMSNorm, eps=eps)
     attention = config_for(
         LatentAttention,
@@ -173,7 +175,7 @@ def mixture(
     normalize: bool = True,
     balance: float = 0.01,
 ) -> Config:
-    """A mixture of gated experts of width `hidden` (Mixtral, arXiv 2401.04088), in the place of a block's MLP."""
+    """Build a mixture of gated experts of width `hidden` (Mixtral, arXiv 2401.04088), to replace a block's MLP."""
     return config_for(
         MoE,
         num_experts=experts,
@@ -201,7 +203,7 @@ def gpt_oss_model(
     limit: float = 7.0,
     tied: bool = False,
 ) -> Config:
-    """gpt-oss (arXiv 2508.10925) without its windows: sinks, biases, a clamped SwiGLU in experts with biases."""
+    """Build gpt-oss (arXiv 2508.10925) without its windows: sinks, biases, experts with clamped SwiGLU and biases."""
     model = llama_model(
         layers=layers,
         heads=heads,
@@ -218,7 +220,7 @@ def gpt_oss_model(
     block = model.stack.pattern[0]
     block.attention.output_bias = bias
     block.attention.sinks = True
-    # Written down only where it is not the width divided by the heads, which is the default.
+    # Set only if it differs from the default, which is the width divided by the number of heads.
     if head_dim * heads != dim:
         block.attention.head_dim = head_dim
     block.mlp = mixture(experts=experts, top_k=top_k, hidden=hidden, normalize=False, balance=0.0)
@@ -238,23 +240,26 @@ def adamw(
     end: float = 0.1,
     steps: int | None = None,
 ) -> Config:
-    """AdamW with a linear warm-up (steps, or a fraction of the run) and a cosine down to `end` times the peak, as long
-    as the run or of so many steps."""
+    """AdamW with a linear warm-up and a cosine decay to `end` times the peak.
+
+    The warm-up is in steps, or a fraction of the run. The schedule has `steps` steps, or the length of the run if
+    None.
+    """
     schedule = config_for(warmup_cosine, peak_value=peak, warmup=warmup, end_fraction=end, steps=steps)
     return config_for(optax.adamw, learning_rate=schedule, b1=0.9, b2=b2, weight_decay=weight_decay)
 
 
 def muon(*, peak: float, adam_peak: float, warmup: float, end: float = 0.02) -> tuple[Config, Config]:
-    """Muon (Jordan et al. 2024) for the stack's matrices, AdamW for all other parameters.
+    """Build Muon (Jordan et al. 2024) for the stack's matrices, with AdamW for all other parameters.
 
     Args:
-        peak: the highest learning rate of Muon.
-        adam_peak: that of AdamW.
-        warmup: steps, or a fraction of the run.
-        end: the last learning rate is that fraction of the highest.
+        peak: peak learning rate of Muon.
+        adam_peak: peak learning rate of AdamW.
+        warmup: length of the warm-up, in steps or as a fraction of the run.
+        end: final learning rate as a fraction of the peak.
 
     Returns:
-        (the optimizer, the rule that gives the other parameters AdamW).
+        (the optimizer, the rule that assigns AdamW to the other parameters).
     """
 
     def schedule(rate: float) -> Config:
@@ -262,13 +267,13 @@ def muon(*, peak: float, adam_peak: float, warmup: float, end: float = 0.02) -> 
 
     adam = config_for(optax.adamw, learning_rate=schedule(adam_peak), b2=0.95, weight_decay=0.0)
     optimizer = config_for(optax.contrib.muon, learning_rate=schedule(peak), weight_decay=0.01)
-    # Muon is for matrices between hidden states; tables of tokens and norms are none.
+    # Muon is for matrices between hidden states, which embedding tables and norms are not.
     adam_rule = config_for(Rule, pattern="^embed|^head|norm", optimizer=adam)
     return optimizer, adam_rule
 
 
 def no_decay(pattern: str = r"norm|bias|position") -> Config:
-    """No weight decay for norms, biases and learned positions."""
+    """Build a rule that disables weight decay for norms, biases and learned positions."""
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
 
 
@@ -281,13 +286,13 @@ def large(
     steps: int | None,
     warmup: float = 2000,
 ) -> Config:
-    """The defaults of large models: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
+    """Build a large model's config: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
-    Data is nanoGPT-style token files: set data.source.path to what `plimsoll prepare` wrote.
+    Data is nanoGPT-style token files: set data.source.path to the output of `plimsoll prepare`.
     """
     model.param_dtype = "bfloat16"
     model.compute_dtype = "bfloat16"
-    # The ids of a prepared file are final, so its tokenizer need not be at hand.
+    # The ids in a prepared file are final, so its tokenizer is not needed.
     data = config_for(
         DataPipeline,
         source=config_for(TokenMemmap, path="data/train.bin"),
@@ -295,7 +300,7 @@ def large(
         seq_len=seq_len,
         global_batch_size=batch,
     )
-    # A pattern names "position" only where positions are learned: other models have none.
+    # Include "position" only for learned positions, because other models have no such parameters.
     undecayed = "norm|bias"
     if model.embed.max_positions is not None:
         undecayed = "norm|bias|position"
@@ -304,7 +309,7 @@ def large(
         optimizer=adamw(peak=peak, warmup=warmup),
         rules=[no_decay(undecayed)],
         clip=1.0,
-        # An update is often smaller than half a bfloat16 step of its weight, and would be lost.
+        # An update is often smaller than half a bfloat16 step of its weight, and would be lost in bfloat16.
         master_dtype="float32",
         moment_dtype="float32",
     )

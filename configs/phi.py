@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama's layers.
+"""Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905), which use Llama's layers.
 
-Shapes from the published config.json files. Learning rates and batches are ours (the reports do not state them); no run
-of these sizes was made here.
+The shapes come from the published config.json files. Learning rates and batch sizes are ours, because the reports do
+not state them. We have not run these sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def phi3_mini() -> Config:
 
 
 def phi4() -> Config:
-    """Phi-4: 40 layers, 40 heads, 10 of keys and values, width 5120; 14.7B parameters (microsoft/phi-4)."""
+    """Phi-4: 40 layers, 40 heads, 10 KV heads, width 5120; 14.7B parameters (microsoft/phi-4)."""
     model = llama_model(
         layers=40,
         heads=40,

@@ -1,4 +1,4 @@
-"""Models that learn from rewards for their own answers (GRPO), on a laptop's CPU."""
+"""Models that learn from rewards for their own answers (GRPO) on a laptop's CPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from framework.program.options import TrainerOptions
 def grpo_tiny() -> Config:
     """A 0.1M-parameter Llama-like model learns sums of two digits by GRPO; minutes on 2 CPU cores.
 
-    Tokens are bytes, and an answer has a reward if it is exactly right. The first 60 steps show right answers, after
-    which about a tenth of the model's own is right. The other 1140 steps see nothing but rewards. A fifth of the sums
-    is held out.
+    Tokens are bytes, and only an exactly right answer has a reward. The first 60 steps train on demonstrations, after
+    which the model answers about a tenth of the sums correctly. The other 1140 steps use only rewards. A fifth of the
+    sums is held out.
     """
     model = llama_model(layers=2, heads=4, dim=64, hidden=172, vocab_size=257)
     model.stack.unroll = 0
-    # On a CPU, the logits of all 2,048 tokens are two megabytes.
+    # On a CPU, the logits of all 2,048 tokens take two megabytes.
     model.head.chunk_tokens = 0
     model.head.objective = config_for(GRPO)
     return config_for(
@@ -34,7 +34,7 @@ def grpo_tiny() -> Config:
             source=config_for(Arithmetic, split="train", validation_fraction=0.2),
             validation={"sums": config_for(Arithmetic, split="validation", validation_fraction=0.2)},
             tokenizer=config_for(ByteTokenizer),
-            # "9+9=" behind the separator, and "18" with the token that ends it.
+            # "9+9=" after the separator, then "18" and the token that ends it.
             seq_len=8,
             answer_tokens=4,
             group_size=16,

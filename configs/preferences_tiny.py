@@ -1,4 +1,4 @@
-"""Preferences on text that every machine has: toys that a laptop's CPU trains in minutes."""
+"""Toy preference models that a laptop's CPU trains in minutes, on text that every machine has."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from framework.objectives.preferences import DPO
 
 
 def dpo_tiny() -> Config:
-    """stdlib-tiny's model, 1.8M parameters, by DPO: lines of the library against the same words in another order.
+    """stdlib-tiny's model, 1.8M parameters, trained by DPO: lines of the library against the same words shuffled.
 
-    The reference is the model's first weights, whose log-probabilities are computed once. Minutes on 2 CPU cores.
+    The reference is the model's initial weights, whose log-probabilities are computed once. Minutes on 2 CPU cores.
     """
     config = stdlib_tiny()
-    # About the pairs that so short a run reads: the reference is computed of all of them.
+    # About as many pairs as this short run reads, because the reference is computed for all of them.
     config.data.source = config_for(StdlibPairs, split="train", every=8)
     config.data.validation = {"pairs": config_for(StdlibPairs, split="validation", every=8)}
     config.model.head.objective = config_for(DPO, beta=0.1)

@@ -1,4 +1,4 @@
-"""What a config of published weights becomes where the model scores sequences: a reward model, or a classifier."""
+"""Turns the config of published weights into that of a model that scores sequences: a reward model or a classifier."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FILE = "data/scored.jsonl"
 
 
 def as_reward_model(config: Config, facts: dict[str, Any]) -> Config:
-    """Changes the config of published weights into that of a reward model, and returns it.
+    """Turn the config of published weights into that of a reward model, in place, and return it.
 
-    Pairs are read from data/scored.jsonl, a twentieth of them for validation. The score head of a language model is
-    drawn.
+    Pairs are read from data/scored.jsonl, a twentieth of them for validation. For a language model, the score head is
+    initialized randomly.
 
     Args:
-        config: of a language model, or of a reward model.
+        config: config of a language model or of a reward model.
         facts: config.json of the published weights.
 
     Raises:
-        ValueError: the weights are of a classifier.
+        ValueError: the weights belong to a classifier.
     """
     if scores.is_scored(facts) and len(scores.label_names(facts)) != 1:
         count = len(scores.label_names(facts))
@@ -35,17 +35,17 @@ def as_reward_model(config: Config, facts: dict[str, Any]) -> Config:
 
 
 def as_classifier(config: Config, facts: dict[str, Any]) -> Config:
-    """Changes the config of published weights into that of a classifier, and returns it.
+    """Turn the config of published weights into that of a classifier, in place, and return it.
 
-    Rows are read from data/scored.jsonl, a twentieth of them for validation. The score head of a language model is
-    drawn, with two labels, 0 and 1; `--data` finds those of a file.
+    Rows are read from data/scored.jsonl, a twentieth of them for validation. For a language model, the score head is
+    initialized randomly, with two labels, 0 and 1; `--data` detects the labels of a file.
 
     Args:
-        config: of a language model, or of a classifier.
+        config: config of a language model or of a classifier.
         facts: config.json of the published weights.
 
     Raises:
-        ValueError: the weights are of a reward model.
+        ValueError: the weights belong to a reward model.
     """
     names = scores.label_names(facts) if scores.is_scored(facts) else ["0", "1"]
     if len(names) < 2:
@@ -57,24 +57,24 @@ def as_classifier(config: Config, facts: dict[str, Any]) -> Config:
 
 
 def as_published(config: Config, facts: dict[str, Any]) -> Config:
-    """As `as_reward_model` or `as_classifier`, by the number of labels; a language model's config stays."""
+    """Apply `as_reward_model` or `as_classifier`, by the number of labels; a language model's config is unchanged."""
     if not scores.is_scored(facts):
         return config
     return as_reward_model(config, facts) if len(scores.label_names(facts)) == 1 else as_classifier(config, facts)
 
 
 def _give_head(config: Config, facts: dict[str, Any], num_labels: int) -> None:
-    """Puts a score head into the config; that of published weights is there already."""
+    """Put a score head into the config, unless the published weights already have one."""
     if not scores.is_scored(facts):
         config.model = scores.with_score_head(config.model, num_labels)
         config.pretrained.draws_head = True
     if config.model.lora is not None:
-        # It learns whole, beside adapters in float32: in bfloat16 small steps would be lost.
+        # The head is trained in full, next to float32 adapters; in bfloat16 small steps would be lost.
         config.model.head.dtype = "float32"
 
 
 def _give_data(config: Config, facts: dict[str, Any], source: Config, name: str) -> None:
-    """Has the config read such a source, a part of it for validation."""
+    """Make the config read such a source, with a part of it for validation."""
     source.pad_token_id = facts.get("pad_token_id")
     train_source, validation_source = source.copy(), source.copy()
     train_source.split, validation_source.split = "train", "validation"

@@ -29,12 +29,12 @@ def stdlib_tiny() -> Config:
     vocab_size = 4096
     model = llama_model(layers=4, heads=2, dim=128, hidden=344, vocab_size=vocab_size)
     model.stack.unroll = 0
-    # On a CPU, logits of so few tokens stay in the cache.
+    # On a CPU, the logits of such a small chunk of tokens stay in the cache.
     model.head.chunk_tokens = 256
     model.embed.init.stddev = 0.5
     optimizer, adam_rule = muon(peak=0.02, adam_peak=0.02, warmup=0.06, end=0.0)
-    # A batch has few of the tokens, so most rows of their table have a gradient in few steps: in so
-    # short a run these must be large. The first rule that matches decides.
+    # A batch contains few of the tokens, so most rows of the table have a gradient in few steps. In such a short run,
+    # those steps must be large. The first rule that matches decides.
     embed_rule = adam_rule.copy()
     embed_rule.pattern = "^embed"
     embed_rule.optimizer.learning_rate.peak_value = 0.3
@@ -55,15 +55,16 @@ def stdlib_tiny() -> Config:
             TrainerOptions,
             max_steps=steps,
             eval_every=750,
-            # The whole held-out part, in some seconds: a compressor's bits per byte are of a whole, too.
+            # Evaluate the whole held-out part, which takes seconds; a compressor's bits per byte also cover the
+            # whole.
             eval_batches=None,
             save_every=750,
             sample_tokens=160,
             sample_temperature=0.5,
             sample_prompt=_SAMPLE_PROMPT,
         ),
-        # With one CPU's time for it, more updates are worth more than smoother ones. Of two microbatches,
-        # the activations stay in the cache.
+        # With a single CPU, more updates are worth more than smoother ones. With two microbatches, the activations
+        # stay in the cache.
         accelerator_rules=[
             config_for(AcceleratorRule, pattern="cpu-1", set={"data.global_batch_size": 4, "learner.accumulate": 2}),
         ],
@@ -81,8 +82,8 @@ def stdlib_tiny_reversible() -> Config:
 def nanogpt_cpu() -> Config:
     """nanoGPT's CPU example (its README): 4 layers, 4 heads, width 128, 64 positions, batch 12, bytes for characters.
 
-    0.8M parameters, 2000 steps, no dropout; nanoGPT reports a loss of 1.88 per character on Shakespeare, this trains on
-    the standard library's source instead.
+    0.8M parameters, 2000 steps, no dropout. nanoGPT reports a loss of 1.88 per character on Shakespeare; this config
+    trains on the standard library's source instead.
     """
     steps = 2000
     model = gpt2_model(layers=4, heads=4, dim=128, vocab_size=257, positions=64)

@@ -1,6 +1,6 @@
 """Plimsoll, the library: `import framework as pl`, then `pl.train`, `pl.load`, `pl.plan` (docs/python.md).
 
-Imports no named configs and no verbs, and nothing at all before it is asked for.
+Does not import named configs or verbs. Every other import is deferred until a name is used.
 """
 
 import importlib

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Python calls itself "-m" while it looks for the module that it is to run: this process is a verb,
-# and no program that imports one. Ctrl-C is seen to before anything that takes time is imported.
+# Python sets argv[0] to "-m" while it looks for the module to run, so this process is a verb and not a program that
+# imports one. Handle Ctrl-C before any slow import.
 if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
     from launch import own_packages
 
@@ -16,8 +16,7 @@ if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
 
     from framework.devices.allocator import share_one_heap
 
-    # Libraries that are imported later start threads, and each of these would have a heap.
+    # Libraries imported later start threads, and each thread would have its own heap.
     share_one_heap()
-    # XLA's errors are shown, and its remarks and warnings, in a format of their own, where somebody
-    # asks for them.
+    # Hide XLA's informational messages and warnings, unless the user asks for them. Errors are still shown.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

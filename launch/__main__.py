@@ -1,4 +1,4 @@
-"""`plimsoll VERB ...`: runs a verb, or lists them. Imports only the verb that it runs."""
+"""`plimsoll VERB ...`: runs a verb, or lists them. Imports only the verb that runs."""
 
 import ast
 import importlib
@@ -11,12 +11,12 @@ from launch import cli
 
 
 def verbs() -> dict[str, str]:
-    """Verb -> first line of its docstring, read from the source so that listing them imports none of them."""
+    """Return {verb: first line of its docstring}, read from the source so that listing verbs imports none of them."""
     folder = Path(launch.__path__[0])
     line_by_verb = {}
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()
-        # The decorator tells verbs from the modules that they share.
+        # The decorator distinguishes verbs from shared modules.
         if "\n@cli.main\n" in source and path.stem != "__main__":
             doc = ast.get_docstring(ast.parse(source)) or ""
             line_by_verb[path.stem] = doc.partition("\n")[0]
@@ -25,7 +25,7 @@ def verbs() -> dict[str, str]:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Dispatches to `launch.VERB.main`."""
+    """Dispatch to `launch.VERB.main`."""
     line_by_verb = verbs()
     if argv and argv[0] not in ("-h", "--help", "help"):
         verb = cli.choose("verb", argv[0], list(line_by_verb))

@@ -1,11 +1,11 @@
-"""Measure what this machine's devices reach, for the step times of `plimsoll plan`: half a minute, once.
+"""Measure the speed of this machine's devices, for the step times of `plimsoll plan`: half a minute, once.
 
     plimsoll calibrate              # measures, prints and keeps the rates
     plimsoll calibrate --show       # those that are kept
 
-Measures products, memory, elementwise work, how fast Python starts programs and, on accelerators, the links to host
-memory and between devices. The rates are kept in $XDG_CACHE_HOME/plimsoll (~/.cache/plimsoll), by the kind of device;
-plans for that kind use them from then on. Nothing else should run meanwhile.
+Measures matrix products, memory, elementwise operations, program launches from Python and, on accelerators, the links
+to host memory and between devices. The rates are stored in $XDG_CACHE_HOME/plimsoll (~/.cache/plimsoll), by device
+type, and plans for that type use them from then on. Nothing else should run during the measurement.
 """
 
 import json
@@ -20,14 +20,14 @@ from launch import cli
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Measures the devices of this machine, or shows what was measured."""
+    """Measure the devices of this machine, or show earlier measurements."""
     parser = cli.Parser("calibrate", __doc__, takes_config=False)
     parser.add_argument("--show", action="store_true", help="show what is kept, and measure nothing")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_flags(argv)
     cli.prepare_jax()
 
-    # Imported late: a typo on the command line should not wait for these.
+    # Imported late, so that a typo on the command line shows immediately.
     import jax
 
     from framework.devices.accelerators import spec_for
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def sections(rates: Any, path: str) -> list[Section]:
-    """The tables of a device's rates: each kind of work at its smallest, its middle and its largest size."""
+    """Build the tables of a device's rates: each kind of work at its smallest, middle and largest size."""
     about = [
         ["measured", rates.measured],
         ["kept in", path],

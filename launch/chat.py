@@ -1,11 +1,11 @@
-"""Talk with a model: in the terminal, over a pipe (a message a line), or on a page of this machine with --web.
+"""Chat with a model: in the terminal, over a pipe (one message per line), or on a local web page with --web.
 
     plimsoll chat --workdir=runs/tuned
     plimsoll chat --hf=DIR --system='You answer in one word.' --temperature=0
     printf 'Hello\nAnd you?\n' | plimsoll chat --workdir=runs/tuned > answers.txt
     plimsoll chat --workdir=runs/tuned --web --port=8000
 
-The model's own chat template is used where its tokenizer has one. Only answers go to stdout.
+The model's own chat template is used if its tokenizer has one. Only answers go to stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEFAULT_PORT = 8000
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, beside those that name the model."""
+    """Add the flags of this verb, in addition to those that name the model."""
     add = parser.add_argument
     add("--system", metavar="TEXT", help="a system prompt, which precedes the conversation")
     add("--num_samples", type=int, default=1, metavar="N", help="answers to each message; the first one is kept")
@@ -42,7 +42,7 @@ def add_flags(parser: cli.Parser) -> None:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when the user has left."""
+    """Run the verb; returns 0 once the user has left."""
     parser = weights.parser("chat", __doc__)
     add_flags(parser)
     args, overrides = weights.parse(parser, argv)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         server = None
         if args.web:
             port = _DEFAULT_PORT if args.port is None else args.port
-            # A port that is taken shows before the model is loaded, too.
+            # Open the port first, so that a port in use is reported before the model is loaded.
             server = open_until_end.enter_context(chat_web.Server(port))
         chat = make_chat(args, overrides, sampling)
         chat.check_system(args.system)
@@ -69,10 +69,10 @@ def main(argv: list[str]) -> int:
 
 
 def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Sampling) -> Chat:
-    """Loads the model, and says on stderr how conversations with it are written.
+    """Load the model, and report on stderr how conversations with it are formatted.
 
     Raises:
-        ValueError: its tokenizer has no text, or no message would fit beside max_new_tokens.
+        ValueError: its tokenizer has no text, or no message would fit in addition to max_new_tokens.
     """
     loaded = weights.load(args, overrides)
 

@@ -1,4 +1,4 @@
-"""A conversation in lines: typed at a terminal, or read from a pipe, a message a line. Answers alone go to stdout."""
+"""A conversation in lines, typed at a terminal or read from a pipe, one message each. Only answers go to stdout."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ HELP = """/reset         forget the conversation
 A line that begins with a space is a message, whatever follows."""
 _COMMANDS = ["/reset", "/system", "/take", "/quit", "/help"]
 
-# Characters by which a text could move the cursor or change the terminal's settings.
+# Characters that could move the cursor or change the terminal's settings.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Session:
-    """A conversation, and what commands do to it.
+    """A conversation, and the commands that change it.
 
     Attributes:
-        turns: the turns that the model is still given.
-        samples: the answers to the last message.
+        turns: turns that are still given to the model.
+        samples: answers to the last message.
     """
 
     def __init__(self, chat: Chat, system: str | None):
@@ -44,10 +44,10 @@ class Session:
         self.samples: list[str] = []
 
     def command(self, line: str) -> bool:
-        """Does what a line with a command says; whether the conversation goes on.
+        """Execute a command line; returns whether the conversation continues.
 
         Raises:
-            UsageError: there is no such command, or no such answer.
+            UsageError: there is no such command or answer.
             ValueError: the system prompt cannot be used; the old one stays.
         """
         name, _, text = line.partition(" ")
@@ -67,7 +67,7 @@ class Session:
         return command != "/quit"
 
     def _take(self, text: str) -> None:
-        """Replaces the last answer of the history by another sample."""
+        """Replace the last answer in the history by another sample."""
         numbers = [str(number) for number in range(1, len(self.samples) + 1)]
         if not numbers:
             raise cli.UsageError("/take: there is no answer yet")
@@ -77,7 +77,7 @@ class Session:
 
 
 class _Signals:
-    """Ctrl-C stops the answer that is being made; a second one before it has stopped ends the process."""
+    """Stops the current answer on Ctrl-C; a second Ctrl-C before it has stopped ends the process."""
 
     def __init__(self, *, typed: bool):
         self.is_answering = False
@@ -85,18 +85,18 @@ class _Signals:
         self._typed = typed
 
     def hear(self, number: int) -> str | None:
-        """A listener of `interrupts.heard_by`."""
+        """Handle a signal, as a listener of `interrupts.heard_by`."""
         if number == signal.SIGINT and self.is_answering and not self.stopped:
             self.stopped = True
             return None
-        # At the prompt of a terminal Python's own handler breaks off the line.
+        # At the prompt of a terminal, Python's own handler interrupts the line.
         if number == signal.SIGINT and self._typed and not self.is_answering:
             return None
         return interrupts.stopped_by(number)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Marks the time in which an answer can be stopped."""
+        """Mark the time during which an answer can be stopped."""
         self.stopped = False
         self.is_answering = True
         try:
@@ -106,12 +106,13 @@ class _Signals:
 
 
 def talk(session: Session) -> None:
-    """Holds the conversation, until the user leaves or the input ends.
+    """Hold the conversation until the user leaves or the input ends.
 
     Raises:
-        ValueError: from a pipe, a message cannot be answered. At a terminal the user is told, and goes on.
+        ValueError: a message from a pipe cannot be answered. At a terminal, the error is shown and the conversation
+            continues.
     """
-    # With output that is not shown there, the prompt of a terminal would be among the answers.
+    # If the output is redirected, the prompt of the terminal would end up among the answers.
     typed = sys.stdin.isatty() and sys.stdout.isatty()
     signals = _Signals(typed=typed)
     with interrupts.heard_by(signals.hear), _terminal_restored(typed):
@@ -119,7 +120,7 @@ def talk(session: Session) -> None:
             tell("/help shows the commands")
         for line in _typed() if typed else _piped():
             try:
-                # A message may begin with a slash where a space is before it.
+                # A leading space lets a message begin with a slash.
                 if re.match(r"/[a-z]+(\s|$)", line):
                     if not session.command(line.strip()):
                         return
@@ -132,13 +133,13 @@ def talk(session: Session) -> None:
 
 
 def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) -> None:
-    """Shows the answers to a message as they are made, and adds the first one to the conversation."""
+    """Show the answers to a message as they are generated, and add the first one to the conversation."""
     from framework.inference.chat import Turn
 
     prompt = session.chat.prompt(session.system, session.turns, question)
     if prompt.turns_left_out:
         session.turns = session.turns[prompt.turns_left_out :]
-        # The samples are those of the last turn.
+        # The samples belong to the last turn.
         session.samples = session.samples if session.turns else []
         tell(left_out(prompt.turns_left_out, session.chat.context))
     screen = _Screen(is_terminal=typed)
@@ -149,7 +150,7 @@ def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) 
             if signals.stopped:
                 break
     screen.end()
-    # Nothing is kept of an answer that was stopped before its first word.
+    # Do not store an answer that was stopped before its first word.
     if not signals.stopped or answer.texts[0]:
         session.samples = answer.texts
         session.turns.append(Turn(question, answer.texts[0]))
@@ -162,13 +163,16 @@ def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) 
 
 
 def left_out(num_turns: int, context: int) -> str:
-    """The line that says that the oldest turns are not given to the model any more."""
+    """Return the line about turns that are no longer given to the model."""
     turns = "the oldest turn is" if num_turns == 1 else f"the oldest {num_turns} turns are"
     return f"({turns} left out: the context of {context} tokens is full)"
 
 
 class _Screen:
-    """Writes an answer to stdout at once. A terminal shows dots before the first letter, and no control characters."""
+    """Writes an answer to stdout immediately.
+
+    A terminal shows dots until the first letter, and no control characters.
+    """
 
     def __init__(self, *, is_terminal: bool):
         self._is_terminal = is_terminal
@@ -177,27 +181,27 @@ class _Screen:
             show("...\r")
 
     def show(self, text: str) -> None:
-        """Writes a part of the answer."""
+        """Write a part of the answer."""
         if self._is_terminal:
             text = _CONTROL.sub("\ufffd", text)
         if text and self._is_waiting:
-            # Removes the dots.
+            # Clear the dots.
             text = f"\x1b[K{text}"
             self._is_waiting = False
         show(text)
 
     def end(self) -> None:
-        """Ends the line."""
+        """End the line."""
         self.show("\n")
 
 
 def _typed() -> Iterator[str]:
-    """Yields the lines that are typed at the terminal, with the keys and the history of readline."""
-    # Not every Python has it. Importing it is enough for `input` to use it.
+    """Yield the lines typed at the terminal, with the keys and the history of readline."""
+    # Not every Python has readline. Importing it is enough for `input` to use it.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     while True:
-        # An exception is the only way out of `input`.
+        # Only an exception interrupts `input`.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             line = input("> ")
@@ -216,8 +220,8 @@ def _typed() -> Iterator[str]:
 
 
 def _piped() -> Iterator[str]:
-    """Yields the lines of stdin. Raises ValueError: one is not UTF-8."""
-    # Bytes, as the encoding of sys.stdin depends on the machine.
+    """Yield the lines of stdin. Raises ValueError if a line is not UTF-8."""
+    # Read bytes, because the encoding of sys.stdin depends on the machine.
     for number, data in enumerate(sys.stdin.buffer, start=1):
         try:
             yield data.decode("utf-8")
@@ -227,7 +231,7 @@ def _piped() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _terminal_restored(typed: bool) -> Iterator[None]:
-    """Puts the terminal's settings back if a signal ends the process while readline has its own."""
+    """Restore the terminal's settings if a signal ends the process while readline has changed them."""
     if not typed:
         yield
         return

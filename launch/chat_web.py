@@ -1,4 +1,4 @@
-"""A page to talk with a model, for a browser on this machine: chat.html, with answers in the moment they are made.
+"""A local web page for chatting with a model: serves chat.html and streams answers as they are generated.
 
     GET  /?key=KEY   the page, and a cookie with the key
     GET  /chat       {"system": TEXT, "samples": N}: what the page begins with
@@ -6,11 +6,11 @@
                      {"row": I, "text": TEXT}, {"note": TEXT}, {"waiting": true}, {"error": TEXT} and, last,
                      {"end": REASON}
 
-The server keeps no conversation: the page sends all of it.
+The server stores no conversation: the page sends the whole conversation with each request.
 
-Other users of this machine do not know the key, which is drawn anew at each start. Another site in the same browser
-must not reach the model either: the Host and Origin headers have to name this server, and a body has to be declared as
-JSON, which a form cannot do. waitress reads the requests, with limits of their number, size and time.
+Other users of this machine do not know the key, which is generated anew at each start. Another site in the same
+browser must not reach the model either: the Host and Origin headers must name this server, and a body must be
+declared as JSON, which a form cannot do. waitress reads the requests, with limits on their number, size and time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from framework.inference.chat import Chat, Prompt, Turn
 
 ADDRESS = "127.0.0.1"
-# Far more than a conversation that fits any context.
+# Far larger than a conversation that fits any context.
 MAX_BODY_BYTES = 1 << 18
 _MAX_HEADER_BYTES = 1 << 14
-# Requests that are being answered, or wait for their turn; and connections.
+# The number of requests being answered or waiting for their turn, and of connections.
 _THREADS = 16
 _CONNECTIONS = 512
 # Seconds after which an idle connection is closed.
 _CLIENT_SECONDS = 60
-# How often one that waits for its turn is written to, which is how it shows that it has left.
+# Seconds between writes to a request that waits for its turn; a failed write shows that the client has left.
 _WAITING_SECONDS = 1.0
 
 # WSGI's start_response (PEP 3333).
@@ -59,7 +59,7 @@ Start = Callable[[str, list[tuple[str, str]]], Any]
 
 
 class _Refused(Exception):
-    """A request that is not answered: its status and the reason."""
+    """A refused request: its status and the reason."""
 
     def __init__(self, status: HTTPStatus, reason: str):
         super().__init__(reason)
@@ -70,10 +70,10 @@ class Server:
     """Listens on 127.0.0.1 from the start, and answers once `serve` is called.
 
     Args:
-        port: 0 takes a free one.
+        port: port to listen on; 0 takes a free one.
 
     Attributes:
-        key: what a request has to know.
+        key: secret that every request must contain.
 
     Raises:
         UsageError: the port cannot be used.
@@ -84,7 +84,7 @@ class Server:
             raise cli.UsageError(f"--port={port}: expected 0 to 65535")
         self.page = Path(__file__).with_name("chat.html").read_text("utf-8")
         self.key = secrets.token_urlsafe(16)
-        # Held while a conversation is read, and while an answer is made: there is one of each at a time.
+        # Held while a conversation is read and while an answer is generated, so that only one of each runs at a time.
         self._reading = threading.Lock()
         self._turn = threading.Lock()
         try:
@@ -110,11 +110,11 @@ class Server:
         self._close_all()
 
     def serve(self, chat: Chat, system: str | None) -> None:
-        """Answers requests until the process ends, or `close` is called.
+        """Answer requests until the process ends or `close` is called.
 
         Args:
             chat: the model.
-            system: the system prompt that the page begins with.
+            system: system prompt that the page starts with.
         """
         self._chat = chat
         self._system = system
@@ -122,9 +122,9 @@ class Server:
         self._server.run()
 
     def close(self) -> None:
-        """Has `serve` return; from another thread."""
+        """Make `serve` return; called from another thread."""
         self._server.task_dispatcher.shutdown()
-        # In the thread of the loop, which looks at the sockets.
+        # Close in the thread of the event loop, which polls the sockets.
         self._server.trigger.pull_trigger(self._close_all)
 
     def _close_all(self) -> None:
@@ -137,15 +137,15 @@ class Server:
 
     @cached_property
     def hosts(self) -> set[str]:
-        """What a Host header may say: names of this machine, which no other site has."""
+        """Valid Host headers: names of this machine that no other site has."""
         names = {ADDRESS, "localhost"}
         hosts = {f"{name}:{self.port}" for name in names}
-        # Browsers leave out the usual port.
+        # Browsers omit the default port.
         return hosts | names if self.port == 80 else hosts
 
     @cached_property
     def policy(self) -> str:
-        """The Content-Security-Policy: the page's own script and style, this server, and nothing else."""
+        """The Content-Security-Policy: allows the page's own script and style and this server, and nothing else."""
         script_sources = " ".join(_sources("script", self.page))
         style_sources = " ".join(_sources("style", self.page))
         return (
@@ -195,7 +195,7 @@ class Server:
         return self._answer(prompt)
 
     def _answer(self, prompt: Prompt) -> Iterator[bytes]:
-        """The lines about an answer. waitress closes the iterator when the browser has left."""
+        """Yield the lines of an answer. waitress closes the iterator when the browser disconnects."""
         if prompt.turns_left_out:
             yield _line(note=left_out(prompt.turns_left_out, self._chat.context))
         while not self._turn.acquire(timeout=_WAITING_SECONDS):
@@ -216,7 +216,7 @@ class Server:
             self._turn.release()
 
     def _check_origin(self, environ: dict[str, Any]) -> None:
-        """Refuses what does not come from this machine's own page.
+        """Refuse requests that do not come from this machine's own page.
 
         A site whose name is made to point at 127.0.0.1 (DNS rebinding) still sends its own name as the host.
         """
@@ -233,7 +233,7 @@ class Server:
             raise _Refused(HTTPStatus.FORBIDDEN, "open the address that plimsoll chat has printed: it ends with a key")
 
     def _whole(self, start: Start, status: HTTPStatus, kind: str, text: str, *more: tuple[str, str]) -> list[bytes]:
-        """A response of known length."""
+        """Send a response of known length."""
         data = text.encode()
         headers = [
             ("Content-Type", kind),
@@ -249,7 +249,7 @@ class Server:
 
 
 def _keys(environ: dict[str, Any], cookie: str) -> list[str]:
-    """The keys that a request brings: in the page's cookie, or as `Authorization: Bearer KEY`."""
+    """Return the keys in a request: from the page's cookie, or from `Authorization: Bearer KEY`."""
     keys = []
     # Other servers of this host may have set cookies that cannot be parsed.
     with contextlib.suppress(CookieError):
@@ -267,10 +267,10 @@ def _line(**fields: Any) -> bytes:
 
 
 def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
-    """Returns (system prompt, turns, question) from a request.
+    """Return (system prompt, turns, question) from a request.
 
     Raises:
-        ValueError: it is no JSON, or not of that form.
+        ValueError: the body is not JSON, or does not have that form.
     """
     from framework.inference.chat import Turn
 
@@ -294,7 +294,7 @@ def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
 
 
 def _sources(tag: str, page: str) -> list[str]:
-    """The inline elements of a kind as sources of a Content-Security-Policy, by their hashes."""
+    """Return the inline elements of a kind as sources of a Content-Security-Policy, by their hashes."""
     sources = []
     for content in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
         digest = hashlib.sha256(content.encode()).digest()

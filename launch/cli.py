@@ -8,8 +8,8 @@
         command = parser.parse(argv)             # named config + overrides, checked; JAX has started nothing
         config, lines = command.resolve("v5e-8")  # named config, then its rules for that accelerator, then overrides
 
-A mistake of the user's ends as one line on stderr and exit code 2, an exception in a user's own file as one line and
-that file's frames; anything unexpected keeps its traceback (set PLIMSOLL_TRACEBACK=1 to see one for mistakes too).
+User errors end as one line on stderr and exit code 2. An exception in a user's own file ends as one line and that
+file's frames. Unexpected errors keep their traceback (set PLIMSOLL_TRACEBACK=1 to see one for user errors too).
 """
 
 import argparse
@@ -57,7 +57,7 @@ Overrides = Sequence[tuple[str, str]]
 
 
 class _Setting(NamedTuple):
-    """An override whose text was read."""
+    """An override with its parsed value."""
 
     path: str
     text: str
@@ -65,14 +65,14 @@ class _Setting(NamedTuple):
 
 
 class _Applied(NamedTuple):
-    """A named config with its overrides, and these, which a config with rules takes after the rules."""
+    """A named config with its overrides applied, and these overrides, which are applied again after any rules."""
 
     config: Config
     settings: list[_Setting]
 
 
 class UsageError(ConfigError):
-    """The command line cannot be read: an unknown flag, a flag without its value."""
+    """The command line cannot be parsed: for example an unknown flag, or a flag without its value."""
 
 
 @dataclasses.dataclass
@@ -80,10 +80,10 @@ class Command:
     """A parsed command line."""
 
     args: argparse.Namespace  # the verb's own flags
-    spec: str  # what --config named
-    named: Config  # that config, untouched but for --data
+    spec: str  # the name that --config gives
+    named: Config  # that config, unchanged except for --data
     overrides: Overrides
-    # Lines that say what is left out of a stored config, and what --data has found.
+    # Lines about fields of a stored config that are left out, and about what --data detected.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class Command:
 
     @property
     def config(self) -> Config:
-        """The named config with its overrides, without rules by accelerator."""
+        """The named config with its overrides, without accelerator rules."""
         return self._checked
 
     @property
@@ -104,15 +104,17 @@ class Command:
 
     @functools.cached_property
     def _checked(self) -> Config:
-        """The config after all rules were tried on copies: a mistake in one should not wait for its accelerator."""
+        """The config, after testing all rules on copies, so that a bad rule shows without its accelerator."""
         config = self._applied.config
         apply_accelerator_rules(config, None)
         return config
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
-        """(the config for that accelerator, a line for each field that its rules changed). Rules are applied to the
-        named config, and overrides after them. Overrides of the rules themselves go first:
-        `--config.accelerator_rules=[]` switches the rules off."""
+        """Return (the config for that accelerator, a line for each field that its rules changed).
+
+        Rules are applied to the named config, and overrides after them. Overrides of the rules themselves come first:
+        `--config.accelerator_rules=[]` disables the rules.
+        """
         overridden, settings = self._applied
         if not any(is_for(rule, accelerator) for rule in rules_of(overridden)):
             return overridden.copy(), []
@@ -132,7 +134,7 @@ class Command:
 
 
 class _GivenOnce(argparse.Action):
-    """Stores a value and refuses a second one, where argparse would drop the first in silence."""
+    """Stores a value and refuses a second one, because argparse would silently drop the first."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -147,7 +149,7 @@ class _GivenOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with did-you-mean, one-line errors, and `--config*`, which are taken out before argparse sees them."""
+    """argparse with did-you-mean, one-line errors, and `--config*` flags, which are removed before argparse runs."""
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         shape_is_enough: bool = False,
         **options: Any,
     ):
-        # Whether a published model's config needs none of its files: no weights, no tokenizer.
+        # Whether a published model's config works without its files: weights and tokenizer.
         self._shape_is_enough = shape_is_enough
         first_line = (description or "").partition("\n")[0]
         super().__init__(
@@ -167,8 +169,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
-        # `split` takes both flags out before argparse sees them: they are added for --help and for
-        # did-you-mean.
+        # `split` removes both flags before argparse runs. They are added for --help and did-you-mean.
         if takes_config:
             config_help = (
                 "a named config (`plimsoll configs list`), path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or "
@@ -183,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_data(self) -> None:
-        """Adds --data, for verbs that read data."""
+        """Add --data, for verbs that read data."""
         self.add_argument(
             "--data",
             metavar="PATH",
@@ -194,7 +195,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: Sequence[str]) -> Command:
-        """Reads and checks everything, so that a mistake anywhere is a ConfigError before JAX starts."""
+        """Parse and check everything, so that any mistake is a ConfigError before JAX starts."""
         spec, overrides, verb_flags = split(argv)
         args = self.parse_flags(verb_flags, spec)
         if spec is None:
@@ -212,14 +213,17 @@ class Parser(argparse.ArgumentParser):
         return command
 
     def parse_flags(self, argv: Sequence[str], spec: str | None = None) -> argparse.Namespace:
-        """The verb's own flags. An unknown flag is refused before a missing one is complained about; the message names
-        what it may have meant, also among the fields of the config that `spec` names."""
+        """Parse the verb's own flags.
 
-        # Called only where a hint needs the config: to load it may run a user's file.
+        An unknown flag is refused before a missing one is reported. The message suggests what it may have meant, also
+        among the fields of the config that `spec` names.
+        """
+
+        # Load the config only if a hint needs it, because loading may run a user's file.
         def named_config() -> Config | None:
             return None if spec is None else configs.load(spec, shape_is_enough=self._shape_is_enough)
 
-        # argparse itself would complain about a missing flag first, which hides a typo in its name.
+        # argparse would report a missing flag first, which hides a typo in its name.
         known_flags = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
         for index, token in enumerate(argv):
             flag, _, value = token.partition("=")
@@ -239,7 +243,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[str]]:
-    """(what --config names, overrides in order, everything else). Both `--flag=value` and `--flag value` are read."""
+    """Return (the name in --config, overrides in order, everything else). Accepts `--flag=value` and `--flag value`."""
     spec: str | None = None
     overrides: list[tuple[str, str]] = []
     verb_flags: list[str] = []
@@ -251,7 +255,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
             continue
         if not separator:
             value = next(tokens, "--")
-            # "-1" is a value, "--x" is the next flag.
+            # "-1" is a value, and "--x" is the next flag.
             if value.startswith("--"):
                 raise UsageError(f"{flag} needs a value: {flag}=...")
         if flag != "--config":
@@ -264,14 +268,14 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
 
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
-    """Applies overrides in order, in place; returns the config."""
+    """Apply overrides in order, in place; returns the config."""
     for path, text in overrides:
         _override(config, path, text)
     return config
 
 
 def _override(config: Config, path: str, text: str) -> _Setting:
-    """Applies an override, in place; returns it with the value that its text stands for."""
+    """Apply an override in place; returns it with its parsed value."""
     with _located(path, text):
         try:
             config.override(path, text)
@@ -280,35 +284,35 @@ def _override(config: Config, path: str, text: str) -> _Setting:
             if not meant:
                 raise
             raise FieldError(f"no such field; did you mean {meant!r}?", path=error.path) from None
-        # A copy, as later overrides may change what this one has set.
+        # Copy the value, because later overrides may change it.
         value = copy.deepcopy(config.get_path(path))
     return _Setting(path, text, value)
 
 
 def _set(config: Config, setting: _Setting) -> None:
-    """Applies an override whose text was read, in place."""
+    """Apply a parsed override in place."""
     with _located(setting.path, setting.text):
         config.set_path(setting.path, setting.value)
 
 
 @contextlib.contextmanager
 def _located(path: str, text: str) -> Iterator[None]:
-    """Has a ConfigError begin with the flag that it is about."""
+    """Prefix a ConfigError with the flag that caused it."""
     try:
         yield
     except ConfigError as error:
-        # The flag names the path already, unless the error is in a part of the value.
+        # The flag already names the path, unless the error is in a part of the value.
         message = error.args[0] if error.path == path else error
         raise ConfigError(f"--config.{path}={text}: {message}") from error
 
 
 def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Decorates a verb's `main(argv)`: argv defaults to the process's, and the user's mistakes become exit code 2."""
+    """Decorate a verb's `main(argv)`: argv defaults to the process's, and user errors become exit code 2."""
 
     @functools.wraps(verb)
     def wrapped(argv: list[str] | None = None) -> int:
-        # A program that calls a verb has its own logging and signals, so both are set only for the
-        # process's command.
+        # A program that calls a verb has its own logging and signal handlers, so set both only when the verb is the
+        # process's own command.
         of_process = argv is None
         try:
             if not of_process:
@@ -317,8 +321,7 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
                 _show_records()
                 return verb(sys.argv[1:])
         except BrokenPipeError:
-            # The reader of a pipe (`| head`) left. Python would complain once more when it flushes
-            # stdout at exit.
+            # The reader of a pipe (`| head`) left. Python would raise again when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.DONE
         except Exception as error:
@@ -332,19 +335,19 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 class _Line(logging.Formatter):
-    """`warning: what happened (framework.checkpoint.checkpointer)`, as other lines of ours look."""
+    """Formats a record as `warning: what happened (framework.checkpoint.checkpointer)`, like our other lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
         if record.exc_info:
             message += f"\n{self.formatException(record.exc_info)}"
-        # All that log through absl share one logger, whose name says nothing.
+        # All users of absl logging share one logger, so its name is not informative.
         origin = _module_at(Path(record.pathname)) if record.name == "absl" else record.name
         return f"{record.levelname.lower()}: {visible(message)} ({origin})"
 
 
 def _module_at(path: Path) -> str:
-    """The dotted name of the module in a file, as the packages around it say."""
+    """Return the dotted name of the module in a file, derived from its enclosing packages."""
     names = [path.stem]
     for folder in path.parents:
         if not (folder / "__init__.py").exists():
@@ -354,7 +357,7 @@ def _module_at(path: Path) -> str:
 
 
 def _show_records() -> None:
-    """Sends warnings and errors to stderr as lines of ours, unless the program has its own handlers.
+    """Print warnings and errors to stderr in our line format, unless the program has its own handlers.
 
     The handler is that of absl, which orbax, grain and this framework log through.
     """
@@ -363,14 +366,14 @@ def _show_records() -> None:
     handler = absl_logging.get_absl_handler()
     handler.setFormatter(_Line())
     handler.python_handler.setStream(sys.stderr)
-    # argparse reads our flags. Without this absl prints for its first record that its own were not read.
+    # argparse parses our flags. Without this, absl prints with its first record that its own flags are not parsed.
     flags.FLAGS.mark_as_parsed()
     absl_logging.use_absl_handler()
     absl_logging.set_verbosity(absl_logging.WARNING)
 
 
 def gib(flag: str, value: float | None) -> int | None:
-    """A flag in GiB (of 2^30 bytes) as bytes; None stays."""
+    """Convert a flag in GiB (2^30 bytes) to bytes; None stays None."""
     if value is not None and not value > 0:
         raise UsageError(f"--{flag}={value:g}: expected more than 0")
     if value is None:
@@ -379,7 +382,7 @@ def gib(flag: str, value: float | None) -> int | None:
 
 
 def choose(kind: str, name: str, valid: Sequence[str]) -> str:
-    """`name` if it is valid, else a UsageError that names the nearest."""
+    """Return `name` if it is valid; else raise a UsageError that suggests the nearest name."""
     if name not in valid:
         raise UsageError(f"no {kind} {name!r}{did_you_mean(name, valid)}")
     return name

@@ -1,6 +1,6 @@
-"""What the launchers share: the checked command line of `plimsoll train`, and what its exit codes mean.
+"""Code shared by the launchers: the validated command line of `plimsoll train`, and the meaning of exit codes.
 
-A launcher takes every flag of `plimsoll train` and adds its own; what it does not know itself is passed on.
+A launcher takes every flag of `plimsoll train` and adds its own. Flags that are not its own are passed on.
 """
 
 import argparse
@@ -16,17 +16,17 @@ from launch import cli, train
 
 
 class Parser(cli.Parser):
-    """`plimsoll train`'s flags, and those added here, which are not passed on; `--dry_run` is the launcher's own."""
+    """`plimsoll train`'s flags, plus launcher flags, which are not passed on; `--dry_run` is the launcher's own."""
 
     def __init__(self, verb: str, description: str | None):
-        # Launchers replace some flags of `plimsoll train`'s, --dry_run among them.
+        # Launchers replace some flags of `plimsoll train`, including --dry_run.
         super().__init__(verb, description, conflict_handler="resolve")
         train.add_flags(self)
         self._inherited = dict(self._option_string_actions)
         self.add_argument("--dry_run", action="store_true", help="print what would be done, and do nothing")
 
     def parse_job(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(the flags, the words after `plimsoll train`). Raises ValueError: anything is wrong with them."""
+        """Return (the flags, the words after `plimsoll train`). Raises ValueError if any of them is invalid."""
         command = self.parse(argv)
         args = command.args
         if args.run_name is not None:
@@ -34,7 +34,7 @@ class Parser(cli.Parser):
         for flag in ("coordinator", "num_processes", "process_id"):
             if getattr(args, flag) is not None:
                 raise cli.UsageError(f"--{flag} is for processes started by hand; {self.prog} sets it for each")
-        # Every mistake in the config shows here, before a job waits in a queue for hours.
+        # Report every mistake in the config now, before a job waits in a queue for hours.
         command.config.instantiate()
         words = []
         tokens = iter(argv)
@@ -44,18 +44,18 @@ class Parser(cli.Parser):
             if action is None or self._inherited.get(flag) is action:
                 words.append(token)
             elif "=" not in token and action.nargs != 0:
-                # In `--flag value`, the value is the launcher's as well.
+                # In `--flag value`, the value belongs to the launcher too.
                 next(tokens)
         return args, words
 
 
 def execute(words: list[str], text: str | None = None) -> int:
-    """Runs a command that reads `text`; its exit code. Raises FileNotFoundError: this machine does not have it."""
+    """Run a command that reads `text`; returns its exit code. Raises FileNotFoundError if it is not installed."""
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no {words[0]} on this machine; --dry_run prints what it would be given")
     stdin = None if text is None else subprocess.PIPE
     process = subprocess.Popen(words, stdin=stdin, text=True)
-    # A signal that ends the launcher ends the command too.
+    # A signal that ends the launcher also ends the command.
     take_back = interrupts.at_end(lambda number, line: process.terminate())
     process.communicate(text)
     take_back()
@@ -63,7 +63,7 @@ def execute(words: list[str], text: str | None = None) -> int:
 
 
 def meaning(code: int) -> str:
-    """How a process ended, for people; a negative code is a signal, as in subprocess."""
+    """Describe how a process ended; a negative code is a signal, as in subprocess."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code} ({meaning_of(code)})"

@@ -1,4 +1,4 @@
-"""List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing.
+"""List the named configs, show a resolved one, or compare two: list | show NAME | diff A B. Trains nothing.
 
 plimsoll configs show llama2-7b                     # what one usually sets
 plimsoll configs show llama2-7b --only=learner      # a part of it; or --all
@@ -19,22 +19,22 @@ from framework.config.texts import as_text
 from framework.terminal.exit_codes import ExitCode
 from launch import cli, shown_fields
 
-# The widths at which a column of values and a comment end.
+# The maximum widths of a column of values and of a comment.
 _COLUMN = 60
 _DOC = 80
-# `name: text` or `name (type): text`, and the lines below that are indented further.
+# Matches `name: text` or `name (type): text`, and the further indented lines below it.
 _ARGUMENT = re.compile(r"^( +)(\w+)(?: \([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.MULTILINE)
 
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs one of the three actions; overrides (`--config.a.b=value`) apply to every config that is named."""
+    """Run one of the three actions; overrides (`--config.a.b=value`) apply to every named config."""
     parser = _parser()
     spec, overrides, verb_flags = cli.split(argv)
     args = parser.parse_flags(verb_flags)
     action = args.action
     names = list(args.names)
-    # `--config=NAME` is taken too, as every other verb has it.
+    # Accept `--config=NAME` too, as every other verb does.
     if spec:
         names.append(spec)
     resolves_nothing = action == "list" and (overrides or args.accelerator)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         _print(_list())
         return ExitCode.DONE
     commands = [cli.Command(args, name, configs.load(name), overrides) for name in names]
-    # Reading `config` checks the overrides and all rules, whichever accelerator is asked for.
+    # Reading `config` checks the overrides and all rules, for every accelerator.
     for command in commands:
         command.config  # noqa: B018
     accelerator = args.accelerator or ""
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> cli.Parser:
-    """The parser of the verb's own flags."""
+    """Build the parser of the verb's own flags."""
     parser = cli.Parser("configs", __doc__, takes_config=False)
     parser.add_argument("action", choices=["list", "show", "diff"])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
@@ -94,14 +94,14 @@ def _parser() -> cli.Parser:
 
 
 def _list() -> list[str]:
-    """A line for each named config, with what its function says about it."""
+    """Return a line for each named config, with the summary of its function."""
     functions = configs.functions()
     width = max(map(len, functions), default=0)
     return [f"{name:{width}}  {summary(function)}" for name, function in functions.items()]
 
 
 def summary(target: Callable[..., Any]) -> str:
-    """The first line of a docstring, of a partial that of its function; "" without one."""
+    """Return the first line of a docstring, or of the wrapped function's for a partial; "" without one."""
     while isinstance(target, functools.partial):
         target = target.func
     doc = inspect.getdoc(target) or ""
@@ -109,10 +109,10 @@ def summary(target: Callable[..., Any]) -> str:
 
 
 def field_docs(target: Callable[..., Any]) -> dict[str, str]:
-    """Field name -> the first sentence that "Args:" has on it, in the function, the class or its bases."""
+    """Return {field name: first sentence in "Args:"}, from the docstring of a function or a class and its bases."""
     sources: Sequence[Any] = [target]
     if isinstance(target, type):
-        # Bases first, without `object`, so that a class has the last word on a field of its base.
+        # Bases come first, without `object`, so that a class overrides the text of its bases.
         sources = target.__mro__[-2::-1]
     docs: dict[str, str] = {}
     for source in sources:
@@ -132,7 +132,7 @@ def _show(
     *,
     everything: bool,
 ) -> list[str]:
-    """The lines of a config: what its rules changed, then a line for each field that is shown."""
+    """Return the lines of a config: the changes of its rules, then a line for each shown field."""
     marks = _marks(rules, overrides)
     if words:
         paths = shown_fields.only(config, words)
@@ -142,7 +142,7 @@ def _show(
         paths = shown_fields.usual(config, list(marks))
     shown_paths = set(paths)
     num_fields = 0
-    # What a component says of its fields, by path: `walk` gives a component before its fields.
+    # Descriptions of fields by path; `walk` yields a component before its fields.
     docs: dict[str, str] = {}
     rows: list[tuple[str, str]] = []
     for path, value in config.walk():
@@ -152,7 +152,7 @@ def _show(
             for name, field_doc in field_docs(target).items():
                 docs[join(path, name)] = field_doc
             doc = doc or summary(target)
-        # The experiment itself, of which the title says enough.
+        # Skip the experiment itself, which the title describes.
         if not path:
             continue
         num_fields += 1
@@ -173,7 +173,7 @@ def _show(
 
 
 def _marks(rules: list[str], overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """What set a field, by its path."""
+    """Return the origin of each changed field, by path."""
     marks: dict[str, str] = {}
     # The line of a rule is `rule PATTERN: PATH OLD -> NEW`.
     for line in rules:
@@ -186,7 +186,7 @@ def _marks(rules: list[str], overrides: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def _diff(names: list[str], left: Config, right: Config) -> list[str]:
-    """The lines of a table of the fields that differ, with both values."""
+    """Return the lines of a table of the fields that differ, with both values."""
     rows = [(path, as_text(left_value), as_text(right_value)) for path, left_value, right_value in diff(left, right)]
     if not rows:
         return [f"{names[0]} and {names[1]} do not differ"]
@@ -197,13 +197,13 @@ def _diff(names: list[str], left: Config, right: Config) -> list[str]:
 
 
 def _column_width(rows: Sequence[tuple[str, ...]], column: int) -> int:
-    """The width of a column of text, at most _COLUMN."""
+    """Return the width of a column of text, at most _COLUMN."""
     longest = max(len(row[column]) for row in rows)
     return min(longest, _COLUMN)
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Prints lines, on a terminal cut at its width."""
+    """Print lines, truncated to the width of the terminal if there is one."""
     width = None
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns

@@ -23,7 +23,7 @@ from launch import cli, weights
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all is printed."""
+    """Run the verb; returns 0 once everything is printed."""
     parser = weights.parser("evaluate", __doc__)
     parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text, a document each")
     parser.add_argument("--validation", action="store_true", help="the run's validation sets, all of each")
@@ -36,14 +36,14 @@ def main(argv: list[str]) -> int:
     args, overrides = weights.parse(parser, argv)
     reads_text = bool(args.files or args.choices or args.tasks)
     _check(args, reads_text)
-    # Files are read before JAX starts, so that mistakes in them show at once.
+    # Read the files before JAX starts, so that mistakes in them show immediately.
     texts = {path: read_text(path) for path in args.files}
     questions = [] if args.choices is None else read_choices(args.choices)
     if args.tasks:
         from launch import harness
 
         harness.check()
-    # A run on images has validation sets too, and no tokenizer.
+    # A run on images has validation sets too, but no tokenizer.
     loaded = weights.load(args, overrides, text=reads_text)
 
     from framework.api.model import Model
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(args: Any, reads_text: bool) -> None:
-    """Raises UsageError or FileNotFoundError where flags do not go together, or ask for what is not there."""
+    """Raise UsageError or FileNotFoundError for flags that do not go together, or that name something missing."""
     if not (reads_text or args.validation):
         raise cli.UsageError("nothing to evaluate: give --files, --validation, --choices or --tasks")
     if args.validation and args.workdir is None:
@@ -83,8 +83,13 @@ def _check(args: Any, reads_text: bool) -> None:
 
 
 def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
-    """The metrics of each validation set, by its name; all of each set, where a run may have taken a part
-    (trainer.eval_batches). Raises ValueError: the run has none."""
+    """Return the metrics of each validation set, by its name.
+
+    Evaluates whole sets, where a run may have used only part of them (trainer.eval_batches).
+
+    Raises:
+        ValueError: the run has no validation sets.
+    """
     from framework.inference.held_out import evaluated
 
     data = loaded.experiment.data
@@ -98,7 +103,7 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
     metrics_by_set = {}
     for name in data.validation_names:
         metrics = evaluated(loaded.program, loaded.state, name, averaged=loaded.averaged)
-        # Without a reason to stop, an evaluation comes to its end.
+        # The evaluation was given no reason to stop early, so it is complete.
         assert metrics is not None
         metrics_by_set[name] = metrics
         figures = ", ".join(f"{key} {value:,.6g}" for key, value in metrics.items())
@@ -107,11 +112,10 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
 
 
 def read_choices(path: str) -> list[dict[str, Any]]:
-    """The questions of a file. Raises ValueError, with the line's number, for one that is not of that form."""
+    """Return the questions in a file. Raises ValueError, with the line number, for a malformed one."""
     form = '{"context": text, "choices": [text, ...], "answer": index}'
     questions = []
-    # Not str.splitlines: JSON strings may hold other characters that it takes for the end of a
-    # line.
+    # Not str.splitlines, because it also splits at other characters, which JSON strings may contain.
     text = read_text(path).removeprefix("\ufeff").removesuffix("\n")
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -127,7 +131,7 @@ def read_choices(path: str) -> list[dict[str, Any]]:
 
 
 def _problem(question: Any) -> str:
-    """The first thing that is wrong with a question; "" for a good one."""
+    """Describe the first problem of a question; "" for a valid one."""
     if not isinstance(question, dict):
         return f"the line holds {_kind(question)}"
     for key in ("context", "choices", "answer"):
@@ -143,7 +147,7 @@ def _problem(question: Any) -> str:
     for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             return f"choice {index} is {_kind(choice)}"
-    # In Python, true and false are ints too.
+    # In Python, True and False are ints too.
     if type(answer) is not int:
         return f"answer is {_kind(answer)}"
     if not 0 <= answer < len(choices):
@@ -152,7 +156,7 @@ def _problem(question: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """The name that JSON has for the type of a value."""
+    """Return the JSON name of a value's type."""
     names = {
         str: "text",
         bool: "a bool",
@@ -173,8 +177,17 @@ def score_choices(
     questions: list[dict[str, Any]],
     path: str,
 ) -> dict[str, float]:
-    """The accuracy of the likeliest choice: by log-likelihood, and by log-likelihood per character. Raises ValueError:
-    the tokenizer makes nothing of a choice; `path` is the file that the questions, one a line, are of."""
+    """Return the accuracy of the most likely choice: by log-likelihood, and by log-likelihood per character.
+
+    Args:
+        scorer: scorer of the model.
+        tokenizer: tokenizer of the model.
+        questions: the questions of the file, one for each line.
+        path: file of the questions, for messages.
+
+    Raises:
+        ValueError: the tokenizer cannot encode a choice.
+    """
     from framework.inference.scoring import encode_pair
 
     pairs = []
@@ -184,8 +197,7 @@ def score_choices(
                 pairs.append(encode_pair(tokenizer, question["context"], choice))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: choice {index}: {error}") from None
-    # The scorer yields the scores of all pairs in their order, so each question takes as many as it
-    # has choices.
+    # The scorer yields the scores of all pairs in order, so each question takes one score per choice.
     scores = []
     with phase(f"scoring {path}", patience=SHORT) as scoring:
         for score in scorer.score(pairs):
@@ -197,7 +209,7 @@ def score_choices(
     for question in questions:
         choices = question["choices"]
         log_probs = [next(remaining_scores).log_prob for _ in choices]
-        # Without the division, the shortest choice tends to be the likeliest.
+        # Without the division, the shortest choice tends to be the most likely.
         per_character = [value / len(choice) for value, choice in zip(log_probs, choices, strict=True)]
         right += log_probs.index(max(log_probs)) == question["answer"]
         right_per_character += per_character.index(max(per_character)) == question["answer"]

@@ -3,8 +3,8 @@
     plimsoll export --workdir=runs/tuned --to=tuned-hf
     plimsoll export --workdir=runs/tuned --to=tuned-adapter --adapter
 
-Adapters are merged into the weights unless --adapter asks for them alone. The tokenizer's files go with them, and with
-a whole model the generation_config.json of the directory that the run began with.
+Adapters are merged into the weights, unless --adapter exports only the adapters. The tokenizer's files are exported
+too, and with a whole model also the generation_config.json of the directory that the run started from.
 """
 
 import sys
@@ -16,7 +16,7 @@ from launch import cli, weights
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Everything that can be refused is, before a file is written."""
+    """Run the verb. All checks come before the first file is written."""
     parser = weights.parser("export", __doc__)
     parser.add_argument("--to", metavar="DIR", required=True, help="must not be there yet")
     parser.add_argument("--adapter", action="store_true", help="the LoRA alone, as peft loads it")

@@ -1,4 +1,4 @@
-"""What a verb says before it has imported anything that takes long, and which process of a job says it."""
+"""The startup message of a verb before its slow imports, and the check for which process of a job shows it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from framework.terminal import phases
 from framework.terminal.phase_views import view_of
 
-# Where launchers and schedulers say which process of a job this is, from 0.
+# Variables in which launchers and schedulers store the index of this process in its job, from 0.
 _RANKS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
 _RANK_FLAG = "--process_id"
 
 
 @contextmanager
 def said(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Shows phases on standard error, the start of the command among them, in the first process of a job.
+    """Show phases on standard error in the first process of a job, beginning with the start of the command.
 
     Args:
-        argv: the process's command line, its program among them.
+        argv: the process's command line, including its program.
         environment: environment variables.
     """
     if not is_first(argv, environment):
@@ -31,19 +31,19 @@ def said(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> It
 
 
 def is_first(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether this is the only process of a job, or the first, as far as flags and environment say."""
+    """Return whether this is the only or first process of a job, according to flags and environment."""
     ranks = [environment.get(name, "0") for name in _RANKS]
     rank_flag = _value_of(_RANK_FLAG, argv)
     if rank_flag:
         ranks = [rank_flag]
-    # libtpu leaves a warning in the place of a number where it is on no TPU.
+    # Without a TPU, libtpu stores a warning instead of a number.
     return not any(rank.isdecimal() and int(rank) > 0 for rank in ranks)
 
 
 def first_words(argv: Sequence[str]) -> str:
-    """What is said of a command line, such as "starting train of stdlib-tiny"."""
+    """Return the startup message of a command line, such as "starting train of stdlib-tiny"."""
     program, *words = argv
-    # `python -m launch.train` has its file here, a process of launch.local the name of its module.
+    # For `python -m launch.train` this is the path of the file; for a process of launch.local it is the module name.
     verb = os.path.basename(program).removesuffix(".py").rpartition(".")[2]
     if verb in ("plimsoll", "__main__", "launch", "-m") and words:
         verb = words[0]
@@ -52,7 +52,7 @@ def first_words(argv: Sequence[str]) -> str:
 
 
 def _value_of(flag: str, words: Sequence[str]) -> str:
-    """The value of a flag, as `--flag=value` or `--flag value`; "" where it is not given."""
+    """Return the value of a flag, as `--flag=value` or `--flag value`; "" if it is not given."""
     for index, word in enumerate(words):
         name, separator, value = word.partition("=")
         if name == flag:

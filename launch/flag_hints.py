@@ -1,13 +1,11 @@
-"""What somebody may have meant by a flag that there is not: `--lr=3` as it is called in other trainers, or a field of
-the config without its path.
-"""
+"""Suggestions for unknown flags: `--lr=3` as other trainers call it, or a config field without its path."""
 
 from collections.abc import Callable, Sequence
 
 from framework.config import Config
 from framework.config.names import nearest
 
-# The names that other trainers have for fields of the config, and for two flags.
+# Names that other trainers use for our config fields and for two of our flags.
 _ELSEWHERE = {
     "lr": "learner.optimizer.learning_rate",
     "learning_rate": "learner.optimizer.learning_rate",
@@ -79,13 +77,13 @@ def hint(
     valid_flags: Sequence[str],
     config: Callable[[], Config | None],
 ) -> str:
-    """`; did you mean '--config.trainer.max_steps=3'?`, or "".
+    """Return a suggestion such as `; did you mean '--config.trainer.max_steps=3'?`, or "".
 
     Args:
         flag: the unknown flag, with its dashes.
-        value: the value that was given with it, or "".
+        value: the value given with the flag, or "".
         valid_flags: the verb's own flags.
-        config: returns the config that --config names, or None.
+        config: function that returns the config that --config names, or None.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     path = _ELSEWHERE.get(name, "")
@@ -94,8 +92,7 @@ def hint(
     similar_flags = nearest(flag, valid_flags)
     named_config = config()
     is_field = named_config is not None and name in _field_names(named_config)
-    # A typo in a flag of the verb is likelier than another trainer's name, unless that name is
-    # known.
+    # A typo in a flag of the verb is more likely than another trainer's name, unless that name is known.
     if similar_flags and not path and not is_field:
         return _meant(similar_flags[0], "")
     if named_config is not None:
@@ -106,36 +103,36 @@ def hint(
 
 
 def field_meant(path: str, config: Config) -> str:
-    """The field that goes by another name in other trainers, the last part of a path; "" where there is none."""
+    """Return the field that other trainers call by the last part of a path; "" if there is none."""
     target = _ELSEWHERE.get(path.rpartition(".")[2], "")
     return target if target in (known for known, _ in config.walk()) else ""
 
 
 def _field_names(config: Config) -> list[str]:
-    """The last part of each path of a config."""
+    """Return the last part of each path in a config."""
     return [path.rpartition(".")[2] for path, _ in config.walk()]
 
 
 def _path_of(target: str, config: Config) -> str:
-    """The path of the config's field that is nearest to a path or a name; "" where none is near."""
+    """Return the path of the config's field nearest to a path or name; "" if none is near."""
     paths = [path for path, _ in config.walk() if path]
     if target in paths:
         return _number_in(target, config, paths)
     target_name = target.rpartition(".")[2]
     candidates = [path for path in paths if path.rpartition(".")[2] == target_name]
     if not candidates:
-        # Reversed, so that of several fields of a name the first one stays.
+        # Reversed, so that the first of several fields with the same name wins.
         path_by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
         candidates = [path_by_name[name] for name in nearest(target_name, path_by_name)]
     if not candidates:
         return ""
-    # The field that is nearest to the root is the one that people mean most often.
+    # The field nearest to the root is most often the intended one.
     shallowest = min(candidates, key=lambda path: path.count("."))
     return _number_in(shallowest, config, paths)
 
 
 def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
-    """The path itself, or, of a learning rate that is a schedule, that of its greatest value."""
+    """Return the path itself, or the path of the largest value if it is a learning rate schedule."""
     for name in ("peak_value", "init_value", "value"):
         if isinstance(config.get_path(path), Config) and f"{path}.{name}" in paths:
             return f"{path}.{name}"
@@ -143,13 +140,13 @@ def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
 
 
 def _meant(flag: str, value: str) -> str:
-    """The question whether a flag with this value was meant."""
+    """Return the question that suggests a flag with this value."""
     assignment = f"{flag}={value}" if value else flag
     return f"; did you mean '{assignment}'?"
 
 
 def _few(valid_flags: Sequence[str]) -> str:
-    """The list of the valid flags, unless it is too long to be read."""
+    """List the valid flags, unless there are too many to read."""
     if not 0 < len(valid_flags) <= 40:
         return ""
     return f"; valid: {', '.join(valid_flags)}"

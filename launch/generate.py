@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model; the text appears as it is made.
+"""Continue prompts with a trained model; the text appears as it is generated.
 
     plimsoll generate --workdir=runs/stdlib-tiny --prompt='def main():'
     plimsoll generate --workdir=runs/stdlib-tiny --prompt='import' --prompt='class' --temperature=0
@@ -15,7 +15,7 @@ from launch import cli, sampling_flags, weights
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, beside those that name the model."""
+    """Add the flags of this verb, in addition to those that name the model."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument(
         "--prompt_file",
@@ -30,7 +30,7 @@ def add_flags(parser: cli.Parser) -> None:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all is printed."""
+    """Run the verb; returns 0 once everything is printed."""
     parser = weights.parser("generate", __doc__)
     add_flags(parser)
     args, overrides = weights.parse(parser, argv)
@@ -43,10 +43,11 @@ def main(argv: list[str]) -> int:
 
     sampling = sampling_flags.sampling_of(args, DEFAULT_TOKENS)
     model = Model(weights.load(args, overrides))
-    # The default gives way to a short context; a number of the user's own is refused. A refusal
-    # comes before the prompt is shown.
+    # The default number of tokens is reduced for a short context, but a number from the user is refused. Refuse
+    # before the prompt is shown.
     steps = model.stream(texts, sampling, args.stop, shortens=args.max_new_tokens is None)
-    # Compiling is over with the first piece: what is said of it would stand in the middle of the text.
+    # Get the first piece before showing the prompt: compiling ends with it, and its messages would interrupt the
+    # text.
     first_pieces = list(itertools.islice(steps, 1))
     show(texts[0])
     continuations = [""] * len(texts)
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(text: str) -> None:
-    """Writes to stdout at once."""
+    """Write to stdout immediately."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

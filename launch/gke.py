@@ -3,10 +3,11 @@
     plimsoll gke --config=llama3-70b --workdir=gs://bucket/runs/a --target=2xv5e-256 --image=IMAGE
     plimsoll gke --config=llama2-7b --workdir=/runs/b --target=h200x16 --image=IMAGE --pvc=runs:/runs
 
-The cluster needs JobSet (jobset.sigs.k8s.io) and nodes of the target's kind; the cluster's own scheduler, or Kueue with
---queue, decides when. One process runs on each host. When one fails, or a node is taken away, JobSet starts all again
-from the last checkpoint, --max_restarts times; exit codes 2, 3 and 4 end the job at once. Secrets come to the processes
-as environment variables from Kubernetes Secrets (--secret), never through this manifest.
+The cluster needs JobSet (jobset.sigs.k8s.io) and nodes of the target's kind; the cluster's own scheduler, or Kueue
+with --queue, decides when the run starts. One process runs on each host. When one fails, or a node is preempted,
+JobSet restarts all from the last checkpoint, up to --max_restarts times; exit codes 2, 3 and 4 end the job
+immediately. Processes get secrets as environment variables from Kubernetes Secrets (--secret), never through this
+manifest.
 Sources: https://jobset.sigs.k8s.io/docs and https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """
 
@@ -24,7 +25,7 @@ from framework.terminal.exit_codes import HOPELESS, ExitCode
 from launch import cli, commands
 from launch.start_words import words_of_train
 
-# The names that GKE gives to the accelerators of its nodes.
+# GKE's names for the accelerators of its nodes.
 TPUS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -38,13 +39,13 @@ GPUS = {
     "h100": "nvidia-h100-80gb",
     "h200": "nvidia-h200-141gb",
 }
-# The port of the first process, where the others find it.
+# The port of process 0, where the others connect.
 PORT = 8476
 
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Checks everything, then prints or applies the manifest."""
+    """Check everything, then print or apply the manifest."""
     parser = commands.Parser("gke", __doc__)
     add = parser.add_argument
     add(
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
     add("--max_restarts", type=int, default=20, metavar="K", help="preemptions count too")
     args, words = parser.parse_job(argv)
     manifest = job_set(args, words)
-    # People read it with --dry_run, so its keys stay in the order of the documentation.
+    # Keep the keys in the order of the documentation, because people read the manifest with --dry_run.
     text = yaml.safe_dump(manifest, sort_keys=False, width=120)
     if args.dry_run:
         print(text, end="")
@@ -95,12 +96,12 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _Pods:
-    """How the devices of a target are divided among pods. There is one pod on each host."""
+    """The division of a target's devices among pods. There is one pod per host."""
 
     on_tpu: bool
-    slices: int  # jobs of the JobSet
-    hosts: int  # pods of each job
-    chips: int  # accelerators of each pod
+    slices: int  # number of jobs in the JobSet
+    hosts: int  # number of pods in each job
+    chips: int  # number of accelerators in each pod
 
     @property
     def role(self) -> str:
@@ -109,7 +110,7 @@ class _Pods:
 
 
 def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The manifest. Raises UsageError: a value that cannot stand in it, or a workdir that ends with its pod."""
+    """Build the manifest. Raises UsageError for an invalid value, or for a workdir that would be lost with its pod."""
     target = targets.resolve(args.target)
     accelerators = {**TPUS, **GPUS}
     accelerator = accelerators.get(target.spec.name)
@@ -127,8 +128,7 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         container=_container(args, words, pods, _environment(pods, name)),
     )
     job = _job(pods, pod)
-    # A job that failed by its pod failure policy ends the JobSet, which would otherwise start all
-    # jobs again.
+    # Without this rule, the JobSet would restart all jobs after one failed by its pod failure policy.
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -143,7 +143,7 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
 
 def _job_name(args: argparse.Namespace, workdir: str) -> str:
-    """--name, or a name that is made of the workdir's last part. Raises UsageError: Kubernetes does not take it."""
+    """Return --name, or a name derived from the workdir. Raises UsageError if Kubernetes does not accept it."""
     last_part = workdir.rstrip("/").rpartition("/")[2]
     default = re.sub("[^a-z0-9]+", "-", last_part.lower()).strip("-")[:40]
     name = args.name or default
@@ -153,13 +153,16 @@ def _job_name(args: argparse.Namespace, workdir: str) -> str:
 
 
 def _volume_claim(args: argparse.Namespace, workdir: str) -> tuple[str, str]:
-    """(claim, path where it is mounted) of --pvc, both "" without one. Raises UsageError: the workdir is on no volume
-    that outlives a pod."""
+    """Return the (claim, mount path) of --pvc, both "" without one.
+
+    Raises:
+        UsageError: the workdir is not on a volume that outlives a pod.
+    """
     claim, _, mount = (args.pvc or "").partition(":")
     if args.pvc and not (claim and mount.startswith("/")):
         raise cli.UsageError(f"--pvc={args.pvc}: expected CLAIM:/PATH")
     is_object_store = "://" in workdir
-    # The slashes keep /runs2 from being taken for a folder of /runs.
+    # The trailing slashes keep /runs2 from matching /runs.
     is_mounted = mount and f"{workdir}/".startswith(f"{mount.rstrip('/')}/")
     if not is_object_store and not is_mounted:
         raise cli.UsageError(f"--workdir={workdir} would end with its pod: give gs://BUCKET/..., or a path in a --pvc")
@@ -167,13 +170,13 @@ def _volume_claim(args: argparse.Namespace, workdir: str) -> tuple[str, str]:
 
 
 def _divided(target: targets.Target) -> _Pods:
-    """The pods of a target."""
+    """Divide a target into pods."""
     on_tpu = target.platform == "tpu"
-    # Hosts with GPUs are equal peers on one network: pods of a single job.
+    # Hosts with GPUs are equal peers on one network, so they are pods of a single job.
     slices = target.num_slices if on_tpu else 1
     hosts = target.num_processes // slices
     if on_tpu:
-        # Of some TPUs a chip is two jax devices, so chips are counted by the topology.
+        # On some TPUs one chip is two JAX devices, so count chips by the topology.
         lengths = map(int, target.topology.split("x"))
         chips = math.prod(lengths) // hosts
     else:
@@ -182,11 +185,11 @@ def _divided(target: targets.Target) -> _Pods:
 
 
 def _environment(pods: _Pods, name: str) -> list[dict[str, Any]]:
-    """The environment variables by which the processes find each other."""
-    # The first pod, in the headless service that JobSet makes.
+    """Return the environment variables that let the processes find each other."""
+    # The first pod, in the headless service that JobSet creates.
     first = f"{name}-{pods.role}-0-0.{name}"
     if pods.slices > 1:
-        # Within a slice, GKE says who is who.
+        # Within a slice, GKE assigns the process indices.
         return [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
             {"name": "MEGASCALE_NUM_SLICES", "value": str(pods.slices)},
@@ -202,7 +205,7 @@ def _environment(pods: _Pods, name: str) -> list[dict[str, Any]]:
 
 
 def _node_selector(args: argparse.Namespace, target: targets.Target, accelerator: str) -> dict[str, str]:
-    """The labels of the nodes that may run the pods."""
+    """Return the labels of the nodes that may run the pods."""
     if target.platform == "tpu":
         selector = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,
@@ -219,10 +222,10 @@ def _node_selector(args: argparse.Namespace, target: targets.Target, accelerator
 
 
 def _volumes(pods: _Pods, claim: str, mount: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{name of a volume: (path where it is mounted, its source)}."""
+    """Return {name of a volume: (mount path, its source)}."""
     volumes = {}
     if not pods.on_tpu:
-        # NCCL needs more shared memory than the 64 MB that a container has.
+        # NCCL needs more shared memory than a container's default of 64 MB.
         volumes["shm"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
     if claim:
         volumes["workdir"] = (mount, {"persistentVolumeClaim": {"claimName": claim}})
@@ -235,7 +238,7 @@ def _container(
     pods: _Pods,
     environment: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The container of a pod, without what mounts its volumes."""
+    """Build the container of a pod, without its volume mounts."""
     resource = "google.com/tpu" if pods.on_tpu else "nvidia.com/gpu"
     return {
         "name": "train",
@@ -255,16 +258,16 @@ def _pod(
     volumes: dict[str, tuple[str, dict[str, Any]]],
     container: dict[str, Any],
 ) -> dict[str, Any]:
-    """The spec of a pod. Empty fields are left out."""
+    """Build the spec of a pod. Empty fields are left out."""
     mounts = [{"name": volume, "mountPath": path} for volume, (path, _) in volumes.items()]
     sources = [{"name": volume, **source} for volume, (_, source) in volumes.items()]
     pod = {
-        # JobSet starts all pods again, not one.
+        # JobSet restarts all pods, never a single one.
         "restartPolicy": "Never",
         "nodeSelector": selector,
         "terminationGracePeriodSeconds": args.save_seconds,
         "serviceAccountName": args.service_account,
-        # A pod on the host's network resolves names of the cluster only with the other DNS policy.
+        # A pod on the host network resolves the cluster's names only with this other DNS policy.
         "hostNetwork": pods.on_tpu,
         "dnsPolicy": "ClusterFirstWithHostNet" if pods.on_tpu else "ClusterFirst",
         "containers": [_without_empty({**container, "volumeMounts": mounts})],
@@ -274,13 +277,13 @@ def _pod(
 
 
 def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that have a value."""
+    """Return the fields that have a value."""
     return {key: value for key, value in fields.items() if value}
 
 
 def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
-    """The spec of a Job, which Kubernetes never starts again by itself."""
-    # The exit codes of `plimsoll train` after which another start would change nothing.
+    """Build the spec of a Job, which Kubernetes never restarts by itself."""
+    # Exit codes of `plimsoll train` after which another start would fail in the same way.
     exits = {"containerName": "train", "operator": "In", "values": [int(code) for code in HOPELESS]}
     return {
         "parallelism": pods.hosts,
@@ -293,18 +296,18 @@ def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(args: argparse.Namespace, name: str, pods: _Pods) -> dict[str, Any]:
-    """The metadata of the JobSet."""
+    """Build the metadata of the JobSet."""
     metadata: dict[str, Any] = {"name": name, "namespace": args.namespace}
     if args.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": args.queue}
     if pods.on_tpu:
-        # The pods of a slice are in one node pool, with nobody else's.
+        # The pods of a slice share one node pool, exclusively.
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return metadata
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
-    """An environment variable with the value of a field of the pod."""
+    """Return an environment variable whose value is a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

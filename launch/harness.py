@@ -1,6 +1,6 @@
-"""lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness) drives a model through its own interface.
+"""Adapter for lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness), through its LM interface.
 
-`pip install 'plimsoll-train[harness]'` brings it; `plimsoll evaluate --tasks=...` uses it.
+`pip install 'plimsoll-train[harness]'` installs it; `plimsoll evaluate --tasks=...` uses it.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from launch.weights import Loaded
 
 
 def check() -> None:
-    """Raises UsageError where lm-evaluation-harness is not installed."""
+    """Raise UsageError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise cli.UsageError("--tasks needs lm-evaluation-harness: pip install 'plimsoll-train[harness]'")
 
@@ -31,22 +31,23 @@ def evaluate(
     path: str | None,
     limit: int | None,
 ) -> dict:
-    """Runs the tasks, prints the harness's table, and returns {task: its metrics}. Raises UsageError for a task that is
-    not known.
+    """Run the tasks, print the harness's table, and return {task: its metrics}.
 
     Args:
         loaded: the model.
-        scorer: of that model.
-        tasks: names of tasks or of groups of them.
-        path: a folder with the YAML files of more.
-        limit: of each task only so many documents.
+        scorer: scorer of that model.
+        tasks: names of tasks or of groups of tasks.
+        path: folder with the YAML files of additional tasks.
+        limit: maximum number of documents per task.
+
+    Raises:
+        UsageError: a task is unknown.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    # The harness would fork for its error bars, and a fork of a process with JAX's threads may
-    # hang.
+    # The harness would fork for its error bars, and forking a process with JAX's threads may hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     manager = TaskManager(include_path=path)
     for task in tasks:
@@ -62,9 +63,8 @@ def evaluate(
 
 
 def make_model(loaded: Loaded, scorer: Scorer) -> Any:
-    """The model as an lm_eval.api.model.LM."""
-    # The class is made inside a function because lm_eval, its base, is imported only when tasks are
-    # asked for.
+    """Wrap the model as an lm_eval.api.model.LM."""
+    # Define the class inside the function, because its base lm_eval is imported only if tasks are requested.
     from lm_eval.api.model import LM
 
     tokenizer = loaded.tokenizer
@@ -73,37 +73,37 @@ def make_model(loaded: Loaded, scorer: Scorer) -> Any:
 
     class Model(LM):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            """For each (context, continuation): the log-likelihood of the continuation, and whether greedy decoding
-            would give it."""
+            """Return (log-likelihood, whether greedy decoding would produce it) of each (context, continuation)."""
             rows = [encode_pair(tokenizer, *request.args) for request in requests]
             return [(score.log_prob, score.greedy) for score in scorer.score(rows)]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """The log-likelihood of each (text,): every token is predicted once, in windows; the last window begins
-            early enough to be full."""
+            """Return the log-likelihood of each (text,).
+
+            Every token is predicted once, in windows; the last window starts early enough to be full.
+            """
             return [self._rolling(*request.args) for request in requests]
 
         def _rolling(self, text: str) -> float:
             tokens = np.asarray(tokenizer.encode_document(text))
             rows = []
             for i in range(num_windows(len(tokens), limit)):
-                # A window predicts `limit` tokens, and has one more in front of them.
+                # A window predicts `limit` tokens, and is preceded by one more.
                 first_predicted = i * limit + 1
                 end = min(first_predicted + limit, len(tokens))
                 rows.append((tokens[:end], first_predicted))
             return sum(score.log_prob for score in scorer.score(rows))
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            """The continuation of each (context, options), up to one of options["until"]; greedy unless the options say
-            otherwise."""
+            """Continue each (context, options) up to one of options["until"]; greedy unless options say otherwise."""
             return [self._until(*request.args) for request in requests]
 
         def _until(self, context: str, options: dict[str, Any]) -> str:
             until = options.get("until") or []
-            # At least one position is left to the prompt.
+            # Leave at least one position for the prompt.
             count = min(options.get("max_gen_toks", 256), limit - 1)
             sampling = _sampling(options, count, tuple(tokenizer.stop_ids))
-            # Of a prompt that is too long, the end is what counts.
+            # Truncate a prompt that is too long on the left, because its end matters most.
             prompt = tokenizer.encode_prompt(context)[count - limit :]
             stops = [until] if isinstance(until, str) else until
             steps = stream_text(generator, tokenizer, [prompt], sampling, stops)
@@ -113,7 +113,7 @@ def make_model(loaded: Loaded, scorer: Scorer) -> Any:
 
 
 def _sampling(options: dict[str, Any], count: int, stop_ids: tuple[int, ...]) -> Sampling:
-    """The harness's options as ours, for at most `count` tokens. Without do_sample, its temperature does not count."""
+    """Convert the harness's options to ours, for at most `count` tokens. Without do_sample, temperature is ignored."""
     temperature = 0.0
     if options.get("do_sample"):
         temperature = options.get("temperature", 0.0)

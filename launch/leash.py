@@ -1,6 +1,7 @@
-"""Importing this ties the process to its parent: it is killed when that ends, however that ends.
+"""Importing this module ties the process to its parent: it is killed when the parent ends, for whatever reason.
 
-The server of `plimsoll local` imports it first, and each of its forks ties itself again, as a fork is not tied.
+The fork server of `plimsoll local` imports it first. Each fork ties itself again, because a fork does not inherit
+this.
 """
 
 import signal
@@ -10,7 +11,7 @@ from framework.terminal.tied import tie
 __all__ = ["tie"]
 
 tie()
-# A fork of the server gets back the handler of this moment, until it has its own. Python's raises
-# an exception, and so a traceback, wherever the server or the fork is.
+# A fork of the server starts with the handler set here, until it installs its own. Python's default handler raises an
+# exception, and so prints a traceback from wherever the server or the fork is.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

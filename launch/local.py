@@ -1,13 +1,13 @@
-"""Run a training in several processes on this machine, and start all of them again when one dies.
+"""Run a training in several processes on this machine, and restart all of them when one dies.
 
     plimsoll local --config=gpt2-124m --workdir=runs/a --gpus=all
     plimsoll local --config=nanogpt-cpu --workdir=runs/b --processes=2 --devices_per_process=2
 
-The processes are forks of one that has imported everything, which makes starts, and above all restarts, quick. When
-one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is a
-new one, else after a growing wait. The exit code is that of the process that failed first, one of `plimsoll train`'s
-(128 + n: signal n killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process
-stops all of them.
+The processes are forks of one that has imported everything, so they start, and above all restart, quickly. When one
+dies, the others get --grace seconds to end. Then all start again from the last checkpoint: immediately if there is a
+new one, else after an increasing wait. The exit code is that of the process that failed first, one of `plimsoll
+train`'s (128 + n: signal n killed it). SIGTERM and SIGINT are forwarded, and a second one kills the processes.
+SIGTERM to a single process stops all of them.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
 from launch import cli, commands
 from launch.start_words import from_here, words_of_train
 
-# Tells Python to leave the folder of the start out of its path.
+# Tells Python to exclude the start folder from its path.
 _SAFE_PATH = "PYTHONSAFEPATH"
-# Set where that is for the server of forks alone.
+# Set if the variable above was set only for the fork server.
 _OF_SERVER = "PLIMSOLL_SAFE_PATH_OF_SERVER"
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, beside those of `plimsoll train`."""
+    """Add the flags of this verb, in addition to those of `plimsoll train`."""
     add = parser.add_argument
     add(
         "--processes",
@@ -84,7 +84,7 @@ def add_flags(parser: cli.Parser) -> None:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Checks everything, then supervises until the run is over."""
+    """Check everything, then supervise until the run is over."""
     parser = commands.Parser("local", __doc__)
     add_flags(parser)
     args, words = parser.parse_job(argv)
@@ -103,8 +103,8 @@ def main(argv: list[str]) -> int:
 
 
 def _newest(workdir: str) -> int:
-    """The step of the newest checkpoint, -1 without one."""
-    # An object store may not answer, which counts as no progress and ends no run.
+    """Return the step of the newest checkpoint, -1 without one."""
+    # If an object store does not respond, count it as no progress and do not end the run.
     with contextlib.suppress(OSError, ValueError):
         steps, _ = scan(folder(f"{workdir}/checkpoints"))
         return max(steps, default=-1)
@@ -112,20 +112,20 @@ def _newest(workdir: str) -> int:
 
 
 def _environments(processes: int | None, devices: int | None, gpus: str | None) -> list[dict[str, str]]:
-    """The environment variables of each process that the launcher's own environment does not have."""
+    """Return the additional environment variables of each process."""
     too_few = any(value is not None and value < 1 for value in (processes, devices))
     if too_few or (gpus and devices):
         raise cli.UsageError("--processes, --devices_per_process: expected 1 or more; the latter is not for --gpus")
     if gpus is None:
         if (processes or 1) == 1 and devices is None:
-            # One process, on whatever JAX finds.
+            # One process uses whatever devices JAX finds.
             return [{}]
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices or 1}"
         return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}] * (processes or 1)
     names = _gpus() if gpus == "all" else gpus.split(",")
     share, remainder = divmod(len(names), processes or len(names))
     repeated = len({*names}) < len(names)
-    # Beside numbers, CUDA takes "GPU-" and a UUID.
+    # CUDA accepts numbers, and also "GPU-" with a UUID.
     well_formed = all(name.replace("-", "").isalnum() for name in names)
     if remainder or not share or repeated or not well_formed:
         problem = f"{', '.join(names)!r} are not distinct GPUs, or not divisible by --processes"
@@ -138,7 +138,7 @@ def _environments(processes: int | None, devices: int | None, gpus: str | None) 
 
 
 def _gpus() -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, or that the driver finds. Raises UsageError: there are none."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or those the driver finds. Raises UsageError if there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
@@ -156,28 +156,27 @@ def _gpus() -> list[str]:
 
 
 def _place(coordinator: str, count: int, index: int) -> list[str]:
-    """The flags of `plimsoll train` by which a process finds the others; none for a process that is alone."""
+    """Return the flags of `plimsoll train` that let a process find the others; none for a single process."""
     if count == 1:
         return []
     return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
 
 
 def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
-    """Runs one process of the run, in a fork of the server. Ends with the exit code of the verb, a module."""
-    # In a session of its own, so that a terminal's Ctrl-C comes to the launcher alone.
+    """Run one process of the run in a fork of the server, and exit with the exit code of the verb's module."""
+    # Use a separate session, so that a terminal's Ctrl-C reaches only the launcher.
     os.setsid()
     interrupts.begin()
-    # Not imported above: the launcher itself goes on when its shell ends.
+    # Not imported at the top, because the launcher itself must survive the end of its shell.
     from launch import leash
 
     leash.tie()
-    # These variables are read when a backend starts, so it does no harm that JAX is imported
-    # already.
+    # A backend reads these variables when it starts, so they take effect although JAX is already imported.
     os.environ.update(environment)
-    # What the run itself starts finds its modules as ever.
+    # Commands started by the run find their modules as usual.
     if os.environ.pop(_OF_SERVER, None):
         del os.environ[_SAFE_PATH]
-    # By descriptor, as libraries in C and C++ also write to stdout and stderr.
+    # Redirect the descriptors, because C and C++ libraries write to stdout and stderr too.
     for descriptor in (1, 2):
         os.dup2(out.fileno(), descriptor)
     out.close()
@@ -187,7 +186,7 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
 
 
 class Supervisor:
-    """Runs `plimsoll train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
+    """Runs `plimsoll train *words` once per environment; `committed()` returns the step of the newest checkpoint."""
 
     verb = "launch.train"
     preload = "launch.preload"
@@ -201,25 +200,24 @@ class Supervisor:
         self.words = words
         self.environments = environments
         self.committed = committed
-        # The signal that ends the run, 0 before one comes.
+        # The signal that ends the run, 0 before one arrives.
         self.stopped = 0
-        # The processes that have not ended, by number.
+        # The running processes, by index.
         self.alive = dict[int, ForkServerProcess]()
-        # Whether all processes were started once.
+        # Whether all processes have been started once.
         self._started = False
-        # (process, its code), or (signal, None). A SimpleQueue may be put to from a signal handler.
+        # Entries are (process, its exit code) or (signal, None). Signal handlers may put to a SimpleQueue.
         self._events = queue.SimpleQueue[tuple[int, int | None]]()
 
     def run(self, grace: float, backoff: float, max_restarts: int) -> int:
-        """Supervises until the run is over; the exit code. Times are in seconds."""
+        """Supervise until the run is over; returns the exit code. Times are in seconds."""
         item_sets = [set(environment.items()) for environment in self.environments]
         shared = dict(set.intersection(*item_sets))
-        # What JAX reads when it is imported has to be there in the server, which imports it for all
-        # processes.
+        # Variables that JAX reads on import must be set in the server, which imports it for all processes.
         os.environ.update(shared, PYTHONUNBUFFERED="1")
-        # Process 0 then ignores messages from other users of this machine.
+        # With this key, process 0 ignores messages from other users of this machine.
         os.environ.setdefault(rendezvous.KEY, secrets.token_hex(16))
-        # The folder of the start comes first on the server's path, and may hold a launch.py.
+        # The start folder comes first in the server's path, and may contain a launch.py.
         if not from_here() and _SAFE_PATH not in os.environ:
             os.environ.update({_SAFE_PATH: "1", _OF_SERVER: "1"})
         self._context = multiprocessing.get_context("forkserver")
@@ -228,7 +226,7 @@ class Supervisor:
             return self._run(grace, backoff, max_restarts)
 
     def _hear(self, number: int) -> str | None:
-        """Handles a signal: it is for the processes, if all of them are there."""
+        """Handle a signal: forward it to the processes if all of them have started."""
         if not self._started:
             self._send(signal.SIGKILL, os.killpg)
             return interrupts.stopped_by(number)
@@ -236,8 +234,8 @@ class Supervisor:
         return None
 
     def _run(self, grace: float, backoff: float, max_restarts: int) -> int:
-        """Starts all processes until the run is over, is stopped, or fails too often; the exit code."""
-        # Restarts since the last new checkpoint, the coming one included.
+        """Start all processes until the run is over, is stopped, or fails too often; returns the exit code."""
+        # Restarts since the last new checkpoint, including the next one.
         fruitless = 0
         restart_flags = list[str]()
         try:
@@ -252,22 +250,21 @@ class Supervisor:
                 if code in FINAL or self.stopped or fruitless > max_restarts:
                     _say(message)
                     return code
-                # The first restart after progress comes at once, as what ended the run may be gone
-                # already.
+                # The first restart after progress is immediate, because the cause may already be resolved.
                 wait = 0.0
                 if fruitless > 1:
                     wait = min(60.0, backoff * 2 ** (fruitless - 2))
                 _say(f"{message}; restart {fruitless} of {max_restarts} in {wait:g} s")
-                # No process is alive: only a signal can come, and it ends the wait.
+                # No process is running, so only a signal can arrive, and it ends the wait.
                 self._next(time.monotonic() + wait)
-                # Also where the first start was to be --resume=never.
+                # Restarts resume even if the first start had --resume=never.
                 restart_flags = ["--resume=auto"]
             return 128 + self.stopped
         finally:
             self._send(signal.SIGKILL, os.killpg)
 
     def _start(self, words: list[str]) -> None:
-        """Starts all processes, with `words` as `plimsoll train`'s command line, on a free port."""
+        """Start all processes, with `words` as the command line of `plimsoll train`, on a free port."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
             coordinator = f"127.0.0.1:{port}"
@@ -277,10 +274,10 @@ class Supervisor:
             output, out = self._context.Pipe(duplex=False)
             arguments = (self.verb, line, environment, out)
             child = self._context.Process(target=_begin, args=arguments, daemon=True)
-            # Known before it starts, so that a signal that comes meanwhile finds it.
+            # Register the child before it starts, so that a signal that arrives in between reaches it.
             self.alive[i] = child
             child.start()
-            # The launcher's copy of the writing end. Reading does not end as long as it is open.
+            # Close the launcher's copy of the writing end. Otherwise reading never ends.
             out.close()
             threading.Thread(target=self._follow, args=(i, child, output), daemon=True).start()
         self._started = True
@@ -288,19 +285,19 @@ class Supervisor:
         _say(f"started, pids {pids}")
 
     def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
-        """Passes on what a process prints, and tells of its end, when what it had started is gone too."""
+        """Forward a process's output, and report its end once the processes that it started have ended too."""
         printing = threading.Thread(target=_pass_on, args=(output, index), daemon=True)
         printing.start()
         child.join()
         assert child.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        # Its last words come before the line that tells of its end.
+        # The process's last output comes before the line about its end.
         printing.join(timeout=10.0)
         self._events.put((index, child.exitcode))
 
     def _next(self, deadline: float | None) -> tuple[int, int] | None:
-        """The next process that ends, with its code; None at the deadline, or if a signal finds none to wait for."""
+        """Return the next process that ends, with its code; None at the deadline or if a signal leaves none running."""
         with contextlib.suppress(queue.Empty):
             while self.alive or not self.stopped:
                 timeout = None
@@ -309,7 +306,7 @@ class Supervisor:
                 number, code = self._events.get(timeout=timeout)
                 if code is not None:
                     return number, code
-                # Without a code, the number is that of a signal.
+                # Without a code, the number is a signal.
                 if self.stopped:
                     raise SystemExit(128 + number)
                 self.stopped = number
@@ -319,9 +316,11 @@ class Supervisor:
         return None
 
     def _watch(self, grace: float) -> tuple[int, str]:
-        """Waits until all processes have ended. Returns the exit code of the one to blame, and words for it."""
-        # The code of each process that ended by itself, as subprocess has it: negative for a
-        # signal.
+        """Wait until all processes have ended.
+
+        Returns the exit code of the process to blame, and a message about it.
+        """
+        # Exit codes of the processes that ended by themselves, as in subprocess: negative for a signal.
         code_by_index: dict[int, int] = {}
         failed_at = None
         deadline = None
@@ -329,7 +328,7 @@ class Supervisor:
         while self.alive:
             event = self._next(deadline)
             if event is None:
-                # SIGKILL also ends processes that are stopped (SIGSTOP).
+                # SIGKILL also ends processes that are suspended (SIGSTOP).
                 self._send(signal.SIGKILL, os.killpg)
                 deadline = None
                 killed = True
@@ -356,9 +355,9 @@ class Supervisor:
         return exit_code, message
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
-        """Sends a signal to all processes, with os.killpg also to those that they have started."""
+        """Send a signal to all processes; with os.killpg also to the processes that they started."""
         for child in self.alive.values():
-            # A fork that has just begun has no group of its own yet: it gets the signal itself.
+            # A new fork has no process group yet, so it also gets the signal itself.
             pid = child.pid
             for call in dict.fromkeys((send, os.kill)):
                 with contextlib.suppress(ProcessLookupError):
@@ -367,13 +366,13 @@ class Supervisor:
 
 
 def _to_blame(code_by_index: dict[int, int]) -> int:
-    """The number of the process whose failure ended the run, of processes with these exit codes.
+    """Return the index of the process whose failure ended the run, given the exit codes.
 
-    A failure of its own is the first reason, then that a signal stopped the process, then that another process was gone
-    (5), and then success. Of several processes with the same reason, the one that ended first is to blame.
+    The process's own failure has the highest priority, then a stop by a signal, then the loss of another process (5),
+    and then success. Among equal reasons, the process that ended first is to blame.
     """
     peer_codes: list[int] = [ExitCode.PEER]
-    # JAX aborts a process that waits for others which a signal has stopped.
+    # JAX aborts a process that waits for others that a signal has stopped.
     if {*STOPPED} & {*code_by_index.values()}:
         peer_codes.append(-signal.SIGABRT)
 
@@ -385,7 +384,7 @@ def _to_blame(code_by_index: dict[int, int]) -> int:
 
 
 def _pass_on(output: Connection, index: int) -> None:
-    """Prints each line of a process with its number, in one of the six colours that a terminal has from 31 on."""
+    """Print each line of a process with its number, in one of the six terminal colors from 31 on."""
     with open(output.fileno(), "rb", closefd=False) as lines:
         for line in lines:
             text = line.decode(errors="replace").removesuffix("\n")
@@ -393,12 +392,12 @@ def _pass_on(output: Connection, index: int) -> None:
 
 
 def _say(line: str, who: str = "local", colour: int = 1) -> None:
-    """A whole line, at once; if nobody reads any more, to nowhere: the training goes on."""
+    """Print a whole line immediately. If no reader is left, discard output; the training continues."""
     try:
         text = f"[{who}] {line}\n"
         if sys.stdout.isatty():
             text = f"\033[{colour}m[{who}]\033[0m {line}\n"
-        # One write: several threads print at once.
+        # Use a single write, because several threads print at the same time.
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:

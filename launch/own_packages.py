@@ -1,7 +1,7 @@
-"""Which packages a process of Plimsoll's own means by `framework`, `configs` and `launch`: those that are side by side.
+"""Makes a Plimsoll process import `framework`, `configs` and `launch` from the folder that contains this package.
 
-The folder where a verb is started, and those of PYTHONPATH, come first when Python looks for a package, and may hold
-others of these names. A program that imports Plimsoll keeps Python's order.
+The folder where a verb is started, and those in PYTHONPATH, come first in Python's search path, and may contain other
+packages with these names. A program that imports Plimsoll keeps Python's order.
 """
 
 import sys
@@ -15,7 +15,7 @@ _FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
 class _Finder:
-    """Finds these packages, and leaves everything else to others."""
+    """Finds these packages, and leaves all other modules to other finders."""
 
     @staticmethod
     def find_spec(
@@ -23,13 +23,13 @@ class _Finder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """The spec of a package of ours, None for any other module; see `importlib.abc.MetaPathFinder`."""
+        """Return the spec of one of our packages, None for any other module; see `importlib.abc.MetaPathFinder`."""
         if name not in _NAMES:
             return None
         return PathFinder.find_spec(name, [_FOLDER], target)
 
 
 def insist() -> None:
-    """Makes this process find the packages beside this one under their names. It may be called again."""
+    """Make this process import the packages next to this one. May be called repeatedly."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)

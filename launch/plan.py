@@ -1,4 +1,4 @@
-"""Tell what a run will need on any machine, without having it: compile its very step with that machine's compiler.
+"""Predict what a run needs on any machine, without having it: compile its exact step with that machine's compiler.
 
     plimsoll plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
@@ -10,8 +10,8 @@
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
-Exit codes: 0 it fits (of several plans, one does; of several targets, one carries it with the settings that are
-printed); 2 the command or the config was wrong; 4 it does not fit.
+Exit codes: 0 it fits (of several plans, at least one fits; of several targets, at least one fits with the settings
+that are printed); 2 the command or the config was wrong; 4 it does not fit.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from launch.plan_targets import list_targets, which_machine
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb."""
+    """Add the flags of this verb."""
     add = parser.add_argument
     add(
         "--target",
@@ -78,7 +78,7 @@ def add_flags(parser: cli.Parser) -> None:
 
 
 def _add_search_flags(parser: cli.Parser) -> None:
-    """The flags of a search for settings, or for the largest model."""
+    """Add the flags of the search for settings or for the largest model."""
     add = parser.add_argument
     add(
         "--auto",
@@ -108,7 +108,7 @@ def _add_search_flags(parser: cli.Parser) -> None:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Plans each setting, prints the tables and writes the files."""
+    """Plan each setting, print the tables and write the files."""
     parser = cli.Parser("plan", __doc__, shape_is_enough=True)
     add_flags(parser)
     if "--targets" in argv:
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
     check_auto(command)
     check_largest(command)
 
-    # Imported late: a typo on the command line should not wait for these.
+    # Imported late, so that a typo on the command line shows immediately.
     import jax
 
     from framework.plan import machines, targets
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     names = machines.names_of(args.target or "")
     targets.environment(args.target or "")
     cli.prepare_jax()
-    # A program from the cache comes without its buffers, which the report lists.
+    # Programs loaded from the cache lack buffer information, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
 
 
 def _one_machine(command: cli.Command, name: str) -> int:
-    """Plans each setting for one target."""
+    """Plan each setting for one target."""
     from framework.plan import report, targets
 
     args = command.args
@@ -160,7 +160,7 @@ def _one_machine(command: cli.Command, name: str) -> int:
         sections = report.sections(reports[0])
     else:
         sections = [report.comparison(reports)]
-    # With --compare the file holds a list, even if only one combination is left.
+    # With --compare the file contains a list, even if only one combination is left.
     draw_page = functools.partial(page_of_one_machine, command, commands, target, reports)
     give(args, sections, reports if args.compare else reports[0], draw_page)
     fits = any(plan_report["fits"] for plan_report in reports)
@@ -168,10 +168,10 @@ def _one_machine(command: cli.Command, name: str) -> int:
 
 
 def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:
-    """The command, once for each combination of compared values.
+    """Yield the command for each combination of compared values.
 
-    All are checked before the first one is compiled. Among several choices, combinations that cannot be are told and
-    left out.
+    All combinations are validated before the first one is compiled. With several --compare flags, invalid
+    combinations are reported and left out.
     """
     from framework.plan.suggest import check
 
@@ -181,8 +181,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
             config, _ = variant.resolve(target.name)
             check(config.instantiate(), target)
         except ValueError as error:
-            # The values of a single choice were all meant; of several choices, some combinations
-            # cannot be.
+            # With a single --compare, every value was intended. With several, some combinations may be invalid.
             if len(compare) < 2:
                 raise
             settings = " ".join(map("=".join, choice))

@@ -1,4 +1,4 @@
-"""`plimsoll plan --auto`: the fastest settings that fit, as overrides to paste, with the plan of them."""
+"""`plimsoll plan --auto`: the fastest settings that fit, as overrides to paste, together with their plan."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from launch.plan_parts import give, settings_of
 
 
 def asked_mode(command: cli.Command) -> str | None:
-    """What is asked for: by --auto, or by a config that says memory.auto."""
+    """Return the search mode that --auto requests, or a config with memory.auto; None for no search."""
     return command.args.auto or ("memory" if command.config.memory.auto else None)
 
 
 def check_auto(command: cli.Command) -> None:
-    """Raises UsageError or ConfigError: flags that do not go with a search, or with none."""
+    """Raise UsageError or ConfigError for flags that do not go with a search, or that require one."""
     args = command.args
     if args.largest:
         return
@@ -32,7 +32,7 @@ def check_auto(command: cli.Command) -> None:
 
 
 def plan_auto(command: cli.Command, name: str) -> int:
-    """Chooses settings for a target, and prints the overrides, the plan of them, and what was not chosen."""
+    """Choose settings for a target, and print the overrides, their plan, and the rejected alternatives."""
     from framework.plan import targets
     from framework.plan.auto.answer import answer
     from framework.plan.auto.settings import with_settings
@@ -75,7 +75,7 @@ def plan_auto(command: cli.Command, name: str) -> int:
 
 
 def question_of(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
-    """What the command line of `plan`, or of `train --dry_run`, asks for."""
+    """Build the question that the command line of `plan`, or of `train --dry_run`, asks."""
     from framework.plan.auto.choice import Machine
     from framework.plan.auto.settings import fixed_paths
     from framework.plan.auto.stored import Question

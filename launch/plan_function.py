@@ -1,4 +1,4 @@
-"""`plimsoll plan --function`: the plan of somebody's own JAX function."""
+"""`plimsoll plan --function`: the plan of a user's own JAX function."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from launch.plan_parts import check_files, give, start_cpus
 
 
 def plan_functions(args: Any) -> int:
-    """Plans somebody's own function, for one target or several."""
+    """Plan a user's own function for one or several targets."""
     refused = ("config", "data", "smallest", "estimate", "compare", "step_only")
     given = [f"--{name}" for name in refused if getattr(args, name, None)]
     if given:
@@ -20,7 +20,7 @@ def plan_functions(args: Any) -> int:
         raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
     check_files(args)
 
-    # Imported late: a typo on the command line should not wait for these.
+    # Imported late, so that a typo on the command line shows immediately.
     import jax
 
     from framework.plan import machines, report, targets
@@ -29,7 +29,7 @@ def plan_functions(args: Any) -> int:
     names = machines.names_of(args.target)
     targets.environment(names[0])
     cli.prepare_jax()
-    # A program from the cache comes without its buffers, which the report lists.
+    # Programs loaded from the cache lack buffer information, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
     machine_by_name = {name: targets.resolve(name) for name in names}
     start_cpus(machine_by_name.values())
@@ -46,7 +46,7 @@ def plan_functions(args: Any) -> int:
 
 
 def _call(spec: str) -> Any:
-    """The function and its arguments, as FILE.py:NAME has them.
+    """Load the function and its arguments from FILE.py:NAME.
 
     Raises:
         UsageError: there is no such file or name, or it returns something else.

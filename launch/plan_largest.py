@@ -1,4 +1,4 @@
-"""`plimsoll plan --largest`: the largest model of a config's family that machines carry, and the way there."""
+"""`plimsoll plan --largest`: the largest model of a config's family that fits the machines, and the settings for it."""
 
 import dataclasses
 import itertools
@@ -15,13 +15,13 @@ from launch.plan_parts import choices_of, give, start_cpus
 
 
 class Series(NamedTuple):
-    """What one frontier is of.
+    """The inputs of one frontier.
 
     Attributes:
-        name: as tables and the picture call it.
-        command: with the compared settings.
-        target: the machine.
-        allowed: names of what may be changed of the training.
+        name: name in tables and in the picture.
+        command: command with the compared settings applied.
+        target: target machine.
+        allowed: names of the training settings that may change.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Series(NamedTuple):
 
 
 def check_largest(command: cli.Command) -> None:
-    """Raises UsageError: flags that do not go with --largest, or with nothing else."""
+    """Raise UsageError for flags that do not go with --largest, or that require it."""
     args = command.args
     if not args.largest:
         if args.picture is not None:
@@ -48,11 +48,11 @@ def check_largest(command: cli.Command) -> None:
 
 
 def plan_largest(command: cli.Command, names: list[str]) -> int:
-    """Looks for the frontier of each series, prints the tables, and writes the files.
+    """Search the frontier of each series, print the tables, and write the files.
 
     Args:
-        command: with --largest.
-        names: of the targets.
+        command: command with --largest.
+        names: names of the targets.
     """
     from framework.plan import targets
     from framework.plan.largest import shown
@@ -62,7 +62,7 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     args = command.args
     machines = [targets.resolve(name) for name in names]
     series = list(_series(command, machines))
-    # Every config is read before the first search begins.
+    # Read every config before the first search starts.
     families = [Family.of(one.command.resolve(one.target.name)[0]) for one in series]
     start_cpus(machines)
     frontiers = []
@@ -94,7 +94,7 @@ def _tell(line: str) -> None:
 
 
 def _series(command: cli.Command, machines: list[Any]) -> Iterator[Series]:
-    """One for each machine and combination of compared values; each without, and then with, what may be changed."""
+    """Yield a series for each machine and combination of compared values: without changes, then with allowed ones."""
     names = () if command.args.allow is None else allow.names_of(command.args.allow)
     for machine, choice in itertools.product(machines, choices_of(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
@@ -107,10 +107,10 @@ def _series(command: cli.Command, machines: list[Any]) -> Iterator[Series]:
 
 
 class _Asking:
-    """Asks for the fastest settings of a size that fit.
+    """Asks for the fastest settings that fit for a given model size.
 
     Args:
-        series: whose frontier.
+        series: series whose frontier is searched.
     """
 
     def __init__(self, series: Series):

@@ -1,4 +1,4 @@
-"""The page of `plimsoll plan --html`: what is planned for it besides the reports, and the command line it shows."""
+"""The page of `plimsoll plan --html`: the additional plans that it needs, and the command line that it shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def page_of_one_machine(
     target: Any,
     reports: Sequence[dict[str, Any]],
 ) -> str:
-    """The page of one target: of one plan with a slider over planned points, or of what --compare compares."""
+    """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare."""
     from framework.plan import grid, levers
     from framework.plan.page import page
 
@@ -28,7 +28,7 @@ def page_of_one_machine(
         points = grid.grid(config, target, report)
         moves = levers.measured(config, target, report, levers.levers(report))
         return page(reports, points=points, asked=asked, moves=moves)
-    # The values compared are points themselves if nothing else differs between them.
+    # If nothing else differs between the compared plans, they are themselves points of the slider.
     compared_paths = {text.partition("=")[0].removeprefix("config.") for text in command.args.compare}
     points = []
     if compared_paths <= {grid.BATCH, grid.SEQUENCE}:
@@ -37,17 +37,17 @@ def page_of_one_machine(
 
 
 def page_of_several(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
-    """The page of several targets, or of a function."""
+    """Build the page of several targets, or of a function."""
     from framework.plan.page import page
 
     return page(reports, asked=asked_for(args, source, overrides))
 
 
 def asked_for(args: Any, source: str, overrides: cli.Overrides) -> Asked:
-    """The command line as a page shows it, without what only says where else the report goes."""
+    """Return the command line as a page shows it, without flags that only select other outputs of the report."""
     from framework.plan.page import Asked
 
-    # Training takes the data as well; a page of a function has none.
+    # Training takes the data flag too; the page of a function has none.
     data_flags = [] if args.data is None else [f"--data={args.data}"]
     flags = [*data_flags, *(f"--compare={text}" for text in args.compare)]
     flags += [f"--{name}" for name in ("smallest", "estimate", "step_only") if getattr(args, name)]

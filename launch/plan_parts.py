@@ -1,4 +1,4 @@
-"""What all kinds of `plimsoll plan` share: the devices, one report, and where it goes."""
+"""Code shared by all modes of `plimsoll plan`: devices, reports, and their output."""
 
 import itertools
 import json
@@ -10,16 +10,16 @@ from launch import cli
 
 
 def check_files(args: Any) -> None:
-    """Raises UsageError: a file that is to be written has no folder."""
+    """Raise UsageError if the folder of an output file does not exist."""
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
             raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
 
 
 def choices_of(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
-    """The combinations of the values that --compare names, each as overrides; one without any where it names none.
+    """Yield the combinations of the values in --compare, each as overrides; one empty combination if there are none.
 
-    Values that hold a comma are separated by ";".
+    Values that contain a comma are separated by ";".
 
     Raises:
         UsageError: one of the texts is not PATH=A,B.
@@ -36,14 +36,14 @@ def choices_of(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
 
 
 def start_cpus(machines: Iterable[Any]) -> None:
-    """Starts JAX with as many CPU devices as any of the targets has: it starts once."""
+    """Start JAX with as many CPU devices as the largest CPU target needs, because it can start only once."""
     cpus = [machine for machine in machines if machine.platform == "cpu"]
     for machine in sorted(cpus, key=lambda machine: machine.num_devices)[-1:]:
         machine.devices()
 
 
 def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
-    """One report: from the cache, the closed form or the compiler."""
+    """Produce one report: from the cache, the analytical estimate or the compiler."""
     from framework.plan.planned import planned
 
     args = command.args
@@ -59,18 +59,17 @@ def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, est
         fresh=args.fresh,
         suggests=not args.verdict_only,
     )
-    # The settings of this command line are no part of what is cached: another may lead to the same
-    # config.
+    # The settings of this command line are not cached: other command lines may lead to the same config.
     return plan_report | {"settings": [*settings_of(command), *rule_lines]}
 
 
 def settings_of(command: cli.Command) -> list[str]:
-    """The overrides of a command line, as a report has them."""
+    """Return the overrides of a command line in the form of a report."""
     return ["=".join(override) for override in command.overrides]
 
 
 def give(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
-    """Prints the tables, and writes the files that are asked for."""
+    """Print the tables, and write the requested files."""
     from framework.terminal.tables import render
 
     print(render(sections))

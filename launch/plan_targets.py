@@ -1,4 +1,4 @@
-"""`plimsoll plan` for several targets: one table, or the smallest machine; and the list of all."""
+"""`plimsoll plan` for several targets: one table, the smallest machine that fits, or the list of all targets."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from launch.plan_parts import give, plan_of, start_cpus
 
 
 def list_targets(argv: list[str]) -> int:
-    """Prints the table of targets; neither JAX nor a config is needed."""
+    """Print the table of targets; needs neither JAX nor a config."""
     if len(argv) > 1:
         raise cli.UsageError("--targets stands alone: it lists what --target takes")
     from framework.plan import target_table
@@ -21,14 +21,14 @@ def list_targets(argv: list[str]) -> int:
 
 
 def which_machine(command: cli.Command, names: list[str]) -> int:
-    """Plans for several targets: one table of all, or of those up to the smallest that carries the config."""
+    """Plan for several targets: one table of all, or of those up to the smallest that fits the config."""
     from framework.plan import machines, targets
 
     args = command.args
     if args.compare or args.device_memory_gib is not None or "local" in names:
         raise cli.UsageError("several targets: without --compare, --device_memory_gib and the target local")
     if args.smallest:
-        # A name may be mistyped among the last ones, too: all are read before the first plan.
+        # Resolve all names before the first plan, because a later name may be mistyped too.
         names = sorted(names, key=lambda name: machines.total_bytes(targets.resolve(name))) or machines.candidates()
     target_by_name = {name: targets.resolve(name) for name in names}
     start_cpus(target_by_name.values())
@@ -45,7 +45,7 @@ def which_machine(command: cli.Command, names: list[str]) -> int:
             break
     is_carried = any(map(machines.carries, reports))
     if args.smallest:
-        # Nobody wants a page of machines that are too small.
+        # A report of machines that are too small is of no use.
         reports = [plan_report for plan_report in reports if machines.carries(plan_report)] or reports[-1:]
         left_out = {}
     if not reports:
@@ -56,7 +56,7 @@ def which_machine(command: cli.Command, names: list[str]) -> int:
 
 
 def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
-    """A report by the closed form, and by the compiler where it is here, is asked for, and has a chance."""
+    """Return a report by the analytical estimate; by the compiler if it is installed, wanted, and worth trying."""
     from framework.plan import machines, targets
     from framework.terminal.phases import phase
 
@@ -65,7 +65,7 @@ def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[st
         plan_report = plan_of(command, name, target, target.limit_bytes, True)
     if args.estimate or not targets.compiler_here(target.platform):
         return plan_report
-    # With --smallest there may be a hundred targets, most of them far too small.
+    # With --smallest there may be a hundred targets, and most are far too small.
     if args.smallest and not machines.carries(plan_report):
         return plan_report
     return plan_of(command, name, target, target.limit_bytes, False)

@@ -1,6 +1,6 @@
-"""What `plimsoll local` imports once, in the process that all processes of a run, and of its restarts, are forks of.
+"""Imports that `plimsoll local` runs once, in the server process from which it forks all processes and restarts.
 
-Nothing here starts a backend of JAX or a thread, which a fork would not survive.
+Nothing here starts a JAX backend or a thread, because neither survives a fork.
 """
 
 import resource  # noqa: F401
@@ -14,5 +14,5 @@ import framework.run.start
 import framework.run.training  # noqa: F401
 import launch.train  # noqa: F401
 
-# Orbax imports these when they are first used, so they are used here.
+# Orbax imports these on first use, so use them here.
 _ = v1.save_checkpointables_async, v1.Context, v1.handlers, multihost.get_barrier_sync_fn

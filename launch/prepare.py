@@ -2,9 +2,9 @@
 
     plimsoll prepare --config=NAME [--config.data.source...=...] --out=DIR [--workers=N]
 
-The training source becomes DIR/train.bin (a mixture's parts train.0.bin, train.1.bin, ...), each validation set
-DIR/validation-NAME.bin; the tokenizer goes beside them. Everything is written in a temporary folder that is renamed at
-the end, so a killed run leaves nothing under DIR.
+The training source becomes DIR/train.bin (the parts of a mixture become train.0.bin, train.1.bin, ...), and each
+validation set DIR/validation-NAME.bin; the tokenizer is stored next to them. Everything is written to a temporary
+folder that is renamed at the end, so a killed run leaves nothing under DIR.
 """
 
 import json
@@ -30,13 +30,13 @@ from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 MANIFEST = "prepare.json"
-# The time between two lines of progress where stderr is no terminal.
+# Seconds between two lines of progress if stderr is not a terminal.
 _SECONDS_PER_LINE = 2.0
 
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all token files are in place."""
+    """Run the verb; returns 0 once all token files are in place."""
     parser = cli.Parser("prepare", __doc__)
     parser.add_argument(
         "--out",
@@ -72,27 +72,27 @@ def main(argv: list[str]) -> int:
 
 
 def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
-    """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`.
+    """Write the token files of every source of `data` (a config of DataPipeline) into the folder `out`.
 
     Args:
-        data: the config.
-        out: the folder, which appears whole or not at all.
-        force: replace what an earlier call has written there.
-        workers: processes that tokenize; the files do not depend on it.
+        data: config of the data.
+        out: folder to write; it appears complete or not at all.
+        force: whether to replace the files that an earlier call wrote there.
+        workers: number of processes that tokenize; the files do not depend on it.
 
     Raises:
-        What DataPipeline.setup does.
-        FileExistsError: `out` holds what may not be replaced.
+        FileExistsError: `out` contains files that may not be replaced.
         WorkerLostError: a process that tokenizes was killed.
+        Exception: any error of DataPipeline.setup.
     """
     _check_replaceable(out, force)
     pipeline = data.instantiate()
     if not isinstance(pipeline, DataPipeline):
         raise ValueError(f"data is of {type(pipeline).__name__}; only a DataPipeline has text to be tokenized")
-    # Both are beside `out`, as a rename works only within a file system.
+    # Both are next to `out`, because a rename works only within a file system.
     temporary = out.with_name(f".{out.name}.partial")
     aside = out.with_name(f".{out.name}.replaced")
-    # A run that was killed may have left the folder.
+    # A killed run may have left this folder.
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     take_back = interrupts.at_end(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
@@ -104,7 +104,7 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
         manifest = {"data": data.to_dict(), "sources": records, "files": files}
         with writing(temporary / MANIFEST):
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        # Old files are moved aside first and removed last, so that no kill costs them.
+        # Move old files aside first and remove them last, so that a kill never loses them.
         if out.exists():
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(out, aside)
@@ -121,7 +121,7 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
 
 
 def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict[str, dict[str, Any]]:
-    """Writes a token file for every source. Returns what is recorded of each source, by the name of its file."""
+    """Write a token file for every source. Returns the record of each source, by the name of its file."""
     records = {}
     for leaf in pipeline.leaves:
         source = leaf.source
@@ -137,7 +137,7 @@ def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict
 
 
 def _check_replaceable(out: Path, force: bool) -> None:
-    """Raises FileExistsError: the folder holds files, without --force, or files that this verb did not write."""
+    """Raise FileExistsError for files without --force, or for files that this verb did not write."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out={out} is a file; name a folder")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
@@ -151,8 +151,8 @@ def _check_replaceable(out: Path, force: bool) -> None:
 
 
 def show(name: str, steps: Iterable[Progress]) -> None:
-    """Goes through `steps`, and shows how far they are: a bar on a terminal, otherwise a line now and then."""
-    # Imported here: a mistake on the command line is answered without it.
+    """Iterate over `steps` and show progress: a bar on a terminal, otherwise a line every few seconds."""
+    # Imported here, so that mistakes on the command line are reported without it.
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -1,9 +1,9 @@
-"""--wandb, --mlflow and --tensorboard: short for the fields of `trainer` that say where metrics are reported to."""
+"""--wandb, --mlflow and --tensorboard: shortcuts for the fields of `trainer` that select where metrics are reported."""
 
 import argparse
 import os
 
-# The fields of a config that the flags set, by the flag's name.
+# The config field that each flag sets.
 _FIELDS = {
     "wandb": "trainer.wandb_project",
     "mlflow": "trainer.mlflow_uri",
@@ -12,7 +12,7 @@ _FIELDS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the three flags to a verb that trains."""
+    """Add the three flags to a verb that trains."""
     group = parser.add_argument_group("reports, beside WORKDIR/metrics.jsonl")
     group.add_argument(
         "--wandb",
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The (path, text) of the fields that the flags set; [] for a verb without them."""
+    """Return the (path, text) of the fields that the flags set; [] for a verb without them."""
     settings = []
     for flag, path in _FIELDS.items():
         value = getattr(args, flag, None)

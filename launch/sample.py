@@ -1,9 +1,9 @@
-"""Draw images with a trained flow, or go from one held-out image to another in its latent space.
+"""Draw images with a trained flow, or interpolate between held-out images in its latent space.
 
     plimsoll sample --workdir=runs/digits-glow --output=samples.png --temperature=0.7
     plimsoll sample --workdir=runs/digits-glow --output=between.png --interpolate=8
 
-The picture has --num images: samples, or rows of --interpolate images between pairs of held-out ones.
+The picture contains --num images: samples, or rows of --interpolate images between pairs of held-out ones.
 """
 
 import math
@@ -16,7 +16,7 @@ from launch import cli, weights
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when the picture is written."""
+    """Run the verb; returns 0 once the picture is written."""
     parser = weights.parser("sample", __doc__, hf=False)
     parser.add_argument("--output", required=True, metavar="FILE.png", help="where the picture goes; replaced")
     parser.add_argument("--num", type=int, default=64, metavar="N", help="images; default 64")
@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError(f"--output={args.output}: expected the name of a .png file in a folder that exists")
     if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
         raise cli.UsageError("expected --num of at least 1, --temperature of at least 0")
-    # The seed of a JAX key is 32 bits.
+    # A JAX key has a 32-bit seed.
     if not 0 <= args.seed < 2**32:
         raise cli.UsageError(f"--seed={args.seed}: expected 0 to 2^32 - 1")
     if steps is not None and not 2 <= steps <= args.num:
         raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num = {args.num} images for a row")
 
-    # Imported late: a mistake on the command line should not wait for these.
+    # Imported late, so that a mistake on the command line shows immediately.
     import numpy as np
 
     from framework.inference.images import Images, save_grid
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
         pictures = images.sample(args.num, args.temperature, args.seed)
     else:
         data.setup(loaded.folder)
-        # The first validation set; an empty array where there is none.
+        # Use the first validation set; an empty array if there is none.
         held_out = next((data.images[name] for name in data.validation_names), np.zeros(0))
         rows = args.num // steps
-        # A row goes from one held-out image to another.
+        # Each row interpolates from one held-out image to another.
         num_ends = 2 * rows
         if len(held_out) < num_ends:
             raise ValueError(

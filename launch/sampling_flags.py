@@ -1,4 +1,4 @@
-"""How tokens are chosen: the flags of the verbs that make text."""
+"""Sampling flags, for the verbs that generate text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: cli.Parser, *, max_new_tokens: str, seed: str) -> None:
-    """Adds the flags.
+    """Add the sampling flags.
 
     Args:
-        parser: of the verb.
-        max_new_tokens: what --max_new_tokens is, for --help.
-        seed: what --seed is.
+        parser: parser of the verb.
+        max_new_tokens: help text of --max_new_tokens.
+        seed: help text of --seed.
     """
     add = parser.add_argument
     add("--max_new_tokens", type=int, metavar="N", help=max_new_tokens)
@@ -28,10 +28,10 @@ def add_flags(parser: cli.Parser, *, max_new_tokens: str, seed: str) -> None:
 
 
 def sampling_of(args: argparse.Namespace, default_tokens: int) -> Sampling:
-    """What the flags say. It is asked for before a model is loaded, so that mistakes show before JAX starts.
+    """Build the sampling settings from the flags, before a model is loaded, so that mistakes show before JAX starts.
 
     Raises:
-        ValueError: a flag is out of its range.
+        ValueError: a flag is out of range.
     """
     from framework.inference.sampling import Sampling
 

@@ -1,13 +1,13 @@
-"""Store what a teacher says of every row that a config's run reads, for distillation: its likeliest tokens.
+"""Store a teacher's most likely tokens for every row that a config's run reads, for distillation.
 
     plimsoll score --workdir=runs/teacher --config=distil-tiny --out=runs/scores
     plimsoll score --hf=ORG/NAME --config=my.py:student --data=chats.jsonl --top_k=64 --out=scores
     plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
     plimsoll score --workdir=runs/reward --texts=pairs.jsonl
 
---config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
-kill, with the same bits, and adds rows where trainer.max_steps has grown. With --texts a reward model or a classifier
-scores texts instead: `plimsoll score --texts= --help`.
+--config names the student's config, whose data is read; overrides apply to that config. After a kill, the same
+command continues with bit-identical results. It adds rows if trainer.max_steps has grown. With --texts, a reward
+model or a classifier scores texts instead: `plimsoll score --texts= --help`.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 from launch import cli, weights
 
-# The flag that asks for the scores of a reward model or a classifier.
+# The flag that requests scores of a reward model or a classifier.
 _TEXTS_FLAG = "--texts"
-# As many tokens of each position are stored by default as companion.top_k is by default.
+# Tokens stored per position by default; the same as the default of companion.top_k.
 _TOP_K = 64
 
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all rows are stored."""
+    """Run the verb; returns 0 once all rows are stored."""
     if any(token.partition("=")[0] == _TEXTS_FLAG for token in argv):
         from launch import score_texts
 
@@ -72,7 +72,7 @@ def _parser() -> cli.Parser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises UsageError where a flag's value is of no use, before anything is loaded."""
+    """Raise UsageError for invalid flag values, before anything is loaded."""
     for name in ("top_k", "batch_size"):
         if getattr(args, name) < 1:
             raise cli.UsageError(f"--{name}={getattr(args, name)}: expected at least 1")
@@ -83,7 +83,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _score(args: argparse.Namespace, config: Config) -> int:
-    """Loads the teacher, reads the data of the student's config, and stores what is not stored yet."""
+    """Load the teacher, read the data of the student's config, and store the rows that are not stored yet."""
     from framework.companions.teacher_files import Facts
     from framework.companions.teacher_scoring import (
         TeacherScorer,
@@ -118,7 +118,7 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     _tell_size(facts, len(row_list.places_N2), folder)
     scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
     num_added, num_rows = store(scorer, row_list, folder)
-    # Training asks for so many tokens by default.
+    # This is what training reads by default.
     top_k_flag = "" if args.top_k == _TOP_K else f" --config.companion.top_k={args.top_k}"
     print(
         f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with "
@@ -128,7 +128,7 @@ def _score(args: argparse.Namespace, config: Config) -> int:
 
 
 def _tell_size(facts: Any, num_rows: int, folder: Path) -> None:
-    """Prints what the files of such `Facts` will take. Raises ValueError: the disk has less."""
+    """Print the size of the files for these `Facts`. Raises ValueError if the disk has less free space."""
     from framework.companions.teacher_files import MANIFEST, read_manifest
 
     size = num_rows * facts.row_bytes

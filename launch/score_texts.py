@@ -1,11 +1,11 @@
-"""Score texts, conversations or pairs by a reward model or a classifier; a JSON line for each row.
+"""Score texts, conversations or pairs with a reward model or a classifier; writes one JSON line per row.
 
     plimsoll score --workdir=runs/reward-tiny --texts=pairs.jsonl
     plimsoll score --hf=DIR --texts=texts.jsonl --out=scores.jsonl
 
-A row is {"text": ...}, a conversation, or a pair, {"chosen": ..., "rejected": ...}, with "prompt" beside it or not.
-A reward model writes "reward", of a pair "chosen", "rejected" and "margin"; a classifier "label" and "probabilities".
-Where rows are pairs, or have a "label", the accuracy goes to stderr.
+A row is {"text": ...}, a conversation, or a pair, {"chosen": ..., "rejected": ...}, with or without a "prompt" field.
+A reward model writes "reward", or for a pair "chosen", "rejected" and "margin"; a classifier writes "label" and
+"probabilities". If rows are pairs or have a "label", the accuracy goes to stderr.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from launch import cli, weights
 
 
 class Row(NamedTuple):
-    """A row of a file: its sequences, of which a pair has two, and the label that it has, None for none."""
+    """A row of a file: its place for messages, its sequences (two for a pair), and its label or None."""
 
     place: str
     contents: list[Any]
@@ -31,30 +31,31 @@ class Row(NamedTuple):
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, beside those that name the model."""
+    """Add the flags of this verb, in addition to those that name the model."""
     parser.add_argument("--texts", metavar="FILE", required=True, help="JSON lines, or Parquet")
     parser.add_argument("--out", metavar="FILE", help="instead of stdout")
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences at a time; default 8")
 
 
 def main(argv: list[str]) -> int:
-    """Runs `plimsoll score --texts=FILE`, which hands over its words; 0 when all is written."""
+    """Run `plimsoll score --texts=FILE`, which passes its arguments on; returns 0 once everything is written."""
     parser = weights.parser("score", __doc__)
     add_flags(parser)
     return run(*weights.parse(parser, argv))
 
 
 def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
-    """Scores the rows that the flags name.
+    """Score the rows that the flags name.
 
     Raises:
-        FileNotFoundError, ValueError: the file cannot be read, or the model scores no texts; one line.
+        FileNotFoundError, ValueError: the file cannot be read, or the model cannot score texts. The message is one
+            line.
     """
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
     if args.out is not None and not Path(args.out).expanduser().parent.is_dir():
         raise FileNotFoundError(f"--out: no folder {Path(args.out).parent}")
-    # Rows are read before JAX starts, so that mistakes in them show at once.
+    # Read the rows before JAX starts, so that mistakes in them show immediately.
     rows = list(read_rows(args.texts))
     loaded = weights.load(args, overrides)
     results = scored(loaded, rows, args.batch_size)
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """The rows of a file. Raises ValueError, with file, row and field: a row is no text, conversation or pair."""
+    """Yield the rows of a file. Raises ValueError with file, row and field if a row has an unknown form."""
     from framework.data.files import find
     from framework.data.scored import class_name, content_of, sequences_of
     from framework.data.sources import rows_of_file
@@ -90,11 +91,11 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list[dict[str, Any]]:
-    """The result of each row, as the verb writes it.
+    """Return the result of each row, as the verb writes it.
 
     Raises:
-        ValueError: the model scores no texts, a classifier is given pairs or a label that is none of its classes, or a
-            row cannot be encoded.
+        ValueError: the model cannot score texts, a classifier is given pairs or a label that is not one of its
+            classes, or a row cannot be encoded.
     """
     from framework.inference.sequence_scores import SequenceScorer
 
@@ -129,7 +130,7 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
 
 
 def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
-    """What is written of a row with these scores, one float32[C] for each of its sequences."""
+    """Build the output of a row from its scores, one float32[C] for each of its sequences."""
     import numpy as np
 
     if len(scores) == 2:
@@ -138,7 +139,7 @@ def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
     (score,) = scores
     if len(score) == 1:
         return {"reward": float(score[0])}
-    # The largest is taken off, so that no exponential overflows.
+    # Subtract the maximum, so that no exponential overflows.
     shares = np.exp(score.astype(np.float64) - score.max())
     names = classes or [str(number) for number in range(len(score))]
     probabilities = dict(zip(names, (shares / shares.sum()).tolist(), strict=True))
@@ -146,10 +147,10 @@ def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
 
 
 def _class_of(label: str, names: list[str]) -> str | None:
-    """The name of the class that a label stands for; None where it is none of them."""
+    """Return the class name that a label stands for; None if it is not a class."""
     if label in names:
         return label
-    # As in training: where no name is a number, a number is that of a class.
+    # As in training: if no class name is a number, a number is the index of a class.
     has_numbers = any(name.isdecimal() for name in names)
     if label.isdecimal() and not has_numbers and int(label) < len(names):
         return names[int(label)]
@@ -157,7 +158,7 @@ def _class_of(label: str, names: list[str]) -> str | None:
 
 
 def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
-    """How many pairs, or labels, were right, in words; "" where no row says what would be."""
+    """Summarize the accuracy on pairs or labels; "" if no row has a known answer."""
     margins = [result["margin"] for result in results if "margin" in result]
     if margins:
         right = sum(margin > 0 for margin in margins)

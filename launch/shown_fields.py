@@ -1,13 +1,13 @@
-"""Which fields of a config `plimsoll configs show` prints: those that one usually sets, those of --only, or all."""
+"""Selects the fields that `plimsoll configs show` prints: the commonly set ones, those of --only, or all."""
 
 from collections.abc import Sequence
 
 from framework.config import REQUIRED, Config, did_you_mean, schema_of
 from launch import cli
 
-# A config of at most so many fields is shown whole.
+# A config with at most this many fields is shown in full.
 _FEW = 60
-# Fields that are set for many runs, also where a config leaves them at their defaults.
+# Fields that many runs set. They are shown even if a config leaves them at their defaults.
 _USUAL = (
     "data.global_batch_size",
     "data.seq_len",
@@ -32,11 +32,13 @@ _USUAL = (
 
 
 def usual(config: Config, marked: Sequence[str]) -> list[str]:
-    """The paths of a config that are shown first: what it sets to another value than the default, the components of its
-    sections, what was marked with all below it, and fields that are set for many runs. All paths of a small config.
+    """Return the paths of a config to show by default; all paths of a small config.
+
+    These are the fields with a non-default value, the components of its sections, marked paths with everything below
+    them, and commonly set fields.
 
     Args:
-        config: resolved.
+        config: resolved config.
         marked: paths that a rule or the command line has set.
     """
     paths = [path for path, _ in config.walk() if path]
@@ -56,30 +58,29 @@ def usual(config: Config, marked: Sequence[str]) -> list[str]:
 
 
 def _is_chosen(components: dict[str, Config], path: str, value: object) -> bool:
-    """Whether somebody has chosen the value: it is another one than the constructor's default. `components` has those
-    above it, by path."""
+    """Return whether a value differs from its constructor's default. `components` has those above it, by path."""
     parent_path, _, name = path.rpartition(".")
     if isinstance(value, Config):
-        # The parts of a section: its source and tokenizer, its optimizer, its stages.
+        # The parts of a section, such as its source and tokenizer, its optimizer, or its stages.
         return path.count(".") == 1
     if value is REQUIRED:
         return False
     if parent_path not in components:
-        # An entry of a list or of a dict, which is empty by default.
+        # An entry of a list or dict. Their default is empty.
         return True
     field = schema_of(components[parent_path]).get(name)
     return field is None or field.default is REQUIRED or value != field.default
 
 
 def only(config: Config, words: Sequence[str]) -> list[str]:
-    """The paths of a config that somebody asks for.
+    """Return the paths of a config that the user asked for.
 
     Args:
-        config: resolved.
-        words: each a path, of which all below is meant, or a part of the paths that are meant.
+        config: resolved config.
+        words: full paths, which include everything below them, or parts of paths.
 
     Raises:
-        UsageError: no path has such a word in it.
+        UsageError: no path contains one of the words.
     """
     paths = [path for path, _ in config.walk() if path]
     found: set[str] = set()

@@ -2,9 +2,9 @@
 
     plimsoll slurm --config=llama2-7b --workdir=/shared/runs/a --nodes=4 --gpus_per_node=8 --time=1-00:00:00
 
-One process for each GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time is up: the
-run saves and is queued again, as often as needed. It is also queued again after a failure, --max_restarts times; after
-exit codes 2, 3 and 4 it is not. `scancel` ends it. The nodes must have the directory that this is started in.
+One process per GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time limit: the run
+saves and is requeued, as often as needed. It is also requeued after a failure, up to --max_restarts times, but not
+after exit codes 2, 3 and 4. `scancel` ends it. The nodes must have the directory in which this is started.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from framework.terminal.exit_codes import ExitCode
 from launch import cli, commands
 from launch.start_words import words_of_train
 
-# srun's own exit code is the highest one, which hides why the first task ended from those that were
-# then terminated: every task writes down its own. One that has saved ends with 0 for srun, which
-# would terminate the others otherwise.
+# srun itself returns only the highest exit code, which hides why the first task ended from those that were terminated
+# afterwards, so every task records its own. A task that has saved returns 0 to srun, which would otherwise terminate
+# the others.
 TASK = """
 trap : TERM INT
 "$@"
@@ -54,7 +54,7 @@ exec scontrol requeue "$SLURM_JOB_ID"
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Checks everything, then prints or submits the script."""
+    """Check everything, then print or submit the script."""
     parser = commands.Parser("slurm", __doc__)
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N")
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
 
 
 def script(args: argparse.Namespace, words: list[str]) -> str:
-    """The batch script. Raises UsageError: a value that cannot stand in it."""
+    """Build the batch script. Raises UsageError for an invalid value."""
     if min(args.nodes, args.tasks_per_node or 1) < 1 or args.gpus_per_node < 0:
         raise cli.UsageError("--nodes and --tasks_per_node: expected 1 or more, --gpus_per_node 0 or more")
     tasks_per_node = args.tasks_per_node or args.gpus_per_node or 1
@@ -116,16 +116,16 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
         "partition": args.partition,
         "account": args.account,
         "signal": f"TERM@{args.save_seconds}",
-        # The next allocation of the same job goes on in the same output file.
+        # The next allocation of the same job appends to the same output file.
         "open-mode": "append",
     }
     sbatch_options = [f"--{name}={value}" for name, value in options.items() if value is not None]
     sbatch_options += ["--requeue", *args.sbatch]
     srun = ["srun", "--kill-on-bad-exit=1", *_container_options(args)]
-    # The image has a Python of its own.
+    # The image has its own Python.
     python = "python" if args.container else sys.executable
     line = [*words_of_train(python, is_here=not args.container), *words]
-    # sbatch reads its options from lines of the script.
+    # sbatch reads its options from lines of the script, so no word may contain a line break.
     for word in (*sbatch_options, *srun, *line):
         if not word.isprintable():
             raise cli.UsageError(f"{word!r}: expected printable characters on one line")
@@ -141,11 +141,11 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
 
 
 def _container_options(args: argparse.Namespace) -> list[str]:
-    """The options of srun (Pyxis) that run a task in --container; none without it."""
+    """Return the srun options (Pyxis) that run a task in --container; none without it."""
     if not args.container:
         return []
     workdir = Path(args.workdir or "runs").absolute()
-    # A set, as the workdir may be this directory.
+    # A set, because the workdir may be this directory.
     folders = {os.getcwd(), str(workdir)}
     mounts = ",".join(f"{path}:{path}" for path in sorted(folders))
     return [

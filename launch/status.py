@@ -1,10 +1,10 @@
-"""Tell how a run is: step, loss, speed, last checkpoint, where its time went, and whether its processes are well.
+"""Report the state of a run: step, loss, speed, last checkpoint, use of time, and health of its processes.
 
     plimsoll status --workdir=runs/a
     plimsoll status --workdir=gs://bucket/a --json
 
-Every process says every few seconds how it is, in WORKDIR/health. Exit codes: 0 the run goes on or came to its end; 1
-it does not: a process is gone, silent, stands still or ended otherwise; 2 there is nothing to tell of.
+Every process records its state every few seconds in WORKDIR/health. Exit codes: 0 the run is running or completed; 1
+it is not: a process died, is silent, makes no progress or ended otherwise; 2 there is nothing to report.
 """
 
 import json
@@ -16,20 +16,19 @@ from typing import Any
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
-# A process is silent when it has not written for this many of its intervals, and for this many
-# seconds more.
+# A process counts as silent if it has not written for this many of its intervals plus this many seconds.
 _SILENT = 3.0
-# The states that are no problem.
+# The states without a problem.
 _GOOD = ("running", "done")
-# What the first process counts in a second depends on the data: one of these.
+# The speed that process 0 records depends on the data: it is one of these.
 _SPEEDS = ("tokens_per_second", "images_per_second")
-# The facts of a process that are passed on as it wrote them.
+# The facts of a process that are shown unchanged.
 _SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
 
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Reads what the processes wrote; starts nothing, so it can be asked anywhere that the workdir is seen."""
+    """Read the files that the processes wrote. Starts nothing, so it works wherever the workdir is visible."""
     parser = cli.Parser("status", __doc__, takes_config=False)
     parser.add_argument("--workdir", metavar="DIR", required=True, help="of the run")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def status(workdir: Any, now: float) -> dict[str, Any]:
-    """The state of a run at `now` (seconds since the epoch), as JSON.
+    """Return the state of a run at `now` (seconds since the epoch), as JSON.
 
     Raises:
         FileNotFoundError: no process has ever written there.
@@ -55,20 +54,20 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     processes = []
     for path in sorted((workdir / "health").glob("process-*.json")):
         facts = read(path)
-        # A file that a process has just begun may hold nothing yet.
+        # A file that a process has just created may still be empty.
         if facts:
             processes.append(facts)
     if not processes:
         raise FileNotFoundError(f"--workdir: no run has written {workdir}/health")
     first = processes[0]
     steps, problems = scan(workdir / "checkpoints")
-    # An earlier start may have had more processes, whose files are still there.
+    # An earlier start may have had more processes, whose files still exist.
     rows = [_row(facts, now) for facts in processes if facts["process"] < first["num_processes"]]
     missing = first["num_processes"] - len(rows)
     return {
         "workdir": str(workdir),
         "health": _worst([row["health"] for row in rows], missing),
-        # The first process knows these of the run.
+        # Process 0 records these for the whole run.
         **{name: first.get(name) for name in ("step", "max_steps", "loss", "attempt", "goodput", *_SPEEDS)},
         "checkpoints": steps,
         "problems": problems,
@@ -78,13 +77,13 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any], now: float) -> dict[str, Any]:
-    """The state of one process, and the seconds since it wrote."""
+    """Return the state of one process, and the seconds since it last wrote."""
     shown_facts = {name: facts.get(name) for name in _SHOWN}
     return {"health": _health(facts, now), **shown_facts, "heard": now - facts["time"]}
 
 
 def _worst(states: list[str], missing: int) -> str:
-    """The state of a run with processes in these states."""
+    """Return the state of a run with processes in these states."""
     for state in states:
         if state not in _GOOD:
             return state
@@ -92,7 +91,7 @@ def _worst(states: list[str], missing: int) -> str:
 
 
 def _health(facts: dict[str, Any], now: float) -> str:
-    """running, done, ended (with its exit code), gone, silent, or standing still."""
+    """Classify a process as running, done, ended (with its exit code), gone, silent, or standing still."""
     from framework.processes.health import has_gone
 
     code = facts.get("exit")
@@ -105,14 +104,14 @@ def _health(facts: dict[str, Any], now: float) -> str:
         return f"silent for {silent_seconds:.0f} s"
     still_seconds = facts["time"] - facts["moved"]
     limit = facts.get("hang_seconds")
-    # At the limit itself the process would end, so half of it is told.
+    # At the limit itself the process ends, so report it at half the limit.
     if limit and still_seconds > limit / 2 and facts["limited"]:
         return f"standing still for {still_seconds:.0f} s"
     return "running"
 
 
 def _table(facts: dict[str, Any]) -> str:
-    """The state of a run, as `status` returns it, for people."""
+    """Format the state of a run, as returned by `status`, for the terminal."""
     from framework.metrics.goodput import PHASES
     from framework.terminal.tables import Section, render
 
@@ -136,7 +135,7 @@ def _table(facts: dict[str, Any]) -> str:
 
 
 def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of what is known of the run as a whole."""
+    """Return the (name, value) rows that describe the run as a whole."""
     from framework.terminal.tables import human_count
 
     step = facts["step"] if facts["step"] is not None else "-"
@@ -161,7 +160,7 @@ def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _process_cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    """A row of the table of processes."""
+    """Return a row of the table of processes."""
     place = f"{row['host']}:{row['pid']}"
     step = str(row["step"] or "-")
     return str(row["process"]), place, row["phase"], step, row["health"]

@@ -1,10 +1,10 @@
-"""What `plimsoll train` does first where a student's config names a teacher that is not trained yet.
+"""Trains the teacher first, when `plimsoll train` runs a student's config whose teacher is not trained yet.
 
     PATH/model         the teacher's run
-    PATH/teacher.json  and the files beside it: what the teacher says of the student's rows, by `plimsoll score`
+    PATH/teacher.json  and the files next to it: the teacher's scores of the student's rows, by `plimsoll score`
 
-PATH is companion.path. Both are commands of their own, each in its own process: JAX has not started in this one, so the
-devices are free. After a kill, the same command goes on with whichever was not done.
+PATH is companion.path. Both steps are separate commands, each in its own process. JAX has not started in this
+process, so the devices are free. After a kill, the same command continues with the step that was not finished.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _MODEL = "model"
 
 
 def prepare(job: Job, command: cli.Command) -> int:
-    """Trains the teacher of the job's config and stores what it says, if that is asked for and not done.
+    """Train the teacher of the job's config and store its scores, if this is requested and not done yet.
 
     Returns:
         0, or the exit code of the command that failed.
 
     Raises:
-        UsageError: companion.train_first is the name of no config.
+        UsageError: companion.train_first does not name a config.
     """
     teacher = job.experiment.companion
     if job.dry_run or not isinstance(teacher, Teacher) or teacher.train_first is None:
         return 0
-    # Only names: a stored config, which may be a stranger's, has no files of code run.
+    # Accept only names of configs. A stored config is untrusted, so it must not run files of code.
     if teacher.train_first not in configs.names():
         raise cli.UsageError(
             f"companion.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs list`)"
         )
     folder = Path(teacher.path).expanduser()
     model = folder / _MODEL
-    # Files of another teacher stay as they are, and so does the folder that a run has begun with.
+    # Do not touch files of another teacher, or a folder that a run has already started from.
     if (_holds_files(folder) and not model.exists()) or last_checkpoint(job.folder) is not None:
         return 0
     print(f"teacher: {teacher.train_first} is trained first, in {model}, and what it says is stored in {folder}")
@@ -69,12 +69,12 @@ def _holds_files(folder: Path) -> bool:
 
 
 def _execute(verb: str, *flags: str) -> int:
-    """Runs `plimsoll VERB` on this machine; its exit code, 128 + n where signal n killed it."""
-    # What this process has printed comes first, also where the output is a file.
+    """Run `plimsoll VERB` on this machine; returns its exit code, 128 + n if signal n killed it."""
+    # Flush first, so that this process's output precedes the command's, even if it goes to a file.
     sys.stdout.flush()
     words = [*words_of(sys.executable, verb), *flags]
-    # In a session of its own it hears of Ctrl-C once, from here, and saves first. It ends with this process, so that
-    # the same command finds its workdir free.
+    # In its own session it receives Ctrl-C once, from here, and saves first. It is killed with this process, so that
+    # a repeated command finds its workdir free.
     process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie)
 
     def pass_on(number: int) -> None:

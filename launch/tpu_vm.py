@@ -1,4 +1,4 @@
-"""Run a training on Cloud TPU VMs, with gcloud: make them, copy this checkout there, run on all workers, look, delete.
+"""Run a training on Cloud TPU VMs with gcloud: create, copy this checkout, run on all workers, show logs, delete.
 
     plimsoll tpu_vm create --name=a --zone=us-west4-a --target=v5e-16 --spot
     plimsoll tpu_vm copy   --name=a --zone=us-west4-a --target=v5e-16
@@ -6,10 +6,10 @@
     plimsoll tpu_vm logs   --name=a --zone=us-west4-a --target=v5e-16
     plimsoll tpu_vm delete --name=a --zone=us-west4-a --target=v5e-16 --spot
 
-`copy` takes what is committed, and installs it there. `run` starts `plimsoll local` on every worker, in the background:
-it starts its process again as long as that helps, and the workers find each other by what Cloud tells them. With
---spot, --reserved or several slices, a queued resource makes the VMs when there are any. `stop` ends a run, which saves
-first.
+`copy` archives the committed files and installs them there. `run` starts `plimsoll local` on every worker in the
+background: it restarts its process as long as that helps, and the workers find each other by what Cloud provides. With
+--spot, --reserved or several slices, a queued resource creates the VMs when they become available. `stop` ends a run,
+which saves first.
 Source: https://cloud.google.com/sdk/gcloud/reference/compute/tpus.
 """
 
@@ -40,8 +40,8 @@ RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -P -m laun
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Checks everything, then prints or runs the commands, up to the first one that fails."""
-    # --help without a subverb shows the flags of `run`, which takes the most.
+    """Check everything, then print or run the commands, up to the first one that fails."""
+    # --help without a subverb shows the flags of `run`, which has the most.
     if argv[:1] in (["-h"], ["--help"]):
         subverb = "run"
         subverb_text = "|".join(SUBVERBS)
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list[str]]:
-    """The commands, in order. Raises ValueError: a value that cannot stand in them."""
+    """Return the commands, in order. Raises ValueError for an invalid value."""
     target = targets.resolve(args.target)
     if target.platform != "tpu":
         raise cli.UsageError(f"--target={args.target}: expected a TPU, such as v5e-16")
@@ -95,7 +95,7 @@ def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list
         raise cli.UsageError(f"--name={args.name}: expected a-z, 0-9 and '-', the first a letter")
     slices = target.num_slices
     place = _place(args)
-    # Only a queued resource makes such VMs, and what it made it has to delete.
+    # Only a queued resource creates such VMs, and it must also delete them.
     queued = args.spot or args.reserved or slices > 1
     if subverb == "create":
         return [_create(args, target, queued=queued)]
@@ -114,7 +114,7 @@ def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list
         copies = [[*TPUS, "tpu-vm", "scp", ARCHIVE, f"{node}:", *place, "--worker=all"] for node in nodes]
         return [archive, *copies, *ssh(INSTALL)]
     if subverb == "logs":
-        # `tail -F` does not end, so the log is that of one node.
+        # `tail -F` does not end, so show the log of only one node.
         return ssh(f"tail -n 100 -F {args.name}.log", args.worker)[:1]
     if subverb == "stop":
         return ssh(f"kill -TERM $(cat {args.name}.pid)")
@@ -125,12 +125,12 @@ def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list
             "--workdir: several workers need one place: gs://BUCKET/..., or a file system mounted on all"
         )
     inner = RUN.format(name=args.name, words=shlex.join(words))
-    # Detached from ssh, so that the run goes on when the connection ends.
+    # Detach from ssh, so that the run continues when the connection ends.
     return ssh(f"setsid nohup bash -c {shlex.quote(inner)} >>{args.name}.log 2>&1 </dev/null &")
 
 
 def _place(args: argparse.Namespace) -> list[str]:
-    """The flags of gcloud that say where the VMs are."""
+    """Return the gcloud flags for the location of the VMs."""
     place = [f"--zone={args.zone}"]
     if args.project:
         place.append(f"--project={args.project}")
@@ -138,12 +138,12 @@ def _place(args: argparse.Namespace) -> list[str]:
 
 
 def _create(args: argparse.Namespace, target: targets.Target, *, queued: bool) -> list[str]:
-    """The command that makes the VMs. Raises UsageError: the software for this family is not known."""
+    """Return the command that creates the VMs. Raises UsageError if the software for this family is unknown."""
     family = target.spec.name
     runtime = args.runtime_version or RUNTIMES.get(family)
     if runtime is None:
         raise cli.UsageError(f"--runtime_version is needed for {family}")
-    # The name of one slice; Cloud has another name for v5e.
+    # The name of one slice; Cloud uses another name for v5e.
     slice_name = target.name.rpartition("x")[2]
     accelerator = f"--accelerator-type={slice_name.replace('v5e', 'v5litepod')}"
     place = _place(args)

@@ -1,14 +1,14 @@
-"""Train a model from a named config: start, resume, or only look (--dry_run). Ctrl-C and SIGTERM save first.
+"""Train a model from a named config: start, resume, or only check (--dry_run). Ctrl-C and SIGTERM save first.
 
     plimsoll train --config=stdlib-tiny --workdir=runs/stdlib-tiny
     plimsoll train --config=stdlib-tiny --data=my_folder/ --workdir=runs/mine
     plimsoll train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
-Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
+Exit codes: 0 the run completed; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
 finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
-another process of the run is gone, or they did not find each other; 6 it hung, and its stacks are in WORKDIR/health; 7
-replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and what was trained is saved. docs/operations.md
-says what to do.
+another process of the run died, or the processes did not find each other; 6 it hung, and its stacks are in
+WORKDIR/health; 7 replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and the trained state is saved.
+docs/operations.md explains what to do.
 """
 
 import os
@@ -24,7 +24,7 @@ from launch import cli, reports
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, which the launchers take too and pass on."""
+    """Add the flags of this verb, which the launchers also accept and pass on."""
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
     place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
@@ -50,19 +50,19 @@ def add_flags(parser: cli.Parser) -> None:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Parses, checks everything that needs no device, then starts JAX and trains."""
-    # The run's time begins before the imports. Imports of the process that this one is a fork of do
-    # not count.
+    """Parse, check everything that needs no device, then start JAX and train."""
+    # The run's time starts before the imports, but excludes imports of the server process that this one was forked
+    # from.
     began = time.monotonic() - time.process_time()
     parser = cli.Parser("train", __doc__)
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for `plimsoll plan`: v5p-2048")
     command = parser.parse(argv)
     stored.check(command.config)
-    # Building the experiment shows every mistake in the config before JAX starts.
+    # Building the experiment reports every mistake in the config before JAX starts.
     experiment = command.config.instantiate()
 
-    # Imported late: a typo on the command line should not wait for these.
+    # Imported late, so that a typo on the command line shows immediately.
     from framework.files.workdir import safe_child
     from framework.metrics.goodput import Goodput
     from framework.processes import distributed
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     if args.target is not None:
         return _dry_run(job, command)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
-    # Of several processes, each would train the teacher: they need one that is there.
+    # With several processes, each would train the teacher, so they need an existing one.
     code = 0 if cluster is not None else teacher_first.prepare(job, command)
     if code:
         return code
@@ -97,12 +97,12 @@ def main(argv: list[str]) -> int:
 
 
 def _guarded(train: Callable[[], int]) -> int:
-    """Trains; a mistake of the user's in it ends as one line and an exit code."""
+    """Train; a user error ends as one line and an exit code."""
     return cli.main(lambda _: train())([])
 
 
 def _dry_run(job: Job, command: cli.Command) -> int:
-    """The start of a run on another machine's devices: everything that takes no array."""
+    """Do the start of a run on another machine's devices: everything that needs no arrays."""
     from framework.files.workdir import Workdir
     from framework.plan import startup, targets
 
@@ -128,7 +128,10 @@ def _dry_run(job: Job, command: cli.Command) -> int:
 
 
 def _chosen(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
-    """(the config with what memory.auto chooses for the target, the line that says so, which is printed).
+    """Choose the settings of memory.auto for the target, and print them.
+
+    Returns:
+        (the config with the chosen settings, a list with the line about them).
 
     Raises:
         DoesNotFitError: no settings fit.

@@ -1,4 +1,4 @@
-"""The weights of a run (--workdir) or of a published model (--hf), for verbs that train nothing."""
+"""Loads the weights of a run (--workdir) or of a published model (--hf), for verbs that do not train."""
 
 import argparse
 import sys
@@ -14,14 +14,14 @@ __all__ = ["Loaded", "load", "parse", "parser", "tell"]
 
 
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
-    """The verb's parser with the flags that `load` reads, --hf among them or not."""
+    """Build the verb's parser with the flags that `load` reads; `hf` adds --hf."""
     verb_parser = cli.Parser(verb, doc, takes_config=False)
     verb_parser.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
     place = verb_parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="a run of `plimsoll train`")
     if hf:
         place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory, or the Hub's ORG/NAME")
-    # `load` asks for it, also where a verb has no such flag.
+    # `load` reads this even if a verb has no such flag.
     verb_parser.set_defaults(hf=None)
     add = verb_parser.add_argument
     add("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
@@ -35,7 +35,7 @@ def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
 
 
 def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Overrides]:
-    """(flags, overrides in order). Imports the file that --config names, so that its classes are known."""
+    """Return (flags, overrides in order). Imports the file that --config names, so that its classes are known."""
     spec, overrides, verb_flags = cli.split(argv)
     args = verb_parser.parse_flags(verb_flags)
     if spec is not None:
@@ -46,15 +46,15 @@ def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace,
 
 
 def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> Loaded:
-    """Loads the model that the flags name; no optimizer state is read.
+    """Load the model that the flags name, without optimizer state.
 
     Args:
-        args: the flags of `parser`.
-        overrides: of the config.
-        text: the model is a language model, whose tokenizer is made ready.
+        args: flags of `parser`.
+        overrides: overrides of the config.
+        text: whether the model is a language model whose tokenizer must be prepared.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
+        FileNotFoundError, ValueError: a file is missing, or the parts do not fit together. The message is one line.
     """
     change = partial(cli.apply_overrides, overrides=overrides)
     mesh_is_asked = any(loaded.is_of_mesh(path) for path, _ in overrides)
@@ -75,5 +75,5 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
 
 
 def tell(message: str) -> None:
-    """Prints a message to stderr: stdout is for results."""
+    """Print a message to stderr, because stdout is for results."""
     print(visible(message), file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Published models: one file per family maps config.json and the names of tensors to ours, and back.
+"""Published models: one file per family maps config.json and tensor names to ours, and back.
 
-To add one, see docs/models.md.
+To add a family, see docs/models.md.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ MODEL_TYPES = {
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], Config]:
-    """Reads the config.json of a directory, or of a model of the Hub.
+    """Read the config.json of a directory, or of a model on the Hub.
 
     Args:
-        path: the directory, hf://ORG/NAME@COMMIT, or shape:ORG/NAME of the table of published models.
+        path: a directory, hf://ORG/NAME@COMMIT, or shape:ORG/NAME of the table of published models.
 
     Returns:
         (its JSON, the config of its family).
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON, asks for code of its own to be run, or is of an unknown architecture.
+        ValueError: it is not JSON, requires running its own code, or has an unknown architecture.
     """
     known_model = model_at(path)
     if known_model is not None:
@@ -89,7 +89,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         family = family_of(facts)
         if "auto_map" in facts and not family.has_own_code:
             raise ValueError("it asks for code of its own (auto_map); code of a directory is never executed")
-        # transformers has the architecture, too, and takes its own code.
+        # transformers also has the architecture, and then uses its own code.
         facts = {name: value for name, value in facts.items() if name != "auto_map"}
         refuse_unread(Facts(facts))
         return facts, config_for(family)
@@ -100,10 +100,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
 
 
 def generation_facts(path: str | Path) -> dict[str, Any]:
-    """Reads the generation_config.json of a directory; empty if there is none, as for a shape alone.
+    """Read the generation_config.json of a directory; empty if there is none, as for a shape.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     if model_at(path) is not None:
         return {}
@@ -124,11 +124,11 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def family_of(facts: dict[str, Any]) -> type[Family]:
-    """Returns the family of a config.json, by its architectures.
+    """Return the family of a config.json, by its architectures.
 
     Raises:
-        ValueError: the architecture is unknown, there are several, or model_type, by which transformers chooses, is of
-            another one.
+        ValueError: the architecture is unknown, there are several, or model_type, by which transformers chooses,
+            belongs to another one.
     """
     facts = scores.language_facts(facts)
     architectures = facts.get("architectures") or []
@@ -154,14 +154,14 @@ def family_of(facts: dict[str, Any]) -> type[Family]:
 
 
 def model_of(path: str | Path) -> tuple[Config, Config]:
-    """Makes our config of the model in a directory.
+    """Build our config of the model in a directory.
 
     Returns:
         (the model's config, its family's config).
 
     Raises:
-        The errors of `read`.
-        ValueError: a field is missing, or asks for something that we cannot compute.
+        FileNotFoundError: as from `read`.
+        ValueError: as from `read`, or a field is missing or requires something that we cannot compute.
     """
     facts, family = read(path)
     try:
@@ -169,25 +169,25 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
         dtype = float_dtype(Facts(facts))
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
-    # Without a dtype in config.json, the first tensor decides.
+    # Without a dtype in config.json, use the dtype of the first tensor.
     stored_dtype = _first_dtype(path) if dtype is None else None
     if stored_dtype is not None:
         dtype = {"F32": "float32", "F64": "float32", "F16": "float16"}.get(stored_dtype)
     if dtype == "float16" and not family.instantiate().takes_float16:
         given = f"{path}: tensors in float16" if stored_dtype else f"{path}/config.json: dtype = 'float16'"
         raise ValueError(f"{given}; expected float32 or bfloat16: transformers would keep norms in float32")
-    # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range
-    # needs no scaling of the loss.
+    # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range makes loss
+    # scaling unnecessary.
     is_wide = dtype in ("float32", "float64")
     model.param_dtype = model.compute_dtype = "float32" if is_wide else "bfloat16"
     return model, family
 
 
 def described(family: Family, facts: dict[str, Any]) -> Config:
-    """Returns the config of the model that a config.json describes, also of one that scores sequences.
+    """Return the config of the model that a config.json describes, including models that score sequences.
 
     Raises:
-        ValueError: as Family.model, or the labels cannot be read.
+        ValueError: as from Family.model, or the labels cannot be read.
     """
     model = family.model(scores.language_facts(facts))
     if not scores.is_scored(facts):
@@ -196,7 +196,7 @@ def described(family: Family, facts: dict[str, Any]) -> Config:
 
 
 def _first_dtype(path: str | Path) -> str | None:
-    """Returns safetensors' name of the first tensor's dtype; None for a directory without weights."""
+    """Return safetensors' name of the first tensor's dtype; None for a directory without weights."""
     if model_at(path) is not None:
         return None
     if hub_models.has_weights(path):
@@ -209,24 +209,23 @@ def _first_dtype(path: str | Path) -> str | None:
 
 
 def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], Family]:
-    """Finds the config.json and the family of a model of ours.
+    """Find the config.json and the family of one of our models.
 
     Args:
         model: the model's resolved config.
-        published: the config.json that the model came from, if any. It is the answer as long as it still describes the
-            model.
+        published: config.json that the model came from, if any. It is returned if it still describes the model.
 
     Returns:
         (config.json, family).
 
     Raises:
-        ValueError: no family has such models. The message says in what the nearest family differs.
+        ValueError: no family has such models. The message lists the differences from the nearest family.
     """
     fewest_differences: list[str] | None = None
     is_scored = scores.has_score_head(model)
     language_model = scores.with_language_head(model) if is_scored else model
-    # The published file comes first, in all families: it may hold fields that we do not write, and tensors that are
-    # fused, where another family has the same model in other files.
+    # Try the published file first, in all families: it may hold fields that we do not write, and fused tensors, where
+    # another family stores the same model in different files.
     candidates = (published, None) if published else (None,)
     for candidate in candidates:
         for family_class in FAMILIES:
@@ -236,19 +235,19 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
                 if is_scored:
                     facts = scores.scored_facts(facts, model.head.num_labels)
                 differences = _differences(model, described(family, facts))
-            # The model has not even the same layers, which counts as more than any difference.
+            # The model does not even have the same layers, which counts as more than any number of differences.
             except (ConfigError, KeyError, ValueError) as error:
                 differences = [str(error)] * 100
             if not differences:
                 return facts, family
             if fewest_differences is None or len(differences) < len(fewest_differences):
                 fewest_differences = differences
-    # The dict leaves out repetitions and keeps the order.
+    # The dict removes duplicates and keeps the order.
     distinct_differences = dict.fromkeys(fewest_differences or [])
     raise ValueError(f"no family of configs/families has models with {', '.join(distinct_differences)}")
 
 
-# Endings of fields that change training, or how a result is computed, and not the result.
+# Endings of fields that change training, or how a result is computed, but not the result.
 _TRAINING = (
     "dropout",
     "unroll",
@@ -262,15 +261,15 @@ _TRAINING = (
     "router.expert_metrics",
     "router.jitter",
     "router.z",
-    # A config.json has both lists of longrope.
+    # A config.json has both factor lists of longrope.
     "rotary.scaling.use",
 )
-# The beginning of fields about what a head minimizes.
+# The prefix of fields about the loss of a head.
 _OBJECTIVE = "head.objective"
 
 
 def _differences(model: Config, described: Config) -> list[str]:
-    """Returns the fields that decide what a model computes, and differ from those of a described model."""
+    """Return the fields that determine a model's computation and differ from those of a described model."""
     model_fields = _computing_fields(model)
     described_fields = _computing_fields(described)
     differences = []
@@ -281,10 +280,10 @@ def _differences(model: Config, described: Config) -> list[str]:
 
 
 def _computing_fields(config: Config) -> dict[str, Any]:
-    """Returns {path: value} of the fields that decide what a model computes."""
+    """Return {path: value} of the fields that determine a model's computation."""
     fields = {}
     for path, value in config.leaves():
-        # Adapters are written to a file of their own, or merged into the weights.
+        # Adapters are written to their own file, or merged into the weights.
         is_adapter = path.startswith("lora")
         is_training = path.endswith(_TRAINING) or ".init" in f".{path}"
         if not is_adapter and not is_training and not path.startswith(_OBJECTIVE):

@@ -1,7 +1,9 @@
-"""DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): latent attention, shared experts, dense first layers.
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, shared experts, dense first layers.
 
-As transformers has them since its code took over from the one beside the published weights. Where that one and
-transformers differ, by `norm_topk_prob` of DeepSeek-V2 and `scoring_func`, a config.json is refused.
+DeepSeek-V3 (arXiv 2412.19437) is a separate architecture, which is not supported.
+
+This follows transformers' own code, which replaced the code published with the weights. Where the two differ, in
+`norm_topk_prob` and in `scoring_func`, a config.json is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ATTENTION = {
 
 
 def _names() -> dict[str, Source]:
-    """Returns {our path: their tensors}."""
+    """Return {our path: their tensors}."""
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
     linears = {}
     for ours, theirs in _ATTENTION.items():
@@ -56,7 +58,7 @@ class DeepseekV2(Family):
     has_own_code = True
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always takes")
         if fields.flag("norm_topk_prob", False):
@@ -81,7 +83,7 @@ class DeepseekV2(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         blocks = _blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
         facts = _facts(model)
@@ -104,13 +106,13 @@ class DeepseekV2(Family):
 
 
 def _refuse(fields: Facts, name: str, expected: Any, text: str) -> None:
-    """Raises ValueError where a field that transformers does not read says another thing than it computes."""
+    """Raise ValueError if a field that transformers ignores contradicts what it computes."""
     if fields.any(name, expected) != expected:
         raise fields.error(name, text)
 
 
 def _check_groups(fields: Facts, router: Config, num_experts: int) -> None:
-    """Raises ValueError: the groups are not of one size, or those that are chosen have too few experts."""
+    """Raise ValueError if the groups have different sizes, or the chosen groups have too few experts."""
     if num_experts % router.groups:
         raise fields.error("n_group", f"a divisor of n_routed_experts = {num_experts}")
     group_size = num_experts // router.groups
@@ -122,11 +124,11 @@ def _check_groups(fields: Facts, router: Config, num_experts: int) -> None:
 
 
 def _model(fields: Facts, *, num_first: int) -> Config:
-    """Returns our model, with what both architectures read alike.
+    """Build our model from config.json, without the settings of biases and of the router.
 
     Args:
-        fields: of config.json.
-        num_first: the number of layers without a mixture, from the first.
+        fields: fields of config.json.
+        num_first: number of layers without a mixture, counted from the first.
     """
     theta, scaling = rope(fields)
     heads = fields.size("num_attention_heads")
@@ -172,10 +174,10 @@ def _model(fields: Facts, *, num_first: int) -> Config:
 
 
 def _scale(fields: Facts, scaling: Config | None, attention: Config) -> float | None:
-    """Returns what multiplies logits, which `mscale_all_dim` changes; None for the usual factor.
+    """Return the scale of the logits, which `mscale_all_dim` changes; None for the usual factor.
 
     Raises:
-        ValueError: the field stands beside a scaling that has none; transformers would take it all the same.
+        ValueError: the scaling next to the field does not have it; transformers would apply it anyway.
     """
     rope_fields = fields.part("rope_scaling") or fields.part("rope_parameters")
     if scaling is None or rope_fields is None or not rope_fields.any("mscale_all_dim", None):
@@ -187,13 +189,13 @@ def _scale(fields: Facts, scaling: Config | None, attention: Config) -> float | 
 
 
 def _blocks(model: Config) -> list[Config]:
-    """Returns the layers that there are kinds of, first ones first."""
+    """Return one layer of each kind, first ones first."""
     first = [] if model.first is None else list(model.first.pattern)
     return [*first, *model.stack.pattern]
 
 
 def _mixture_of(model: Config) -> Config:
-    """Returns the mixture of a model's layers. Raises ValueError where none has one, with shared experts."""
+    """Return the mixture of a model's layers. Raises ValueError if no layer has one with shared experts."""
     for block in _blocks(model):
         if block.mlp.takes("num_experts") and block.mlp.shared is not None:
             return block.mlp
@@ -201,7 +203,7 @@ def _mixture_of(model: Config) -> Config:
 
 
 def _facts(model: Config) -> dict[str, Any]:
-    """Returns the fields of config.json that both architectures have."""
+    """Return the fields of config.json that do not depend on the router's settings."""
     mixture = _mixture_of(model)
     blocks = _blocks(model)
     dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]

@@ -1,8 +1,7 @@
-"""Reading the config.json of a published model by type: a value that transformers would not take is refused by name.
+"""Typed access to a published model's config.json; a value that transformers would not accept is refused by name.
 
-A field that is read wrongly trains another model without a word. So no value is coerced, and fields that change the
-computation of transformers and that we do not read are refused. `python -m tools.check_altered` compares with
-transformers.
+A misread field silently trains a different model. So no value is coerced, and fields are refused that change the
+computation of transformers but that we do not read. `python -m tools.check_altered` compares with transformers.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# The default of a field that must be there; None cannot say so, as null is a value.
+# The default of a required field; None would not do, because null is a valid value.
 REQUIRED: Any = object()
 
 
 class Facts:
     """The fields of a config.json.
 
+    Methods return a field's value, or `default` if it is absent. If `null` is true, null is a valid value and
+    returned as None. All methods raise ValueError with the field's name, its value and the expectation.
+
     Args:
         values: the JSON object.
-        inside: "" for config.json's own, "rope_parameters." for those of the object that it has there.
-
-    Methods return a field's value, or `default` if it is absent; null is a value (None) where `null` says so. All raise
-    ValueError, with the field's name, its value and what was expected.
+        inside: "" for top-level fields of config.json, "rope_parameters." for fields of that nested object.
     """
 
     def __init__(self, values: dict[str, Any], inside: str = ""):
@@ -30,18 +29,18 @@ class Facts:
         self._inside = inside
 
     def __contains__(self, name: str) -> bool:
-        """Tells whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def error(self, name: str, expected: str) -> ValueError:
-        """Returns the error that the field is not as expected."""
+        """Return the error for a field that is not as expected."""
         value = "absent"
         if name in self.values:
             value = repr(self.values[name])
         return ValueError(f"config.json: {self._inside}{name} = {value}; expected {expected}")
 
     def any(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns a value of any type."""
+        """Return a value of any type."""
         value = self.values.get(name, default)
         if value is REQUIRED:
             raise ValueError(f"config.json: no field '{self._inside}{name}', which this architecture needs")
@@ -55,7 +54,7 @@ class Facts:
         null: bool = False,
         least: int = 1,
     ) -> Any:
-        """Returns an integer that is not below `least`."""
+        """Return an integer that is at least `least`."""
         value = self.any(name, default)
         if value is None and null:
             return None
@@ -65,7 +64,7 @@ class Facts:
         return value
 
     def number(self, name: str, default: Any = REQUIRED, *, null: bool = False) -> Any:
-        """Returns a finite number above zero."""
+        """Return a finite number above zero."""
         value = self.any(name, default)
         if value is None and null:
             return None
@@ -77,21 +76,21 @@ class Facts:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a boolean."""
+        """Return a boolean."""
         value = self.any(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
-        """Returns a string."""
+        """Return a string."""
         value = self.any(name, default)
         if not isinstance(value, str):
             raise self.error(name, "a string")
         return value
 
     def part(self, name: str) -> Facts | None:
-        """Returns the fields of an object in this one; None where it is absent, null or empty."""
+        """Return the fields of a nested object; None if it is absent, null or empty."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "an object or null")
@@ -100,17 +99,17 @@ class Facts:
         return Facts(value, f"{self._inside}{name}.")
 
     def size_by_names(self, *names: str) -> int:
-        """Returns a size that goes by several names, which may not contradict each other."""
+        """Return a size that has several possible names, which must not contradict each other."""
         present_names = [name for name in names if name in self.values]
-        # Without any of them, the error is about the first name.
+        # If none is present, the error names the first one.
         sizes = {name: self.size(name) for name in present_names or names[:1]}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"config.json: {_pairs(sizes)}; expected one value, as these are names of the same")
         return next(iter(sizes.values()))
 
 
-# Fields that transformers reads whatever the family is, with the values that leave its computation
-# as it is, and the text that says what is expected.
+# Fields that transformers reads for every family, with the values that do not change its computation, and the text of
+# the expectation.
 _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_causal": ((True,), "true: attention sees earlier tokens only"),
     "use_bidirectional_attention": ((None, False), "false: attention sees earlier tokens only"),
@@ -123,7 +122,7 @@ _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unread(facts: Facts) -> None:
-    """Raises ValueError for a field that would make transformers compute what we do not."""
+    """Raise ValueError for a field that would make transformers compute something different."""
     for name, (harmless, expected) in _NOT_READ.items():
         value = facts.values.get(name, harmless[0])
         if name == "quantization_config" and facts.values.get("model_type") == "gpt_oss" and value is not None:
@@ -133,13 +132,13 @@ def refuse_unread(facts: Facts) -> None:
             raise facts.error(name, expected)
 
 
-# Fields of an MXFP4 model's quantization_config: which weights stay as they are is seen in the files, and whether
-# transformers turns the others into bfloat16, as is always done here, is its own matter.
+# Fields of an MXFP4 model's quantization_config. The files show which weights are not quantized, so that list need
+# not be read. `dequantize` only decides whether transformers turns the others into bfloat16, which we always do.
 _MXFP4_FIELDS = ("quant_method", "modules_to_not_convert", "dequantize")
 
 
 def _refuse_unread_quantization(facts: Facts) -> None:
-    """Raises ValueError for a quantization_config that is not MXFP4's, in which gpt-oss alone is published."""
+    """Raise ValueError for a quantization_config other than MXFP4's, which only gpt-oss is published in."""
     quantization = facts.part("quantization_config") or Facts({})
     is_mxfp4 = quantization.values.get("quant_method") == "mxfp4"
     if not is_mxfp4 or any(name not in _MXFP4_FIELDS for name in quantization.values):
@@ -147,17 +146,17 @@ def _refuse_unread_quantization(facts: Facts) -> None:
 
 
 def _is_same(value: Any, harmless_value: Any) -> bool:
-    """Compares by identity, and containers by equality."""
-    # Equality alone would not do: 0 == False, but transformers takes 0 for "not causal" too.
+    """Compare by identity, and containers by equality."""
+    # Equality would not suffice: 0 == False, but transformers treats 0 as "not causal" too.
     if value is harmless_value:
         return True
     return isinstance(harmless_value, dict | list) and value == harmless_value
 
 
 def float_dtype(facts: Facts) -> str | None:
-    """Returns the dtype that a config.json names, None where it names none.
+    """Return the dtype that a config.json names, None if it names none.
 
-    As in transformers, that is `dtype`, and where that is absent `torch_dtype`.
+    As in transformers, that is `dtype`, or `torch_dtype` if `dtype` is absent.
     """
     name = "dtype" if "dtype" in facts else "torch_dtype"
     if name not in facts:
@@ -169,5 +168,5 @@ def float_dtype(facts: Facts) -> str | None:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """Returns fields as messages show them."""
+    """Format fields for messages."""
     return ", ".join(f"{name} = {value!r}" for name, value in values.items())

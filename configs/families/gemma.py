@@ -28,7 +28,7 @@ GEMMA_NAMES = decoder_names(
 
 
 def gemma_decoder(facts: Facts, theta: float, scaling: Config | None) -> Config:
-    """Returns what Gemma 2 and 3 share: a model whose layers are all alike and see all tokens before."""
+    """Build the common part of Gemma 2 and 3: a model whose layers are all alike and see all earlier tokens."""
     dim = facts.size("hidden_size")
     eps = facts.number("rms_norm_eps", 1e-6)
     head_dim = facts.size("head_dim", 256)
@@ -56,7 +56,7 @@ def gemma_decoder(facts: Facts, theta: float, scaling: Config | None) -> Config:
     model.head.norm = head_norm
     block.attention.output_bias = block.attention.linear.bias
     block.attention.head_dim = head_dim
-    # None stands for our default, which is this scale in all but one of the published sizes.
+    # None stands for our default, which equals this scale in all but one of the published sizes.
     scale = facts.number("query_pre_attn_scalar", 256) ** -0.5
     block.attention.scale = None if scale == head_dim**-0.5 else scale
     block.mlp.activation = activation(facts, "hidden_activation", "gelu_pytorch_tanh")
@@ -64,11 +64,11 @@ def gemma_decoder(facts: Facts, theta: float, scaling: Config | None) -> Config:
 
 
 def gemma_facts(model: Config) -> dict[str, Any]:
-    """Returns the fields of config.json that Gemma 2 and 3 share, rotary positions as Gemma 2 has them."""
+    """Return the fields of config.json that Gemma 2 and 3 share, with rotary positions in Gemma 2's form."""
     facts = common_facts(model)
     attention = model.stack.pattern[0].attention
     scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
-    # Squaring the scale again gives a published integer only up to rounding.
+    # Inverting the scale yields a published integer only up to rounding.
     if abs(scalar - round(scalar)) < 1e-6:
         scalar = round(scalar)
     return facts | {
@@ -87,13 +87,13 @@ class Gemma2(Family):
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         theta, scaling = rope(fields)
         model = gemma_decoder(fields, theta, scaling)
         model.stack.pattern[0].attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)
         model.head.softcap = fields.number("final_logit_softcapping", 30.0, null=True)
-        # Local and global attention alternate where config.json does not list the layers.
+        # Local and global attention alternate if config.json does not list the layers.
         layers = model.stack.num_layers
         alternating_kinds = ["sliding_attention", "full_attention"] * layers
         kinds = layer_types(fields) or alternating_kinds[:layers]
@@ -101,7 +101,7 @@ class Gemma2(Family):
         return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         return gemma_facts(model) | {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",

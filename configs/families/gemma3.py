@@ -1,6 +1,6 @@
-"""Gemma 3, text alone (arXiv 2503.19786): Gemma 2 without caps, norms of queries and keys, two kinds of layers.
+"""Gemma 3, text only (arXiv 2503.19786): Gemma 2 without caps, with query and key norms and two kinds of layers.
 
-Most layers are local: they see a window, and their rotary positions have a base of their own. Every sixth is global.
+Most layers are local: they see a window, and their rotary positions have their own base. Every sixth layer is global.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
 def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the objects about rotary positions of global and of local layers.
+    """Return the objects for the rotary positions of global and of local layers.
 
-    transformers 5 writes one of each kind into `rope_parameters`. transformers 4 wrote `rope_theta`, `rope_scaling`
-    and `rope_local_base_freq`, of which the scaling is of global layers alone, and goes before `rope_parameters`.
+    transformers 5 writes one object for each kind into `rope_parameters`. transformers 4 wrote `rope_theta`,
+    `rope_scaling` and `rope_local_base_freq`; there the scaling applies only to global layers, and takes precedence
+    over `rope_parameters`.
 
     Raises:
-        ValueError: `rope_parameters` has no object of a kind of layers.
+        ValueError: `rope_parameters` has objects other than those of the two kinds of layers.
     """
     parameters = facts.part("rope_parameters")
     if parameters is None:
@@ -50,9 +51,9 @@ def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
-    """Returns the rotary positions of one kind of layers. Raises ValueError for what `rope` refuses, or other types."""
+    """Build the rotary positions of one kind of layer. Raises ValueError for other types or what `rope` refuses."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    # transformers takes some fields of the other types from places that only flat objects have.
+    # transformers reads some fields of the other types from places that exist only in flat objects.
     if kind not in ("default", "linear"):
         raise ValueError(f"config.json: rope scaling {rotary}; expected rope_type default or linear")
     stated = {"rope_parameters": rotary}
@@ -70,12 +71,12 @@ class Gemma3(Family):
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         global_rotary, local_rotary = (_rotary(fields, rotary) for rotary in _rotary_facts(fields))
         model = gemma_decoder(fields, _GLOBAL_THETA, None)
         model.head.softcap = fields.number("final_logit_softcapping", None, null=True)
-        # transformers has the field, and computes without it.
+        # transformers has the field, but does not use it.
         if fields.any("attn_logit_softcapping", None) is not None:
             raise fields.error("attn_logit_softcapping", "null: logits of attention are not capped")
         kinds = layer_types(fields)
@@ -98,7 +99,7 @@ class Gemma3(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         facts = gemma_facts(model)
         rotary_by_kind = {}
         for block in model.stack.pattern:

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019). Its Conv1D keeps [in, out] as we do; query, key and value are one matrix."""
+"""GPT-2 (Radford et al. 2019). Its Conv1D stores [in, out] as we do; query, key and value are one fused matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYER = "transformer.h.{layer}"
 
 
 def _names() -> dict[str, Source]:
-    """Returns {our path: their tensor}."""
+    """Return {our path: their tensor}."""
     names = {
         "embed/token": Source("transformer.wte.weight"),
         "embed/position": Source("transformer.wpe.weight"),
@@ -27,7 +27,7 @@ def _names() -> dict[str, Source]:
         names[f"mlp_norm/{ours}"] = Source(f"{_LAYER}.ln_2.{theirs}")
     for kind in ("weight", "bias"):
         for index, name in enumerate(("query", "key", "value")):
-            # The fused matrix holds three equal parts side by side.
+            # The fused matrix consists of three equal parts side by side.
             fused_name = f"{_LAYER}.attn.c_attn.{kind}"
             names[f"attention/{name}/{kind}"] = Source(fused_name, piece=(index, 3))
         names[f"attention/output/{kind}"] = Source(f"{_LAYER}.attn.c_proj.{kind}")
@@ -38,7 +38,7 @@ def _names() -> dict[str, Source]:
 
 @component
 class GPT2(Family):
-    """GPT2LMHeadModel. Dropout, which its config.json may ask for, is left to `model.*.dropout`."""
+    """GPT2LMHeadModel. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = ("GPT2LMHeadModel",)
     names = _names()
@@ -46,13 +46,13 @@ class GPT2(Family):
     ignored = r"\.attn\.(masked_)?bias$"
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         if fields.flag("scale_attn_by_inverse_layer_idx", False):
             raise fields.error(
                 "scale_attn_by_inverse_layer_idx", "false: logits of attention scaled alike in all layers"
             )
-        # transformers takes each of these by a second name as well.
+        # transformers also accepts a second name for each of these.
         dim = fields.size_by_names("n_embd", "hidden_size")
         heads = fields.size_by_names("n_head", "num_attention_heads")
         model = gpt2_model(
@@ -72,7 +72,7 @@ class GPT2(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         block = model.stack.pattern[0]
         if block.norm is None:
             raise ValueError("stack.pattern.0.norm = None")
@@ -89,7 +89,7 @@ class GPT2(Family):
             "layer_norm_epsilon": block.norm.eps,
             "tie_word_embeddings": model.head.tied,
         }
-        # Scales other than the default and 1 have no field; `of_model` notices the difference.
+        # Scales other than the default and 1 have no field; `of_model` detects the difference.
         if block.attention.scale is not None:
             facts["scale_attn_weights"] = False
         return facts

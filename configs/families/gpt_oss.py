@@ -1,7 +1,7 @@
-"""gpt-oss (arXiv 2508.10925): sinks and biases in attention, windows in every second layer, experts with biases.
+"""gpt-oss (arXiv 2508.10925): attention sinks and biases, windows in every second layer, experts with biases.
 
-Its experts clamp what they multiply, and are published in MXFP4 (framework/weights/mxfp4.py). In the files the outputs
-of the gate and of `up` take turns along one axis.
+Its experts clamp the factors that they multiply, and are published in MXFP4 (framework/weights/mxfp4.py). In the
+files, the outputs of the gate and of `up` are interleaved along one axis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from framework.weights.source import Source
 
 _EXPERTS = "model.layers.{layer}.mlp.experts"
 _ROUTER = "model.layers.{layer}.mlp.router"
-# What transformers takes where config.json has no `rope_parameters` and no `rope_scaling`.
+# transformers' default if config.json has neither `rope_parameters` nor `rope_scaling`.
 _DEFAULT_SCALING = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -59,10 +59,10 @@ class GptOss(Family):
     takes_float16 = False
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         refuse_losses(fields)
-        # An empty `rope_scaling` says nothing either; empty `rope_parameters` are those of no scaling.
+        # An empty `rope_scaling` counts as absent, but empty `rope_parameters` mean no scaling.
         if fields.any("rope_parameters", None) is None and not fields.any("rope_scaling", None):
             facts = {**facts, "rope_parameters": _DEFAULT_SCALING}
         theta, scaling = rope(Facts(facts), 150_000.0)
@@ -93,7 +93,7 @@ class GptOss(Family):
         return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         block = model.stack.pattern[0]
         moe = block.mlp
         if not moe.takes("num_experts") or moe.experts.gating is None:

@@ -1,6 +1,6 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3: RMSNorm, rotary positions, gated MLP, the same names of tensors.
+"""Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3: RMSNorm, rotary positions, gated MLP, the same tensor names.
 
-Defaults that a config.json leaves out are those of transformers' configuration classes.
+Defaults for fields that a config.json leaves out are those of transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ ACTIVATIONS = {
 }
 _LAYER = "model.layers.{layer}"
 
-# The value that transformers takes for num_key_value_heads where it is absent. None, like null in
-# the file, stands for as many as there are heads.
+# transformers' default of num_key_value_heads. None, like null in the file, stands for the number of heads.
 _KV_HEADS = {
     "LlamaForCausalLM": None,
     "MistralForCausalLM": 8,
@@ -37,7 +36,7 @@ _KV_HEADS = {
 
 
 def decoder_names(**norms: str) -> dict[str, Source]:
-    """Returns {our path: their tensor}, as in all models that descend from Llama.
+    """Return {our path: their tensor}, as in all models derived from Llama.
 
     Args:
         norms: their name of each norm of a block, by our name.
@@ -64,7 +63,7 @@ def decoder_names(**norms: str) -> dict[str, Source]:
 
 
 def activation(facts: Facts, field: str, default: str) -> str:
-    """Returns our name of the activation that a field names in transformers' words.
+    """Return our name of the activation that a field specifies by its transformers name.
 
     Raises:
         ValueError: the activation is unknown.
@@ -76,12 +75,12 @@ def activation(facts: Facts, field: str, default: str) -> str:
 
 
 def activation_fact(ours: str) -> str:
-    """Returns transformers' name of our activation, the inverse of `activation`.
+    """Return transformers' name of our activation, the inverse of `activation`.
 
     Raises:
         ValueError: transformers has no such activation.
     """
-    # Several of their names may mean the same; the first one is written.
+    # Several of their names may mean the same; write the first one.
     for theirs, name in ACTIVATIONS.items():
         if name == ours:
             return theirs
@@ -89,20 +88,20 @@ def activation_fact(ours: str) -> str:
 
 
 def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False) -> tuple[float, Config | None]:
-    """Returns (theta, scaling) of a config.json; the theta that it does not state is `default_theta`.
+    """Return (theta, scaling) of a config.json; `default_theta` applies if theta is not stated.
 
-    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 `rope_parameters`. With `partial`, the family
-    may turn a part of each head, which `rope_scaling.rotary_dim` reads.
+    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 writes `rope_parameters`. With `partial`,
+    the family may rotate only a part of each head, which `rope_scaling.rotary_dim` reads.
 
     Raises:
-        ValueError: the scaling is unknown, or both versions' fields stand there and differ.
+        ValueError: the scaling is unknown, or the fields of both versions are present and differ.
     """
     old = facts.part("rope_scaling")
     new = facts.part("rope_parameters")
     if old is not None and new is not None and old.values != new.values:
         raise facts.error("rope_scaling", f"the same as rope_parameters ({new.values}), or one of the two")
     scaling = old or new or Facts({}, "rope_parameters.")
-    # Some models have an object for each kind of layer there.
+    # Some models have one object per kind of layer here.
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise ValueError(f"config.json: rope_parameters = {scaling.values}; expected the same for all layers")
     theta_facts = scaling if "rope_theta" in scaling.values else facts
@@ -123,11 +122,11 @@ def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False
 
 
 def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
-    """Returns the scaling of Llama 3.1 and later.
+    """Return the scaling of Llama 3.1 and later.
 
     Args:
-        facts: all of config.json.
-        scaling: its object about rotary positions.
+        facts: all fields of config.json.
+        scaling: its object for rotary positions.
     """
     fields = {}
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -139,7 +138,7 @@ def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
 
 
 def rope_facts(rotary: Config) -> dict[str, Any]:
-    """Returns the fields of config.json about rotary positions, the inverse of `rope`."""
+    """Return the fields of config.json for rotary positions, the inverse of `rope`."""
     facts: dict[str, Any] = {"rope_theta": rotary.theta}
     if rotary.scaling is None:
         return facts
@@ -159,7 +158,7 @@ def rope_facts(rotary: Config) -> dict[str, Any]:
 
 
 def shortest_period(layers: list[Any]) -> int:
-    """Returns the number of layers after which they, or what is said of them, repeat."""
+    """Return the number of layers after which the list repeats."""
     count = len(layers)
     for period in range(1, count + 1):
         if count % period:
@@ -171,7 +170,7 @@ def shortest_period(layers: list[Any]) -> int:
 
 
 def with_windows(model: Config, windows: list[int | None]) -> Config:
-    """Lets layer i of a model attend to windows[i] positions, and returns the model."""
+    """Let layer i of a model attend to windows[i] positions, and return the model."""
     # The shorter the pattern, the fewer blocks a stack compiles.
     period = shortest_period(windows)
     blocks = [model.stack.pattern[0].copy() for _ in range(period)]
@@ -182,17 +181,17 @@ def with_windows(model: Config, windows: list[int | None]) -> Config:
 
 
 def windows_of(model: Config) -> list[int | None]:
-    """Returns the window of each layer, the inverse of `with_windows`."""
+    """Return the window of each layer, the inverse of `with_windows`."""
     pattern = [block.attention.window for block in model.stack.pattern]
     return pattern * (model.stack.num_layers // len(pattern))
 
 
 def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
-    """Returns the fields of config.json that all models of these families have.
+    """Return the fields of config.json that all models of these families have.
 
     Args:
-        model: ours.
-        feed_forward: whose width and activation are stated; that of the first layer by default.
+        model: our model.
+        feed_forward: MLP or experts whose width and activation to state; the first layer's MLP by default.
     """
     block = model.stack.pattern[0]
     mlp = feed_forward or block.mlp
@@ -202,7 +201,7 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
     attention = block.attention
     heads = attention.num_heads
     windows = windows_of(model)
-    # config.json has room for one width only, beside the kind of each layer.
+    # config.json has only one window width, in addition to the kind of each layer.
     sliding_window = next((window for window in windows if window is not None), None)
     kinds = []
     for window in windows:
@@ -227,10 +226,10 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
 
 
 def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[int | None]:
-    """Returns the window of each layer.
+    """Return the window of each layer.
 
     Raises:
-        ValueError: `layer_types` disagrees with the number of layers, or with the window.
+        ValueError: `layer_types` disagrees with the number of layers or with the window.
     """
     num_layers = facts.size("num_hidden_layers")
     if len(kinds) != num_layers:
@@ -241,10 +240,10 @@ def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[in
 
 
 def layer_types(facts: Facts) -> list[str] | None:
-    """Returns the field of that name, None if it is not there.
+    """Return the field `layer_types`, None if it is absent.
 
     Raises:
-        ValueError: it is no list of the two kinds of layers that we have.
+        ValueError: it is not a list of the two kinds of layers that we support.
     """
     kinds = facts.any("layer_types", None)
     if kinds is None:
@@ -256,12 +255,12 @@ def layer_types(facts: Facts) -> list[str] | None:
 
 
 def _windows(architecture: str, facts: Facts) -> list[int | None]:
-    """Returns the window of each layer, as transformers decides it for the architecture."""
+    """Return the window of each layer, as transformers determines it for the architecture."""
     num_layers = facts.size("num_hidden_layers")
     kinds = layer_types(facts)
     if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
-        # All layers are alike. Mistral has no `use_sliding_window`, Llama no `sliding_window`, so
-        # these fields are ignored there.
+        # All layers are alike. Mistral has no `use_sliding_window` and Llama no `sliding_window`, so ignore these
+        # fields there.
         window = None
         if architecture == "MistralForCausalLM":
             window = facts.size("sliding_window", 4096, null=True)
@@ -273,7 +272,7 @@ def _windows(architecture: str, facts: Facts) -> list[int | None]:
     if facts.flag("use_sliding_window", False):
         window = facts.size("sliding_window", 4096, null=True)
     if kinds is None:
-        # The first layers of Qwen see everything, those from max_window_layers on a window.
+        # In Qwen, the first layers attend to everything, and those from max_window_layers on have a window.
         num_full = facts.size("max_window_layers", 28, least=0)
         kinds = []
         for layer in range(num_layers):
@@ -284,13 +283,13 @@ def _windows(architecture: str, facts: Facts) -> list[int | None]:
 
 @component
 class Llama(Family):
-    """LlamaForCausalLM and what differs from it by biases, windows, and norms of queries and keys."""
+    """LlamaForCausalLM, and architectures that differ from it by biases, windows, and query and key norms."""
 
     architectures = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         (kind,) = set(facts["architectures"]) & set(self.architectures)
         fields = Facts(facts)
         theta, scaling = rope(fields)
@@ -321,7 +320,7 @@ class Llama(Family):
         block.mlp.linear.bias = kind == "LlamaForCausalLM" and fields.flag("mlp_bias", False)
         default_head_dim = 128 if kind == "Qwen3ForCausalLM" else None
         head_dim = fields.size("head_dim", default_head_dim, null=True)
-        # Written down only where it is not the width divided by the heads, which is our default.
+        # Set only if it differs from our default, which is the width divided by the number of heads.
         if head_dim is not None and head_dim * heads != dim:
             block.attention.head_dim = head_dim
         if kind == "Qwen3ForCausalLM":
@@ -329,7 +328,7 @@ class Llama(Family):
         return with_windows(model, _windows(kind, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts; all that can be is written as LlamaForCausalLM."""
+        """See Family.facts. Writes LlamaForCausalLM wherever it can express the model."""
         block = model.stack.pattern[0]
         attention = block.attention
         shared_facts = common_facts(model)

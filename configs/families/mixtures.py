@@ -1,7 +1,8 @@
-"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): decoders like Llama's with mixtures of experts.
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): Llama-like decoders with mixtures of experts.
 
-The losses that keep experts evenly used are no part of what is published: transformers adds one in training where
-`output_router_logits` asks for it, of all layers together. Here they are settings of the router, and 0 at first.
+The losses that keep the load of experts balanced are not part of the published models: in training, transformers adds
+one over all layers together if `output_router_logits` is set. Here they are settings of the router, with a default
+of 0.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _LAYER = "model.layers.{layer}"
 
 
 def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Source]:
-    """Returns {our path: their tensors} of the mixture of a block.
+    """Return {our path: their tensors} for the mixture of a block.
 
     Args:
         router: their name of the router's weight.
-        expert: their name of one expert, with {expert} for its number.
-        projections: their names of an expert's projections, by ours.
+        expert: their name of one expert, with {expert} for its index.
+        projections: their names of an expert's projections, by our names.
     """
     names = {"mlp/router/weight": Source(f"{_LAYER}.{router}.weight", transpose=True)}
     for ours, theirs in projections.items():
@@ -42,14 +43,14 @@ def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Sou
 
 
 def numbers_of_experts(facts: Facts, num_default: int, chosen_default: int) -> tuple[int, int]:
-    """Returns the number of experts, which goes by two names, and to how many of them a token is given.
+    """Return the number of experts, which has two possible field names, and the number that are active per token.
 
     Args:
-        facts: of config.json.
-        num_default, chosen_default: what the architecture has where config.json says nothing.
+        facts: fields of config.json.
+        num_default, chosen_default: the architecture's defaults if config.json does not set them.
 
     Raises:
-        ValueError: a token is to be given to more experts than there are.
+        ValueError: a token would be routed to more experts than there are.
     """
     names = ("num_local_experts", "num_experts")
     present_names = [name for name in names if name in facts.values]
@@ -62,7 +63,7 @@ def numbers_of_experts(facts: Facts, num_default: int, chosen_default: int) -> t
 
 
 def refuse_losses(facts: Facts) -> None:
-    """Raises ValueError for what transformers adds to the loss, or to what experts see, in training."""
+    """Raise ValueError for additions that transformers makes in training to the loss or to the experts' inputs."""
     if facts.flag("output_router_logits", False):
         raise facts.error("output_router_logits", "false: the balance loss is a setting of training, router.balance")
     if facts.any("router_jitter_noise", 0.0) != 0:
@@ -70,7 +71,7 @@ def refuse_losses(facts: Facts) -> None:
 
 
 def _window_of_all(facts: Facts, window: int | None) -> int | None:
-    """Returns the window, which all layers have. Raises ValueError where layer_types says otherwise."""
+    """Return the window, which all layers share. Raises ValueError if layer_types disagrees."""
     kinds = layer_types(facts)
     kind = "full_attention" if window is None else "sliding_attention"
     if kinds not in (None, [kind] * facts.size("num_hidden_layers")):
@@ -79,7 +80,7 @@ def _window_of_all(facts: Facts, window: int | None) -> int | None:
 
 
 def _decoder(facts: Facts, *, kv_heads: int, hidden: int, theta: float, scaling: Config | None, eps: float) -> Config:
-    """Returns a Llama of these sizes, whose layers have no mixtures yet."""
+    """Build a Llama of these sizes, whose layers have no mixtures yet."""
     heads = facts.size("num_attention_heads")
     model = llama_model(
         layers=facts.size("num_hidden_layers"),
@@ -99,7 +100,7 @@ def _decoder(facts: Facts, *, kv_heads: int, hidden: int, theta: float, scaling:
 
 def _set_head_dim(model: Config, head_dim: int | None) -> None:
     attention = model.stack.pattern[0].attention
-    # Written down only where it is not the width divided by the heads, which is our default.
+    # Set only if it differs from our default, which is the width divided by the number of heads.
     if head_dim is not None and head_dim * attention.num_heads != model.dim:
         attention.head_dim = head_dim
 
@@ -114,7 +115,7 @@ class Mixtral(Family):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields, 1_000_000.0)
@@ -142,7 +143,7 @@ class Mixtral(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         moe = model.stack.pattern[0].mlp
         facts = common_facts(model, moe.experts)
         del facts["layer_types"]
@@ -156,7 +157,7 @@ class Mixtral(Family):
 
 @component
 class Qwen3MoE(Family):
-    """Qwen3MoeForCausalLM: norms of queries and keys, and layers without a mixture where config.json says so."""
+    """Qwen3MoeForCausalLM: query and key norms, and layers without a mixture if config.json has any."""
 
     architectures = ("Qwen3MoeForCausalLM",)
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
@@ -164,7 +165,7 @@ class Qwen3MoE(Family):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields)
@@ -177,7 +178,7 @@ class Qwen3MoE(Family):
             scaling=scaling,
             eps=eps,
         )
-        # Unlike other families, transformers takes no null here.
+        # Unlike in other families, transformers does not accept null here.
         _set_head_dim(model, fields.size("head_dim") if "head_dim" in facts else None)
         block = model.stack.pattern[0]
         block.attention.qk_norm = config_for(RMSNorm, eps=eps)
@@ -205,7 +206,7 @@ class Qwen3MoE(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         pattern = model.stack.pattern
         mixtures = [block.mlp for block in pattern if block.mlp.takes("num_experts")]
         dense = [block.mlp for block in pattern if not block.mlp.takes("num_experts")]
@@ -230,7 +231,7 @@ class Qwen3MoE(Family):
 
 
 def _sparse_layers(facts: Facts) -> list[bool]:
-    """Returns for each layer whether it has a mixture. Raises ValueError: mlp_only_layers is no list of integers."""
+    """Return whether each layer has a mixture. Raises ValueError if mlp_only_layers is not a list of integers."""
     step = facts.size("decoder_sparse_step", 1)
     dense_layers = facts.any("mlp_only_layers", None)
     if dense_layers is None:

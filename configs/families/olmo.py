@@ -1,6 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMoE (arXiv 2409.02060): norms of the queries and keys of all heads together.
+"""OLMo 2 (arXiv 2501.00656) and OLMoE (arXiv 2409.02060): queries and keys are normalized over all heads together.
 
-OLMo 2 norms what comes out of a branch instead of what goes in. OLMoE is a mixture of experts, with norms as Llama's.
+OLMo 2 normalizes the output of a branch instead of its input. OLMoE is a mixture of experts with norms like Llama's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from framework.weights.family import Family
 
 
 def _decoder(facts: Facts) -> Config:
-    """Returns a Llama of these sizes whose queries and keys are normed over all heads."""
+    """Build a Llama of these sizes whose queries and keys are normalized over all heads."""
     theta, scaling = rope(facts)
     heads = facts.size("num_attention_heads")
     kv_heads = facts.size("num_key_value_heads", None, null=True)
@@ -45,7 +45,7 @@ def _decoder(facts: Facts) -> Config:
 
 
 def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
-    """Returns the fields of config.json that both families have."""
+    """Return the fields of config.json that both families have."""
     facts = common_facts(model, feed_forward)
     # No layer has a window.
     del facts["layer_types"]
@@ -64,26 +64,26 @@ class Olmo2(Family):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         model = _decoder(fields)
         block = model.stack.pattern[0]
         block.post_norm = block.norm
         block.norm = None
         head_dim = fields.size("head_dim", None, null=True)
-        # Written down only where it is not the width divided by the heads, which is our default.
+        # Set only if it differs from our default, which is the width divided by the number of heads.
         if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
             block.attention.head_dim = head_dim
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", **_common_facts(model)}
 
 
 @component
 class Olmoe(Family):
-    """OlmoeForCausalLM. Its balance loss is a setting of training, see `mixtures`."""
+    """OlmoeForCausalLM. Its balance loss is a training setting, see `mixtures`."""
 
     architectures = ("OlmoeForCausalLM",)
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
@@ -91,7 +91,7 @@ class Olmoe(Family):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         refuse_losses(fields)
         model = _decoder(fields)
@@ -99,7 +99,7 @@ class Olmoe(Family):
         head_dim = fields.size("head_dim", None, null=True)
         if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
             raise fields.error("head_dim", "the width divided by the heads, over which queries are normed")
-        # Only some of transformers' implementations of attention take a window here.
+        # Only some of transformers' attention implementations apply a window here.
         if fields.any("sliding_window", None) is not None:
             raise fields.error("sliding_window", "null: all tokens before are seen")
         block.attention.clip_qkv = fields.number("clip_qkv", None, null=True)
@@ -115,7 +115,7 @@ class Olmoe(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         block = model.stack.pattern[0]
         return {
             "architectures": ["OlmoeForCausalLM"],

@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama's layers, with fused matrices in the files.
 
-Queries, keys and values are one tensor, and so are gate and up. Phi-4-mini turns three quarters of each head. The long
-versions have LongRoPE: they are read for sequences of up to `original_max_position_embeddings`.
+Queries, keys and values are one tensor, and so are gate and up. Phi-4-mini rotates three quarters of each head. The
+long versions have LongRoPE: they are read for sequences of up to `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from framework.weights.source import LAYER, Source
 
 _LAYER = f"model.layers.{LAYER}"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-# Other names that transformers takes for longrope in models of this family.
+# Other names that transformers accepts for longrope in models of this family.
 _LONGROPE = ("longrope", "su", "yarn")
 
 
 def _names() -> dict[str, Source]:
-    """Returns {our path: their tensor}; where queries, keys and values lie in theirs, the sizes of a model decide."""
+    """Return {our path: their tensor}. A model's sizes determine the spans of queries, keys and values in theirs."""
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
     for name in ("query", "key", "value"):
         names[f"attention/{name}/weight"] = Source(f"{_LAYER}.self_attn.qkv_proj.weight", transpose=True)
     for index, name in enumerate(("gate", "up")):
         fused_name = f"{_LAYER}.mlp.gate_up_proj.weight"
         names[f"mlp/{name}/weight"] = Source(fused_name, transpose=True, piece=(index, 2))
-    # No layer has biases, and heads no norms.
+    # Layers have no biases, and heads have no norms.
     return {ours: theirs for ours, theirs in names.items() if not ours.endswith("bias") and "key_norm" not in ours}
 
 
 @component
 class Phi3(Family):
-    """Phi3ForCausalLM. Dropout, which its config.json may ask for, is left to `model.*.dropout`."""
+    """Phi3ForCausalLM. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = ("Phi3ForCausalLM",)
     names = _names()
-    # Published directories name code that transformers has taken over.
+    # Published directories refer to code that has since become part of transformers.
     has_own_code = True
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """As Family.places."""
+        """See Family.places."""
         sources = super().places(model)
         for path, path_sources in sources.items():
             parent, _, kind = path.rpartition("/")
@@ -59,7 +59,7 @@ class Phi3(Family):
         return sources
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """As Family.model."""
+        """See Family.model."""
         fields = Facts(facts)
         dim = fields.size("hidden_size")
         heads = fields.size("num_attention_heads")
@@ -82,7 +82,7 @@ class Phi3(Family):
         block = model.stack.pattern[0]
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         block.attention.rotary.rotary_dim = turned
-        # Written down only where it is not the width divided by the heads, which is our default.
+        # Set only if it differs from our default, which is the width divided by the number of heads.
         if head_dim * heads != dim:
             block.attention.head_dim = head_dim
         window = fields.size("sliding_window", None, null=True)
@@ -93,7 +93,7 @@ class Phi3(Family):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """As Family.facts."""
+        """See Family.facts."""
         facts = common_facts(model)
         del facts["layer_types"]
         rotary = model.stack.pattern[0].attention.rotary
@@ -107,10 +107,10 @@ class Phi3(Family):
 
 
 def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
-    """Returns (theta, scaling), which is longrope if any.
+    """Return (theta, scaling), where the scaling is longrope or None.
 
     Raises:
-        ValueError: the scaling is another, or what `rope` refuses.
+        ValueError: the scaling is a different one, or `rope` refuses it.
     """
     scaling = facts.part("rope_scaling") or facts.part("rope_parameters") or Facts({}, "rope_parameters.")
     kind = scaling.any("rope_type", scaling.any("type", "default"))
@@ -124,6 +124,6 @@ def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
     theta, _ = rope(Facts(plain), partial=True)
     if kind == "default":
         return theta, None
-    # transformers takes this one even where the object has another.
+    # transformers uses this field even if the object has another value.
     length = facts.size(_ORIGINAL_LENGTH, 4096, least=2)
     return theta, longrope_scaling(facts, scaling, length=length, num_frequencies=num_frequencies)

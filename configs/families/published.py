@@ -1,9 +1,10 @@
-"""Shapes of published models by their Hub id, from published.json: what a plan needs of config.json, without the Hub.
+"""Shapes of published models by Hub id, from published.json: the part of config.json that a plan needs.
 
-A config that is made of one has `shape:ORG/NAME` where others have a directory or a commit of the Hub.
+Reading a shape needs no access to the Hub. A config built from one has `shape:ORG/NAME` where others have a directory
+or a commit of the Hub.
 
-Each entry says where it was read. Only what the source states is there: `rms_norm_eps` or `torch_dtype` may be absent,
-and the reader of config.json (`families.family_of(facts)().model(facts)`) then takes transformers' default.
+Each entry names its source and has only what that source states. `rms_norm_eps` or `torch_dtype` may be missing; the
+reader of config.json (`families.family_of(facts)().model(facts)`) then uses transformers' default.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from framework.files.hub_cache import cached
 from framework.files.hub_names import is_hub_url, model_named
 
 _FILE = Path(__file__).with_name("published.json")
-# `parameters_source` of a number that the model's name states, as 135M.
+# `parameters_source` of a number that the model's name states, such as 135M.
 NAME = "name"
 _PLACE = "shape:"
 
@@ -31,9 +32,9 @@ class Source:
 
     Attributes:
         repository: owner/name on GitHub.
-        commit: of the version that was read, 40 hexadecimal digits.
-        path: of the file, or of the folder that has a file for each model.
-        states: what was taken from there, and how it is written there.
+        commit: commit of the version that was read, 40 hexadecimal digits.
+        path: path of the file, or of the folder with one file per model.
+        states: values taken from there, and how they are written there.
     """
 
     repository: str
@@ -47,14 +48,15 @@ class PublishedModel:
     """The shape of one model.
 
     Attributes:
-        hub_id: organization/name, as meta-llama/Llama-3.1-8B.
-        config: fields of its config.json, under their names and with their values there.
-        source: the key of `sources()` of the file that states them.
+        hub_id: organization/name, such as meta-llama/Llama-3.1-8B.
+        config: fields of its config.json, with their original names and values.
+        source: key in `sources()` of the file that states them.
         entry: the model's name in that file.
-        confirmed_by: {key of another source: the model's name there}; the sources agree in all fields that both state.
-        tie_source: the key of the source that states `tie_word_embeddings`, where it is another.
-        parameters: the published number of parameters, tied ones counted once. None: no source states it.
-        parameters_source: the key of the source of that number, or NAME.
+        confirmed_by: {key of another source: the model's name there}; the sources agree in all fields that both
+            state.
+        tie_source: key of the source that states `tie_word_embeddings`, if it is a different one.
+        parameters: published number of parameters, counting tied ones once. None: no source states it.
+        parameters_source: key of the source of that number, or NAME.
     """
 
     hub_id: str
@@ -69,13 +71,13 @@ class PublishedModel:
 
 @cache
 def sources() -> dict[str, Source]:
-    """Returns {key: the source}."""
+    """Return {key: the source}."""
     return {key: Source(**fields) for key, fields in _document()["sources"].items()}
 
 
 @cache
 def published_models() -> dict[str, PublishedModel]:
-    """Returns {Hub id: the model}, sorted by id."""
+    """Return {Hub id: the model}, sorted by id."""
     models = {}
     for hub_id, fields in _document()["models"].items():
         models[hub_id] = PublishedModel(
@@ -92,7 +94,7 @@ def published_models() -> dict[str, PublishedModel]:
 
 
 def published_model(hub_id: str) -> PublishedModel:
-    """Returns the model of a Hub id, upper and lower case alike.
+    """Return the model of a Hub id, ignoring case.
 
     Raises:
         ValueError: it is not in the file. The message names the nearest ids.
@@ -109,18 +111,18 @@ def published_model(hub_id: str) -> PublishedModel:
 
 
 def place_to_plan(source: str) -> str:
-    """Returns the place of a model of which only the shape is needed.
+    """Return the location of a model when only its shape is needed.
 
-    A folder goes first, then the cache of the Hub, then the table here; what none of them has is asked of the Hub.
+    Tries a folder first, then the cache of the Hub, then this table, and then the Hub itself.
 
     Args:
-        source: as `hub_models.pinned` takes it.
+        source: source as accepted by `hub_models.pinned`.
 
     Raises:
-        The errors of `hub_models.pinned`; the message names the nearest ids of the table.
+        OSError, ValueError: as from `hub_models.pinned`; the message names the nearest ids of the table.
     """
     named = None if is_hub_url(source) or Path(source).expanduser().exists() else model_named(source)
-    # A revision is of the Hub: the table has one shape of each model.
+    # A revision exists only on the Hub: the table has one shape for each model.
     if named is None or "@" in source:
         return hub_models.pinned(source)
     snapshot = cached(named)
@@ -136,13 +138,13 @@ def place_to_plan(source: str) -> str:
 
 
 def model_at(place: str | Path) -> PublishedModel | None:
-    """Returns the model that `shape:ORG/NAME` means; None of any other place."""
+    """Return the model of a `shape:ORG/NAME`; None for any other location."""
     text = str(place)
     return published_model(text.removeprefix(_PLACE)) if text.startswith(_PLACE) else None
 
 
 def note(place: str) -> list[str]:
-    """Returns a line that says where a shape was read; none for any other place."""
+    """Return a line that names the source of a shape; no line for any other location."""
     model = model_at(place)
     if model is None:
         return []

@@ -1,5 +1,4 @@
-"""Scalings of rotary positions in config.json, read as transformers 5.23 reads them: lengths, parts of heads, YaRN and
-LongRoPE.
+"""Scaling of rotary positions in config.json, as transformers 5.23 reads it: lengths, partial heads, YaRN, LongRoPE.
 
 `llama.rope` chooses between them by rope_type.
 """
@@ -19,14 +18,14 @@ _PART = "partial_rotary_factor"
 
 
 def original_length(facts: Facts, scaling: Facts) -> int:
-    """Returns the number of positions before the stretching; that of max_position_embeddings by default.
+    """Return the number of positions before extension; max_position_embeddings by default.
 
     Args:
-        facts: all of config.json.
-        scaling: its object about rotary positions.
+        facts: all fields of config.json.
+        scaling: its object for rotary positions.
 
     Raises:
-        ValueError: the length stands there twice, with two values.
+        ValueError: the length is given twice, with different values.
     """
     if _LENGTH in scaling.values:
         length = scaling.size(_LENGTH)
@@ -34,17 +33,17 @@ def original_length(facts: Facts, scaling: Facts) -> int:
         length = facts.size(_LENGTH)
     else:
         length = facts.size("max_position_embeddings")
-    # The field may stand outside of the object too, and transformers takes that one.
+    # The field may also be outside of the object, and transformers uses that one.
     if facts.any(_LENGTH, length) != length:
         raise facts.error(_LENGTH, f"that of rope_parameters, {length}")
     return length
 
 
 def rotary_dim(facts: Facts, head_dim: int) -> int | None:
-    """Returns how many elements of each head turn, None for all, of a family that takes `partial_rotary_factor`.
+    """Return how many elements of each head rotate, None for all, in a family with `partial_rotary_factor`.
 
     Raises:
-        ValueError: the factor stands there twice with two values, or its part of a head is no even number.
+        ValueError: the factor is given twice with different values, or its part of a head is not an even number.
     """
     scaling = facts.part("rope_parameters") or facts.part("rope_scaling")
     place = facts if scaling is None or _PART not in scaling.values else scaling
@@ -61,21 +60,21 @@ def rotary_dim(facts: Facts, head_dim: int) -> int | None:
 
 
 def rotary_part(turned: int, head_dim: int) -> float:
-    """Returns the `partial_rotary_factor` by which `turned` elements of a head turn."""
+    """Return the `partial_rotary_factor` with which `turned` elements of a head rotate."""
     factor = turned / head_dim
-    # The quotient may be rounded to less than the fraction, and its product is rounded down.
+    # The quotient may be rounded below the exact fraction, and its product is then rounded down.
     return factor if int(head_dim * factor) == turned else math.nextafter(factor, 1.0)
 
 
 def yarn_scaling(facts: Facts, scaling: Facts) -> Config:
-    """Returns the scaling of rope_type yarn.
+    """Return the scaling of rope_type yarn.
 
     Args:
-        facts: all of config.json.
-        scaling: its object about rotary positions.
+        facts: all fields of config.json.
+        scaling: its object for rotary positions.
 
     Raises:
-        ValueError: a field is no number above 0. transformers takes its default for a 0 where it has one.
+        ValueError: a field is not a number above 0. A 0 counts as absent where transformers uses its default for it.
     """
     length = original_length(facts, scaling)
     factor = scaling.number("factor", null=True)
@@ -95,7 +94,7 @@ def yarn_scaling(facts: Facts, scaling: Facts) -> Config:
 
 
 def yarn_facts(scaling: Config) -> dict[str, Any]:
-    """Returns the object of config.json about rotary positions, the inverse of `yarn_scaling`."""
+    """Return the object of config.json for rotary positions, the inverse of `yarn_scaling`."""
     fields = dict(scaling.leaves())
     length = fields.pop("original_length")
     stated = {name: value for name, value in fields.items() if value is not None}
@@ -103,16 +102,16 @@ def yarn_facts(scaling: Config) -> dict[str, Any]:
 
 
 def longrope_scaling(facts: Facts, scaling: Facts, *, length: int, num_frequencies: int) -> Config:
-    """Returns the scaling of rope_type longrope, for sequences of up to `length` tokens.
+    """Return the scaling of rope_type longrope, for sequences of up to `length` tokens.
 
     Args:
-        facts: all of config.json.
-        scaling: its object about rotary positions.
-        length: the number of positions before the stretching.
-        num_frequencies: how many pairs of elements of a head turn.
+        facts: all fields of config.json.
+        scaling: its object for rotary positions.
+        length: number of positions before extension.
+        num_frequencies: number of pairs of elements of a head that rotate.
 
     Raises:
-        ValueError: a field is no number above 0, or there is not one factor for each frequency.
+        ValueError: a field is not a number above 0, or the number of factors differs from the number of frequencies.
     """
     factors = {name: _factors(scaling, name, num_frequencies) for name in ("short_factor", "long_factor")}
     factor = scaling.number("factor", None, null=True)
@@ -128,7 +127,7 @@ def longrope_scaling(facts: Facts, scaling: Facts, *, length: int, num_frequenci
 
 
 def longrope_facts(scaling: Config) -> dict[str, Any]:
-    """Returns the object of config.json about rotary positions, the inverse of `longrope_scaling`."""
+    """Return the object of config.json for rotary positions, the inverse of `longrope_scaling`."""
     stated = {"rope_type": "longrope", "factor": scaling.factor}
     for name in ("short_factor", "long_factor"):
         stated[name] = list(scaling[name])
@@ -138,7 +137,7 @@ def longrope_facts(scaling: Config) -> dict[str, Any]:
 
 
 def _factors(scaling: Facts, name: str, count: int) -> list[float]:
-    """Returns a list of so many numbers above 0."""
+    """Return a list of `count` numbers above 0."""
     expected = f"a list of {count} numbers above 0, one for each pair of elements that turns"
     factors = scaling.any(name)
     if not isinstance(factors, list) or len(factors) != count:
@@ -150,7 +149,7 @@ def _factors(scaling: Facts, name: str, count: int) -> list[float]:
 
 
 def _number_or_none(scaling: Facts, name: str) -> float | None:
-    """Returns a number above 0; None where the field is absent, null or 0, which transformers takes as not stated."""
+    """Return a number above 0; None if the field is absent, null or 0, which transformers treats as not stated."""
     value = scaling.any(name, None)
     if value == 0 and not isinstance(value, bool):
         return None

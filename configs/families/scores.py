@@ -1,7 +1,7 @@
-"""Models that score sequences: transformers' ...ForSequenceClassification of the language model of a family.
+"""Models that score sequences: transformers' ...ForSequenceClassification of a family's language model.
 
-They have the tensors of the language model but for lm_head.weight, and score.weight; their config.json has the names of
-the labels, of which a reward model has one.
+They have the language model's tensors except lm_head.weight, plus score.weight. Their config.json has the names of
+the labels; a reward model has one label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from framework.config import Config, config_for, target_of
 from framework.layers.head import LMHead
 from framework.layers.score_head import ScoreHead
 
-# By architecture, that of the language model. transformers has none for OLMoE.
+# The language model architecture of each scoring architecture. transformers has none for OLMoE.
 LANGUAGE_MODELS = {
     "LlamaForSequenceClassification": "LlamaForCausalLM",
     "MistralForSequenceClassification": "MistralForCausalLM",
@@ -32,7 +32,7 @@ LANGUAGE_MODELS = {
 
 
 def is_scored(facts: dict[str, Any]) -> bool:
-    """Tells whether a config.json is of a model that scores sequences."""
+    """Return whether a config.json describes a model that scores sequences."""
     architectures = facts.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         return False
@@ -40,14 +40,14 @@ def is_scored(facts: dict[str, Any]) -> bool:
 
 
 def language_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the language model that a model was made of; that of a language model as it is."""
+    """Return the config.json of the underlying language model; that of a language model is returned unchanged."""
     if not is_scored(facts):
         return facts
     return {**facts, "architectures": [LANGUAGE_MODELS[facts["architectures"][0]]]}
 
 
 def scored_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
-    """Returns the config.json of a model with a score head, from that of its language model or of such a model.
+    """Return the config.json of a model with a score head, given that of its language model or of such a model.
 
     Raises:
         ValueError: transformers has no such model.
@@ -62,21 +62,21 @@ def scored_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
 
 
 def label_facts(names: list[str]) -> dict[str, Any]:
-    """Returns the fields of config.json about labels of these names."""
+    """Return the fields of config.json for labels with these names."""
     id2label = {str(number): name for number, name in enumerate(names)}
     return {"id2label": id2label, "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def label_names(facts: dict[str, Any]) -> list[str]:
-    """Returns the names of the labels of a config.json, as transformers reads it.
+    """Return the names of the labels in a config.json, as transformers reads it.
 
     Raises:
-        ValueError: numbers and names contradict each other, or the labels are not of one choice.
+        ValueError: numbers and names contradict each other, or the labels are not mutually exclusive.
     """
     fields = Facts(facts)
     part = fields.any("id2label", None)
     if part is None:
-        # transformers' default, which it does not write down.
+        # transformers' default, which it does not write to the file.
         names = [f"LABEL_{number}" for number in range(fields.size("num_labels", 2))]
     else:
         if not isinstance(part, dict) or not all(isinstance(name, str) for name in part.values()):
@@ -96,19 +96,19 @@ def label_names(facts: dict[str, Any]) -> list[str]:
 
 
 def has_score_head(model: Config) -> bool:
-    """Tells whether a model's config has a score head."""
+    """Return whether a model's config has a score head."""
     return target_of(model.head) is ScoreHead
 
 
 def with_score_head(model: Config, num_labels: int) -> Config:
-    """Returns a copy of a language model's config with a score head in the place of the other."""
+    """Return a copy of a language model's config with a score head instead of its head."""
     scored = model.copy()
     scored.head = config_for(ScoreHead, num_labels=num_labels, norm=model.head.norm)
     return scored
 
 
 def with_language_head(model: Config) -> Config:
-    """Returns a copy of the config of a model with a score head that has a language model's head."""
+    """Return a copy of the config of a model with a score head, with a language model head instead."""
     language = model.copy()
     language.head = config_for(LMHead, norm=model.head.norm)
     return language

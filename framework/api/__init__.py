@@ -1,1 +1,1 @@
-"""What a program that imports Plimsoll calls: `train`, `load`, `plan`, `load_config`. See docs/python.md."""
+"""The Python API of Plimsoll: `train`, `load`, `plan`, `load_config`. See docs/python.md."""

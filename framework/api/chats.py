@@ -1,4 +1,4 @@
-"""Conversations with a model from a program: messages in, an answer out, or a history that grows as one talks."""
+"""Conversations with a model from Python: a single answer to a list of messages, or a chat that keeps its history."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DEFAULT_TOKENS = 512
 
 
 class History(NamedTuple):
-    """A conversation up to a question.
+    """A conversation, possibly with an unanswered question at the end.
 
     Attributes:
-        system: what precedes it.
-        turns: what was asked and answered.
-        question: the last message, which waits for its answer; None where there is none.
+        system: system message; None if there is none.
+        turns: answered user messages.
+        question: last user message if it is not answered yet, else None.
     """
 
     system: str | None
@@ -36,19 +36,19 @@ class History(NamedTuple):
 class Conversation:
     """A conversation that keeps its history.
 
-    The model reads what is new alone, where the history begins with what it has read for the answer before.
+    The KV cache is reused: if the history starts with the tokens of the previous answer, only new tokens are read.
 
     Args:
-        chat: the model.
-        system: a system prompt.
-        turns: what was said before.
+        chat: chat with the model.
+        system: system prompt; None for none.
+        turns: earlier turns of the conversation.
 
     Attributes:
-        turns: what was said; change it as you like.
-        samples: all answers to the last message, of which the first one is in the history.
+        turns: history of the conversation; may be changed by the caller.
+        samples: all answers to the last message; the first one is in the history.
 
     Raises:
-        ValueError: the model's template has no system prompt, or it is too long.
+        ValueError: the model's template does not support a system prompt, or it is too long.
     """
 
     def __init__(self, chat: Chat, system: str | None = None, turns: Sequence[Turn] = ()):
@@ -60,20 +60,20 @@ class Conversation:
         self._chat = chat
 
     def say(self, text: str) -> str:
-        """The model's answer to a message. Both become part of the history.
+        """Return the model's answer to a message. Both are added to the history.
 
         Raises:
-            ValueError: the message is empty, or the context has no room for it.
+            ValueError: the message is empty, or it does not fit into the context.
         """
         for _ in self.stream(text):
             pass
         return self.samples[0]
 
     def stream(self, text: str) -> Pieces[str]:
-        """The pieces of the answer to a message, as they are made; what is wrong is raised at once.
+        """Stream the answer to a message as pieces of text. Errors are raised by this call, not during iteration.
 
-        The message is part of the history when the pieces end. Where they are not read to their end, the history keeps
-        what was made so far.
+        The message and the answer are added to the history when the iteration ends. If the caller stops early, the
+        history gets the text generated so far.
         """
         if not text.strip():
             raise ValueError("the message is empty")
@@ -81,7 +81,7 @@ class Conversation:
         return self._pieces(text, self._chat.answer(prompt))
 
     def _pieces(self, question: str, answer: Answer) -> Pieces[str]:
-        """Yields the first sample, and writes the history."""
+        """Yields the text of the first sample, and updates the history."""
         has_ended = False
         try:
             for pieces in answer:
@@ -89,7 +89,7 @@ class Conversation:
                     yield pieces[0]
             has_ended = True
         finally:
-            # Nothing is kept of an answer that was stopped before its first word.
+            # An answer that was stopped before its first word is not added to the history.
             if has_ended or answer.texts[0]:
                 self.samples = answer.texts
                 self.turns.append(Turn(question, answer.texts[0]))
@@ -118,18 +118,18 @@ def chat_of(
     shortens: bool,
     tell: Tell,
 ) -> Chat:
-    """A model that answers, by its own chat template; a model without one continues a transcript.
+    """Create a chat that uses the model's own chat template; a model without one continues a transcript.
 
     Args:
-        loaded: the model.
-        generator: of that model.
-        sampling: how answers are made.
-        num_samples: answers to each message.
-        shortens: make max_new_tokens half of the context where they are more.
-        tell: gets a line where there is no template.
+        loaded: loaded model.
+        generator: generator of that model.
+        sampling: sampling settings.
+        num_samples: number of answers to each message.
+        shortens: limit max_new_tokens to half of the context instead of raising an error.
+        tell: receives a line if there is no chat template.
 
     Raises:
-        ValueError: its tokenizer has no text, or no message would fit beside max_new_tokens.
+        ValueError: the tokenizer has no text, num_samples is below 1, or max_new_tokens leaves no room for a message.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples: expected at least 1, given {num_samples}")
@@ -151,7 +151,7 @@ def chat_of(
 
 
 def _template_variables(config: Config) -> dict[str, Any]:
-    """The variables that a run on chats or answers has given to its chat template; none of other runs."""
+    """Return the chat template variables of a run on chats or preferences; {} for other runs."""
     sources = (ChatSource, PairSource, ThumbSource)
     if not config.data.takes("source") or target_of(config.data.source) not in sources:
         return {}
@@ -159,10 +159,11 @@ def _template_variables(config: Config) -> dict[str, Any]:
 
 
 def history_of(messages: Sequence[Message]) -> History:
-    """Reads messages.
+    """Converts messages to a history.
 
     Raises:
-        ValueError: they are not user and assistant in turn, behind at most one system message; the place is named.
+        ValueError: the messages do not alternate between user and assistant, after at most one system message. The
+            error names the position.
     """
     system = None
     turns: list[Turn] = []
@@ -185,7 +186,7 @@ def history_of(messages: Sequence[Message]) -> History:
 
 
 def _fields(index: int, message: Message) -> tuple[str, str]:
-    """(role, content) of a message."""
+    """Return (role, content) of a message. Raises ValueError if it is malformed."""
     role = message.get("role") if isinstance(message, dict) else None
     content = message.get("content") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant") or not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""`load_config`: a named config with overrides, for a program; and what `train` and `plan` are asked for by one."""
+"""`load_config`: loads a config from Python, with overrides; and the config requests of `train` and `plan`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from framework.terminal.visible import visible
 
 
 class _Origin(NamedTuple):
-    """What a config was loaded as."""
+    """The origin of a loaded config."""
 
     spec: str
     named: Config  # without overrides
     overridden: tuple[str, ...]  # paths of the overrides
-    notes: tuple[str, ...]  # lines that a run shows first
+    notes: tuple[str, ...]  # lines that a run prints first
 
 
 class LoadedConfig(Config):
-    """A config that keeps, through copies, what it was loaded as."""
+    """A config that remembers its origin; copies keep it."""
 
     _origin: _Origin
 
@@ -44,20 +44,19 @@ def load_config(
     data: str | Path | None = None,
     shape_is_enough: bool = False,
 ) -> Config:
-    """A new config, which can be changed like any object: `config.trainer.max_steps = 5`.
+    """Load a new config. Its fields can be changed like attributes: `config.trainer.max_steps = 5`.
 
     Args:
-        spec: the name of a config, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or the config.json that a run has
-            stored.
-        overrides: {dotted path: value}, applied in order. A text is read as the command line reads it; any other value
-            is set as it is.
-        data: a file, a folder, a glob or a URL to train on, in the place of the config's own data; a part of it is
-            held out.
-        shape_is_enough: for a plan: of hf:ORG/NAME, a well-known shape needs no file of the Hub.
+        spec: name of a config, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or the config.json that a run has stored.
+        overrides: {dotted path: value}, applied in order. Strings are parsed like command-line values; any other value
+            is set unchanged.
+        data: file, folder, glob or URL to train on instead of the config's own data; a part of it is held out.
+        shape_is_enough: the model's shape is sufficient, as for a plan: a well-known hf:ORG/NAME needs no files from
+            the Hub.
 
     Raises:
-        ConfigError: there is no such config, path or choice, or a value is of the wrong type.
-        FileNotFoundError: there is no such file.
+        ConfigError: the config, path or choice does not exist, or a value has the wrong type.
+        FileNotFoundError: a file does not exist.
     """
     spec = str(spec)
     notes: list[str] = []
@@ -75,7 +74,7 @@ def load_config(
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> None:
-    """Applies overrides in order, in place; those that are texts are read as on the command line."""
+    """Applies overrides in order, in place; strings are parsed like command-line values."""
     for path, value in overrides.items():
         if isinstance(value, str):
             config.override(path, value)
@@ -84,16 +83,16 @@ def override(config: Config, overrides: Mapping[str, Any]) -> None:
 
 
 def _with_origin(config: Config, origin: _Origin) -> LoadedConfig:
-    """A copy of a config that knows its origin."""
+    """Copy a config and attach its origin."""
     loaded = LoadedConfig(config._target, config._fields, config._path)
-    # The class's own `__setattr__` would look for a field of that name.
+    # The `__setattr__` of the class would look for a field of that name.
     object.__setattr__(loaded, "_origin", origin)
     return loaded
 
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """A config as a program asks for it. Rules by accelerator change what the program has not set itself."""
+    """A config as requested by the calling program. Accelerator rules only change fields that it has not set."""
 
     spec: str
     notes: list[str]
@@ -101,13 +100,13 @@ class ConfigRequest:
     chosen: tuple[str, ...]  # dotted paths that the program has set
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
-        """(the config for that accelerator, a line for each field that its rules changed)."""
+        """Return (config for that accelerator, a line for each field that its rules changed)."""
         config = self.config.copy()
         lines = apply_accelerator_rules(config, accelerator, self._is_chosen)
         return config, lines
 
     def _is_chosen(self, path: str) -> bool:
-        """Whether the program has set the field of a path, something in it, or what it is in."""
+        """Return whether the program has set the field at a path, a field inside it, or a field that contains it."""
         for chosen in self.chosen:
             if path == chosen or path.startswith(f"{chosen}.") or chosen.startswith(f"{path}."):
                 return True
@@ -115,22 +114,22 @@ class ConfigRequest:
 
     @property
     def settings(self) -> list[str]:
-        """`path=value` of what the program has set, for a report."""
+        """The fields that the program has set, as `path=value`, for a report."""
         texts = []
         for path in self.chosen:
             value = self.config.get_path(path)
-            # A component is named; its fields would fill the line.
+            # Show only the name of a component; its fields would fill the line.
             shown = target_of(value).__name__ if isinstance(value, Config) else value
             texts.append(f"{path}={shown}")
         return texts
 
 
 def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) -> ConfigRequest:
-    """What is asked for by a config, or by the name of one. A later change of the config changes no request.
+    """Create the request for a config, or for the name of one. Later changes to the config do not affect the request.
 
     Raises:
-        ConfigError: a rule of the config sets what cannot be, or the config could not be stored.
-        TypeError: it is neither a config nor a name.
+        ConfigError: an accelerator rule of the config is invalid, or the config cannot be stored.
+        TypeError: the argument is neither a config nor a name.
     """
     if isinstance(config, (str, Path)):
         config = load_config(config, shape_is_enough=shape_is_enough)
@@ -139,18 +138,18 @@ def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) ->
     if isinstance(config, LoadedConfig):
         origin = config._origin
         changed = [path for path, _, _ in diff(origin.named, config)]
-        # An override may set what the named config has already, and is meant all the same.
+        # An override counts as set even if its value equals that of the named config.
         chosen = tuple(dict.fromkeys([*origin.overridden, *changed]))
     else:
         origin = _Origin(target_of(config).__name__, config, (), ())
         chosen = ()
     copied = Config(config._target, config._fields)
-    # All rules are tried on copies: a mistake in one of them should not wait for its accelerator.
+    # Try all rules on copies, so that an error in one is found even without its accelerator.
     apply_accelerator_rules(copied, None)
     stored.check(copied)
     return ConfigRequest(origin.spec, list(origin.notes), copied, chosen)
 
 
 def tell(line: str) -> None:
-    """Prints a line to stderr, for what is no result."""
+    """Prints a line that is not part of the result to stderr."""
     print(visible(line), file=sys.stderr, flush=True)

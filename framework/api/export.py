@@ -1,4 +1,4 @@
-"""A model as a directory that transformers' from_pretrained loads, or its adapters as one for peft."""
+"""Exports a model as a directory for transformers' from_pretrained, or its adapters as a directory for peft."""
 
 import json
 from collections.abc import Callable
@@ -20,25 +20,25 @@ TOKENIZER_FILES = (
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
-    architecture: str  # as transformers calls it
+    architecture: str  # class name in transformers
     num_bytes: int
 
 
 def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None]) -> Exported:
-    """Writes a model. Everything that can be refused is, before a file is written.
+    """Writes a model. All checks run before any file is written.
 
     Args:
-        loaded: the model.
-        to: a directory that is not there yet.
-        adapter: write the LoRA alone, and do not merge it into the weights.
-        tell: gets a line about what is left out.
+        loaded: loaded model.
+        to: output directory; it must not exist yet.
+        adapter: write only the LoRA adapters instead of merging them into the weights.
+        tell: receives a line if no tokenizer files are written.
 
     Raises:
-        FileExistsError: the directory is there.
-        ValueError: the model is of no family that transformers has, or has no adapters.
+        FileExistsError: the directory exists.
+        ValueError: the model does not belong to a family that transformers supports, or has no adapters.
     """
     folder = Path(to).expanduser()
     refuse_existing(folder)
@@ -60,27 +60,29 @@ def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None
         export_adapters(to, model, params, family, base, beside=beside)
     else:
         run_facts: dict[str, Any] = {"eos_token_id": tokenizer.eos_id}
-        # With a table of positions, the family has its length, under a name of its own.
+        # With learned positions, the family writes the length of the table under its own name.
         if loaded.config.model.embed.max_positions is None:
             run_facts["max_position_embeddings"] = loaded.experiment.data.seq_len
         if pretrained is not None and pretrained.generation:
             generation = _generation(pretrained.generation, tokenizer)
             beside["generation_config.json"] = _json(generation)
-        # What the published model says has the last word.
+        # The facts of the published model take precedence.
         export_model(to, model, params, family, {**run_facts, **facts}, beside=beside)
     size = sum(file.stat().st_size for file in folder.iterdir())
     return Exported(folder, facts["architectures"][0], size)
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raises FileExistsError where the folder is there."""
+    """Raises FileExistsError if the folder exists."""
     if folder.exists():
         raise FileExistsError(f"--to={folder} is there already; choose another, or remove it")
 
 
 def _tokenizer(loaded: Loaded) -> dict[str, bytes]:
-    """{name: content} of the tokenizer's files. Those that transformers needs are made for a tokenizer that was trained
-    by a run, or that has no files. Empty for a tokenizer that makes no text."""
+    """Return {name: content} of the tokenizer's files; {} for a tokenizer without text.
+
+    Files that transformers needs are generated for a tokenizer that was trained by a run, or that has no files.
+    """
     tokenizer = loaded.experiment.data.tokenizer
     if isinstance(tokenizer, ByteTokenizer):
         files = {"tokenizer.json": tokenizer.library_file()}
@@ -92,8 +94,7 @@ def _tokenizer(loaded: Loaded) -> dict[str, bytes]:
             path = loaded.folder / name
             if path.is_file():
                 files[name] = path.read_bytes()
-    # Without this file, transformers does not know which class reads tokenizer.json, nor where
-    # texts end.
+    # Without this file, transformers does not know which class reads tokenizer.json, or which token ends a text.
     if "tokenizer.json" in files and "tokenizer_config.json" not in files:
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -104,10 +105,13 @@ def _tokenizer(loaded: Loaded) -> dict[str, bytes]:
 
 
 def _generation(published: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The generation_config.json of the directory that the run began with. Texts end where the run's texts ended: with
-    another data.tokenizer.eos_token, the published ids would let them run on."""
+    """Return the contents of generation_config.json, from the directory that the run started from.
+
+    The end tokens are those of the run: if data.tokenizer.eos_token was changed, generation would not stop at the
+    published ids.
+    """
     end_ids = published.get("eos_token_id")
-    # It may be one id or several.
+    # One id or a list of ids.
     if not isinstance(end_ids, list):
         end_ids = [end_ids]
     if tokenizer.eos_id is None or tokenizer.eos_id in end_ids:
@@ -116,6 +120,6 @@ def _generation(published: dict[str, Any], tokenizer: Tokenizer) -> dict[str, An
 
 
 def _json(facts: dict[str, Any]) -> bytes:
-    """The content of a JSON file."""
+    """Return the content of a JSON file."""
     text = json.dumps(facts, indent=2)
     return f"{text}\n".encode()

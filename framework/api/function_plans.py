@@ -1,4 +1,4 @@
-"""`plan_function`: what any JAX function needs on a machine that need not be there."""
+"""`plan_function`: computes the needs of any JAX function on a machine that need not be present."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ def plan_function(
     name: str = "",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Tells what one call of a function needs on a target: the target's compiler compiles it.
+    """Plan one call of a function for a target by compiling it with the target's compiler.
 
-    The report has the peak, the buffers that are alive at it by the path of the argument and by `jax.named_scope`s, the
-    bytes in host memory, and the verdict. Nothing is computed, and nothing of the function is changed.
+    The report has the peak, the buffers that are alive at the peak (by argument path and by `jax.named_scope`), the
+    bytes in host memory, and the verdict. Nothing is executed, and the function is not modified.
 
     Args:
-        function: any function of arrays that JAX can trace, jitted or not. What `jax.jit` was told is kept (what is
-            static or donated, shardings, options), unless `donate` or `out_shardings` are given here.
-        arguments: its positional arguments: trees of arrays or `jax.ShapeDtypeStruct`s, of a global shape. Leaves that
-            are neither, such as the activation function in an equinox module, are given to it as they are.
+        function: any function of arrays that JAX can trace, jitted or not. The settings of `jax.jit` (static and
+            donated arguments, shardings, options) are kept, unless `donate` or `out_shardings` are given here.
+        arguments: positional arguments of the function: trees of arrays or `jax.ShapeDtypeStruct`s with global shapes.
+            Other leaves, such as the activation function in an equinox module, are passed unchanged.
         target: v5e-16, h200x8, 4090, cpu:8, local ...
-        donate: arguments whose memory the results may take, by position or name; or one of these alone.
-        mesh: {axis: size} over all devices of the target, in order; by default every device does the same. Or a mesh,
-            which may be of devices of a topology, such as the function closed over, or of none.
-        shardings: for each argument a PartitionSpec, or a tree of them that is a prefix of the argument's. By default
-            what the `sharding` of a ShapeDtypeStruct says, of whatever mesh with such axes; else whole on each device.
-        out_shardings: of the results, likewise; None, for all or for some of them: as the compiler likes.
-        device_memory_gib: of each device, instead of what the target has; in GiB of 2^30 bytes.
-        name: what the report calls it; the function's own name by default.
-        compiler_options: of XLA, as `jax.jit` takes them.
+        donate: arguments whose memory the results may reuse, by position or name; or a single one of these.
+        mesh: {axis: size} over all devices of the target, in order; by default every device does the same work. Or a
+            mesh, such as one that the function closes over; it may be made of devices of a topology, or be abstract.
+        shardings: a PartitionSpec for each argument, or a tree of them that is a prefix of the argument's tree. The
+            default is the `sharding` of each ShapeDtypeStruct, from any mesh with these axes; otherwise replicated.
+        out_shardings: PartitionSpecs of the results, in the same form; None, for all or some of them, leaves the choice
+            to the compiler.
+        device_memory_gib: memory of each device in GiB (2^30 bytes), instead of the target's own.
+        name: name of the function in the report; by default the function's own name.
+        compiler_options: XLA options, as for `jax.jit`.
 
     Raises:
-        ValueError: there is no such target, or its compiler is not installed; the function cannot be traced with these
-            arguments, and the message ends with the line that says so; mesh or shardings do not go with them.
-        TypeError: `function` cannot be called, or `arguments` is no tuple.
+        ValueError: the target does not exist, or its compiler is not installed; the function cannot be traced with
+            these arguments (the message ends with the offending line); or mesh or shardings do not fit the arguments.
+        TypeError: `function` is not callable, or `arguments` is not a tuple.
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ValueError(f"device_memory_gib={device_memory_gib}: expected more than 0")

@@ -1,4 +1,4 @@
-"""The weights of a run or of a published model, ready on the devices, for whoever trains nothing."""
+"""Loads the weights of a run or of a published model onto the devices, for inference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from framework.files.workdir import read_only
 from framework.program import stored
 
 Tell = Callable[[str], None]
-# Changes a config in place, as a command line or a program asks.
+# A function that changes a config in place, with the overrides of a command line or a program.
 Change = Callable[[Config], object]
 
 
 @dataclass
 class Loaded:
-    """A model that is ready: `state` holds parameters (or "ema", if `averaged`), frozen ones and buffers alone."""
+    """A loaded model: `state` holds only parameters (or "ema", if `averaged`), frozen weights and buffers."""
 
     config: Config
     experiment: Any  # its tokenizer is prepared
     program: Any
     state: dict[str, Any]
     averaged: bool
-    folder: Path  # the workdir's, or the published model's
+    folder: Path  # the workdir, or the directory of the published model
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer. Raises ValueError where there is none: ids alone are no text."""
+        """The tokenizer. Raises ValueError if there is none, because token ids cannot be converted to text."""
         tokenizer = self.experiment.data.tokenizer
         if not tokenizer.has_text:
             raise ValueError("data.tokenizer is NoTokenizer; set --config.data.tokenizer to the one the tokens are of")
@@ -40,7 +40,7 @@ class Loaded:
 
 
 def is_of_mesh(path: str) -> bool:
-    """Whether a setting, by its dotted path, is of the mesh."""
+    """Return whether a setting, by its dotted path, belongs to the mesh."""
     return path.split(".")[0] == "mesh"
 
 
@@ -55,20 +55,21 @@ def load_run(
     text: bool = True,
     tell: Tell,
 ) -> Loaded:
-    """Loads the model of a run; no optimizer state is read.
+    """Loads the model of a run, without the optimizer state.
 
     Args:
-        folder: the workdir, or its URL.
-        change: changes the config that the run has stored.
-        step: of the checkpoint; None for the newest valid one.
-        averaged: take the moving averages of the weights.
-        host_weights: the stack stays in host memory, but for one layer.
-        mesh_is_asked: `change` sets the mesh, which is refused where it does not fit the devices.
-        text: the model is a language model, whose tokenizer is made ready.
-        tell: gets a line about what is loaded.
+        folder: workdir of the run, or its URL.
+        change: changes the stored config of the run.
+        step: step of the checkpoint; None for the newest valid one.
+        averaged: use the moving averages of the weights.
+        host_weights: offload the stack to host memory; the device holds one layer of it at a time.
+        mesh_is_asked: `change` sets the mesh, so it is an error if the mesh does not fit the devices.
+        text: the model is a language model, so prepare its tokenizer.
+        tell: receives a line about the loaded checkpoint.
 
     Raises:
-        FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
+        FileNotFoundError, ValueError: the run or checkpoint does not exist, or its parts do not fit together. The
+            message is one line.
     """
     prepare_jax()
     workdir, checkpoints = read_only(folder)
@@ -78,7 +79,7 @@ def load_run(
     config = _config_of_run(workdir, checkpointer, step, tell)
     change(config)
     experiment = _experiment(config, workdir, averaged=averaged, text=text)
-    # Imported late: what is wrong so far is told before the devices are looked for.
+    # Imported late, so that errors up to here are reported before JAX looks for devices.
     from framework.devices.executables import use_compilation_cache
     from framework.program.inference import inference_program
 
@@ -89,7 +90,7 @@ def load_run(
     restored = _restored(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     tell("\n".join([*restored.problems, source]))
-    # The group that was not read is empty.
+    # Of parameter and ema, the group that was not read is empty.
     state = {"parameter": {}, "ema": {}, **restored.state}
     return Loaded(config, experiment, program, state, averaged, workdir)
 
@@ -105,7 +106,7 @@ def _config_of_run(workdir: Path, checkpointer: Any, step: int | None, tell: Tel
         try:
             extra = checkpointer.manifest(saved_step).extra
         except (ValueError, OSError):
-            # `restore` says what is wrong with it.
+            # `restore` reports the problem.
             continue
         if "config" not in extra:
             return config
@@ -117,7 +118,7 @@ def _config_of_run(workdir: Path, checkpointer: Any, step: int | None, tell: Tel
 
 
 def _experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:
-    """The experiment of a run's config; arguments as for `load_run`. Raises ValueError: the run keeps no averages."""
+    """Build the experiment of a run's config; arguments as for `load_run`. Raises ValueError without averages."""
     if text:
         _name_tokenizer_file(config, workdir)
     experiment: Any = config.instantiate()
@@ -129,15 +130,15 @@ def _experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) ->
 
 
 def _refuse_empty(checkpointer: Any) -> None:
-    """Raises FileNotFoundError where there is no checkpoint."""
+    """Raises FileNotFoundError if there is no checkpoint."""
     if not checkpointer.steps():
         problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
         raise FileNotFoundError("; ".join(problems))
 
 
 def _restored(checkpointer: Any, program: Any, step: int | None, averaged: bool) -> Any:
-    """What a checkpoint holds of the model, on the program's devices; None for the newest step that is valid."""
-    # The optimizer's state, often the largest group, is not needed here.
+    """Restore the model from a checkpoint onto the program's devices; `step` None selects the newest valid one."""
+    # The optimizer state, often the largest group, is not needed here.
     groups = ("ema" if averaged else "parameter", "frozen", "buffer")
     specs = {group: program.layout.specs[group] for group in groups}
     abstract = program.layout.abstract(specs)
@@ -147,7 +148,7 @@ def _restored(checkpointer: Any, program: Any, step: int | None, averaged: bool)
 
 
 def _name_tokenizer_file(config: Config, workdir: Path) -> None:
-    """Has the run's copy of its tokenizer read, wherever the tokenizer came from. Changes the config in place."""
+    """Points the config, in place, to the workdir's copy of the tokenizer instead of its original path."""
     if not config.data.takes("tokenizer"):
         return
     tokenizer = config.data.tokenizer
@@ -157,8 +158,8 @@ def _name_tokenizer_file(config: Config, workdir: Path) -> None:
 
 
 def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
-    """Makes the run's tokenizer ready. Raises ValueError: its model has no use for text."""
-    # Reading the property is the check.
+    """Prepares the run's tokenizer. Raises ValueError if the model is not a language model."""
+    # The property raises ValueError if the model is not a language model.
     _ = experiment.language_model
     tokenizer = experiment.data.tokenizer
     file = workdir / "tokenizer.json"
@@ -168,7 +169,7 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
 
 
 def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_asked: bool = False, tell: Tell) -> Loaded:
-    """Loads a published model: of a Hugging Face directory, or by the Hub's id. Other arguments as for `load_run`."""
+    """Loads a published model from a Hugging Face directory or by its Hub id. Other arguments as for `load_run`."""
     prepare_jax()
     import optax
 
@@ -181,7 +182,7 @@ def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_ask
     place = config.pretrained.path
     for line in hub_models.note(place):
         tell(line)
-    # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.
+    # An experiment needs a learner. Plain SGD has no state, so it takes no memory.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
     config.learner = config_for(Learner, optimizer=optimizer)
     config.data.tokenizer = config_for(PretrainedTokenizer, path=place, vocab_size=config.model.vocab_size)

@@ -1,10 +1,11 @@
-"""`load`: a trained or published model, for a program: it continues texts, scores them, and is exported."""
+"""`load`: a trained or published model for use from Python: generation, chat, scoring and export."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ DEFAULT_TOKENS = 128
 
 
 class Model:
-    """A language model that is ready on the devices.
+    """A language model loaded onto the devices.
 
     Args:
-        loaded: its weights and its tokenizer.
-        batch_size: rows that are scored at a time.
+        loaded: weights and tokenizer of the model.
+        batch_size: number of rows to score at a time.
     """
 
     def __init__(self, loaded: Loaded, *, batch_size: int = 8):
@@ -41,12 +42,12 @@ class Model:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """Continues tokens; keeps its compiled programs."""
+        """The generator, which keeps its compiled programs."""
         return Generator(self.loaded.program, self.loaded.state, averaged=self.loaded.averaged)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Scores tokens; keeps its compiled programs."""
+        """The scorer, which keeps its compiled programs."""
         loaded = self.loaded
         return Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=self._batch_size)
 
@@ -61,19 +62,19 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> str:
-        """The text with which the model continues a prompt, without the prompt.
+        """Generate a continuation of a prompt; returns the new text without the prompt.
 
         Args:
-            prompt: a text.
-            max_new_tokens: None for 128, or as many as the context has room for.
-            temperature: divides the logits; 0 takes the most likely token.
-            top_k: draw from the k most likely tokens.
-            top_p: from the most likely that make up this probability.
-            stop: texts; the continuation ends before the first of them.
-            seed: of the draws.
+            prompt: text to continue.
+            max_new_tokens: maximum number of new tokens; None for 128, or fewer if the model has too few positions.
+            temperature: divisor of the logits; 0 selects the most likely token.
+            top_k: sample only from the k most likely tokens; None for all.
+            top_p: sample only from the most likely tokens whose probabilities add up to this.
+            stop: string or strings that end the continuation; they are not part of it.
+            seed: random seed.
 
         Raises:
-            ValueError: a setting is out of range, the prompt is empty or too long, or the model makes no text.
+            ValueError: a setting is out of range, the prompt is empty or too long, or the model has no tokenizer.
         """
         stops = [stop] if isinstance(stop, str) else stop
         max_tokens = DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
@@ -89,13 +90,13 @@ class Model:
         *,
         shortens: bool = False,
     ) -> Iterator[list[str]]:
-        """For each step, the new text of each prompt. What is wrong is raised at once, not at the first step.
+        """Yield the new text of each prompt, step by step. Errors are raised by this call, not at the first step.
 
         Args:
-            texts: the prompts, continued as one batch.
-            sampling: how tokens are chosen; the tokenizer's own ids end a text too.
-            stops: texts that end a continuation, and are not in it.
-            shortens: of fewer new tokens, as many as the context has room for, instead of refusing.
+            texts: prompts, continued as one batch.
+            sampling: sampling settings; the tokenizer's stop ids end a text in addition to `sampling.stop_ids`.
+            stops: strings that end a continuation; they are not part of it.
+            shortens: reduce the number of new tokens to the model's maximum positions instead of raising an error.
         """
         tokenizer = self.loaded.tokenizer
         prompts = [tokenizer.encode_prompt(text) for text in texts]
@@ -106,14 +107,8 @@ class Model:
         if shortens and max_positions is not None:
             longest_prompt = max(map(len, prompts))
             max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
-        full_sampling = Sampling(
-            max_tokens,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            tuple(tokenizer.stop_ids),
-            sampling.seed,
-        )
+        stop_ids = {*tokenizer.stop_ids, *sampling.stop_ids}
+        full_sampling = replace(sampling, max_new_tokens=max_tokens, stop_ids=tuple(sorted(stop_ids)))
         self.generator.check(prompts, full_sampling)
         return stream_text(self.generator, tokenizer, prompts, full_sampling, stops)
 
@@ -129,21 +124,21 @@ class Model:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> Conversation:
-        """A conversation: its `say(text)` returns the answer, its `stream(text)` the answer's pieces.
+        """Start a conversation: `say(text)` returns the answer, `stream(text)` yields it in pieces.
 
-        The model's own chat template is used. A model without one continues a plain transcript, and a line says so.
+        The model's own chat template is used. A model without one continues a plain transcript, which is reported.
 
         Args:
-            messages: what was said before, {"role": "user" or "assistant", "content": text} in turn; the first one may
-                be of the system.
-            system: a system prompt.
-            num_samples: answers to each message, all in `samples`; the conversation goes on from the first one.
-            max_new_tokens: of each answer; None for 512, or half the context.
+            messages: earlier messages, alternating {"role": "user" or "assistant", "content": text}; the first one may
+                have the role "system".
+            system: system prompt; None for none.
+            num_samples: number of answers to each message, all in `samples`; the conversation continues from the first.
+            max_new_tokens: maximum length of each answer; None for 512, but at most half the context.
             temperature, top_k, top_p: as for `generate`.
-            seed: of the first answer's draws; each further answer takes the next seed.
+            seed: random seed of the first answer; each further answer uses the next seed.
 
         Raises:
-            ValueError: a setting or a message is wrong, or the model makes no text.
+            ValueError: a setting or a message is invalid, or the model has no tokenizer.
         """
         history = history_of(messages)
         if history.question is not None:
@@ -162,14 +157,14 @@ class Model:
         return Conversation(chat, history.system if system is None else system, history.turns)
 
     def answer(self, messages: Sequence[Message], **settings: Any) -> str:
-        """The model's answer to a list of messages, of which the last one is the user's.
+        """Return the model's answer to a list of messages that ends with a user message.
 
         Args:
             messages: as for `chat`.
             **settings: max_new_tokens, temperature, top_k, top_p and seed, as for `chat`.
 
         Raises:
-            ValueError: as `chat`, or the last message is not the user's.
+            ValueError: as for `chat`, or the last message is not a user message.
         """
         question = history_of(messages).question
         if question is None:
@@ -177,7 +172,7 @@ class Model:
         return self.chat(messages[:-1], **settings).say(question)
 
     def score(self, text: str) -> TextScore:
-        """How well the model predicts a text: tokens, loss in nats per token, perplexity, bits per byte.
+        """Score a text: number of tokens, loss in nats per token, perplexity, bits per byte.
 
         Raises:
             ValueError: the text is empty, or the model has no tokenizer.
@@ -188,11 +183,11 @@ class Model:
         return self.scorer.text(tokens, len(text.encode()))
 
     def evaluate(self, files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> dict[str, TextScore]:
-        """The scores of files of UTF-8 text, by path. All are read before the first is scored.
+        """Score files of UTF-8 text; returns the scores by path. All files are read before the first is scored.
 
         Raises:
             ValueError: a file is empty or not UTF-8.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: a file does not exist.
         """
         paths = [files] if isinstance(files, (str, os.PathLike)) else files
         texts = {os.fspath(path): read_text(os.fspath(path)) for path in paths}
@@ -202,12 +197,12 @@ class Model:
         """Writes the model as a directory that transformers' from_pretrained loads; returns its path.
 
         Args:
-            folder: is not there yet.
-            adapter: the LoRA alone, as peft loads it.
+            folder: output directory; it must not exist yet.
+            adapter: write only the LoRA adapters, in the format of peft.
 
         Raises:
-            FileExistsError: the folder is there.
-            ValueError: the model is of no family that transformers has.
+            FileExistsError: the folder exists.
+            ValueError: the model does not belong to a family that transformers supports.
         """
         return export(self.loaded, os.fspath(folder), adapter=adapter, tell=tell).folder
 
@@ -221,14 +216,14 @@ def load(
     averaged: bool = False,
     host_weights: bool = False,
 ) -> Model:
-    """Loads the model of a run, or a published one. No optimizer state is read.
+    """Loads the model of a run, or a published model, without the optimizer state.
 
     Args:
-        source: the workdir of a run or its URL, or hf:DIR with a Hugging Face directory.
-        overrides: {dotted path: value} of the config, as for `load_config`.
-        step: of the checkpoint; None for the newest.
-        averaged: take the moving averages of the weights.
-        host_weights: the stack stays in host memory, but for one layer.
+        source: workdir of a run or its URL, or hf:DIR with a Hugging Face directory.
+        overrides: {dotted path: value} for the config, as for `load_config`.
+        step: step of the checkpoint; None for the newest.
+        averaged: use the moving averages of the weights.
+        host_weights: offload the stack to host memory; the device holds one layer of it at a time.
 
     Raises:
         FileNotFoundError: there is no run, or it has no checkpoint.
@@ -239,7 +234,7 @@ def load(
     is_published = kind == "hf" and bool(directory)
     if is_published and (step is not None or averaged):
         raise ValueError(f"{path}: step and averaged are of a run's workdir")
-    # The config of a run may name what the named configs define.
+    # The config of a run may refer to components that the named configs define.
     named_configs()
     change = functools.partial(override, overrides=dict(overrides or {}))
     mesh_is_asked = any(loaded.is_of_mesh(setting) for setting in overrides or {})

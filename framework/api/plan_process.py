@@ -1,7 +1,7 @@
-"""A plan made in a process of its own: for more CPU devices than JAX has started with here.
+"""Plans in a separate process, for more CPU devices than JAX has started with here.
 
-A process has as many CPU devices as it started with. The job goes to the new process as JSON, and the report comes back
-in a file, as libraries may print to stdout.
+The number of CPU devices of a process is fixed when JAX starts. The job is sent to the new process as JSON, and the
+report comes back in a file, because libraries may print to stdout.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from framework.plan.report import Report
 from framework.plan.targets import Target
 from framework.terminal.phases import phase
 
-# The folder of this very library, which need not be on the new process's path.
+# The folder of this library, which may be missing from the new process's path.
 _LIBRARY = Path(__file__).resolve().parents[2]
 
 
 def lacks_devices(target: Target) -> bool:
-    """Whether a target has more CPU devices than JAX has started with."""
+    """Return whether a target has more CPU devices than JAX has started with."""
     import jax
 
-    # Asked for late: the question starts JAX.
+    # Evaluated last, because listing the devices starts JAX.
     return target.platform == "cpu" and not target.at_hand and target.num_devices > len(jax.devices("cpu"))
 
 
@@ -40,10 +40,10 @@ def planned_elsewhere(
     phases: bool,
     fresh: bool,
 ) -> Report:
-    """The report of framework.plan.planned, whose arguments these are, by the compiler in another process.
+    """Run framework.plan.planned in another process and return its report; the arguments are the same.
 
     Raises:
-        ConfigError: the plan is refused, or the config has classes that another process does not find.
+        ConfigError: the plan is refused, or the config has classes that another process cannot find.
     """
     job = {
         "spec": spec,
@@ -70,13 +70,13 @@ def planned_elsewhere(
 
 
 def _main(answer_file: str) -> None:
-    """Does the job that stdin holds."""
+    """Reads the job from stdin and writes the answer to a file."""
     job = json.load(sys.stdin)
     Path(answer_file).write_text(json.dumps(_answer(job)))
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    """{"report": Report}, or {"error": a line}."""
+    """Run the job; returns {"report": Report}, or {"error": a line}."""
     from framework.config.named import load_named, named_configs
     from framework.devices.environment import prepare_jax
     from framework.plan import targets
@@ -86,7 +86,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     named_configs()
     try:
         if ".py:" in job["spec"]:
-            # A user's own file makes its classes loadable.
+            # Loading a user's own file makes its classes loadable by name.
             load_named(job["spec"])
         config = Config.from_json(job["config"])
     except ConfigError as error:

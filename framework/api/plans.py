@@ -1,4 +1,4 @@
-"""`plan`: what a run of a config needs on a machine that need not be there, as text, as a page, and as figures."""
+"""`plan`: computes the needs of a run on a machine that need not be present, as text, as a page, and as figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAGE_PIXELS = 900
 
 
 class Plan:
-    """What a run needs. `print` shows the tables of `plimsoll plan`; a notebook shows its page.
+    """The plan of a run. `print` shows the tables of `plimsoll plan`; a notebook shows its page.
 
     Attributes:
         report: all figures, as `plimsoll plan --json` writes them.
@@ -36,12 +36,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the devices of the target have room for it."""
+        """True if the run fits into the devices of the target."""
         return bool(self.report["fits"])
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of memory of each device that the training step takes."""
+        """The memory that the training step needs on each device, in bytes."""
         return self.report["device_allocated_bytes"]
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Plan:
         return f"plan of {self.report['config']} on {self.report['target']}: {report.verdict(self.report)}"
 
     def _repr_html_(self) -> str:
-        # A frame of its own, as the page brings a style for its whole document.
+        # A separate frame, because the style of the page applies to its whole document.
         document = escape(page([self.report]), quote=True)
         return f'<iframe srcdoc="{document}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
 
@@ -66,19 +66,19 @@ def plan(
     phases: bool = True,
     fresh: bool = False,
 ) -> Plan:
-    """Tells what a run will need on a target: the target's compiler compiles its step, as in `plimsoll plan`.
+    """Plan a run for a target by compiling its step with the target's compiler, like `plimsoll plan`.
 
     Args:
-        config: from `load_config`, or what that takes.
+        config: config from `load_config`, or a spec that `load_config` accepts.
         target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...
-        estimate: the closed form alone: seconds, and less exact.
-        device_memory_gib: of each device, instead of what the target has; in GiB of 2^30 bytes.
-        phases: initialization and evaluation too, and not the training step alone.
-        fresh: compile again although nothing has changed.
+        estimate: use only the analytical estimate, which takes seconds but is less exact.
+        device_memory_gib: memory of each device in GiB (2^30 bytes), instead of the target's own.
+        phases: also plan initialization and evaluation, not only the training step.
+        fresh: compile again even if nothing has changed.
 
     Raises:
-        ConfigError, ValueError: there is no such target, its compiler is not installed, or the config does not go with
-            it.
+        ConfigError, ValueError: the target does not exist, its compiler is not installed, or the config does not fit
+            the target.
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
@@ -106,16 +106,16 @@ def plan(
 
 @contextmanager
 def of_target(target: str, *, starts: bool) -> Iterator[None]:
-    """Sets what the target's compiler reads from the environment; afterwards the program can train here as before.
+    """Sets the environment of the target's compiler in a context; afterwards the program can train here as before.
 
     Args:
-        target: as it was asked for.
-        starts: whether a compiler is needed at all.
+        target: name of the target, as given by the caller.
+        starts: the compiler is needed; if False, nothing is changed.
     """
     if not starts:
         yield
         return
-    # The devices of this machine are found now, as JAX looks for them once, and the settings hide them.
+    # Start the devices of this machine now: JAX looks for them only once, and the settings below hide them.
     start_devices()
     variables = set(os.environ)
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +130,7 @@ def of_target(target: str, *, starts: bool) -> Iterator[None]:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Keeps JAX from taking programs from its cache: such a program comes without its buffers, which a report lists."""
+    """Disables JAX's compilation cache: cached programs come without their buffers, which the report lists."""
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     try:

@@ -1,4 +1,4 @@
-"""`train`: a run of a config in this process, with its metrics as arrays and its loss curve as a picture."""
+"""`train`: trains a config in this process, and returns its metrics as arrays and its loss curve as an image."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _RESUME = ("auto", "never", "must")
 class Curve(NamedTuple):
     """One metric of a run."""
 
-    steps: np.ndarray  # i64[n], rising
+    steps: np.ndarray  # i64[n], ascending
     values: np.ndarray  # f64[n]
 
 
 class TrainedRun:
-    """A run that has come to its end. A notebook shows it as its loss curve.
+    """A finished run. A notebook shows its loss curve.
 
     Attributes:
-        workdir: where its config, metrics, checkpoints and logs are.
-        metrics: by name, such as "train/loss"; all that metrics.jsonl has, of earlier starts too.
+        workdir: folder with the config, metrics, checkpoints and logs.
+        metrics: metrics by name, such as "train/loss"; everything in metrics.jsonl, including earlier starts.
     """
 
     def __init__(self, workdir: str, spec: str, unit: str, rows: list[dict]):
@@ -62,7 +62,7 @@ class TrainedRun:
 
     def _repr_png_(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            # The picture is drawn from a file, so that a notebook shows what the run itself has drawn.
+            # Plot from the metrics file, so that a notebook shows the same curve as the run itself.
             metrics, _ = read_only(self.workdir)
             picture = plot_losses(metrics / "metrics.jsonl", Path(folder) / "loss.png", self._spec, self._unit)
             return picture.read_bytes()
@@ -80,29 +80,29 @@ def train(
     force: bool = False,
     device_memory_gib: float | None = None,
 ) -> TrainedRun:
-    """Trains in this process, as `plimsoll train` does: the same table, checks, refusals, lock and resume.
+    """Trains in this process, like `plimsoll train`: with the same table, checks, refusals, lock and resume.
 
-    Called again with the same workdir, it goes on from the last checkpoint. Ctrl-C saves first.
+    A second call with the same workdir resumes from the last checkpoint. Ctrl-C saves a checkpoint first.
 
     Args:
-        config: from `load_config`, or made by a function; or what `load_config` takes.
-        workdir: a folder, or a URL (gs://, s3://).
-        resume: what to do if there are checkpoints: "auto" goes on from them, "never" refuses, "must" refuses if there
-            are none.
-        force: resume on other data; train although it does not fit.
-        device_memory_gib: of each device, instead of what it has; in GiB of 2^30 bytes.
+        config: config from `load_config` or from a config function; or a spec that `load_config` accepts.
+        workdir: folder, or URL (gs://, s3://).
+        resume: how to handle existing checkpoints: "auto" resumes from them, "never" refuses to start, "must" refuses
+            if there are none.
+        force: resume even on different data, and train even if the run does not fit into memory.
+        device_memory_gib: memory of each device in GiB (2^30 bytes), instead of its actual memory.
 
     Raises:
-        ConfigError, ValueError, OSError: what is asked for cannot be; the workdir is as it was before.
+        ConfigError, ValueError, OSError: the request is invalid; the workdir is unchanged.
         RunError: the run failed: its `code` is the exit code of `plimsoll train`, its cause the error.
-        KeyboardInterrupt: Ctrl-C; what was trained is saved.
+        KeyboardInterrupt: Ctrl-C was pressed; the training progress is saved.
     """
     began = time.monotonic()
     _check(resume, device_memory_gib)
     request = request_of(config)
     job = Job(
         request,
-        # Building the experiment shows every mistake in the config before anything starts.
+        # Build the experiment first, so that errors in the config appear before anything starts.
         request.config.instantiate(),
         folder=os.fspath(workdir),
         limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
@@ -111,7 +111,7 @@ def train(
         resume=resume,
         force=force,
     )
-    # The run shows its table and its progress, and so its phases.
+    # The run prints its table and its progress, so it shows its phases as well.
     with interrupts.raised(), phases.shown(view_of(sys.stderr)):
         code = start.execute(job, None)
     _raise_failure(job, code)
@@ -121,7 +121,7 @@ def train(
 
 
 def _check(resume: str, device_memory_gib: float | None) -> None:
-    """Raises ConfigError where an argument of `train` cannot be, or this is one of several processes."""
+    """Raises ConfigError if an argument of `train` is invalid, or if there are several processes."""
     if resume not in _RESUME:
         raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
     if device_memory_gib is not None and not device_memory_gib > 0:
@@ -133,7 +133,7 @@ def _check(resume: str, device_memory_gib: float | None) -> None:
 
 
 def _guarded(job: Job, training: Callable[[], int]) -> int:
-    """Trains. A mistake of the user's is kept as the job's failure, to be raised when the workdir is as it was."""
+    """Trains. A user error is stored as the job's failure, to be raised once the workdir has been restored."""
     try:
         return training()
     except Exception as error:
@@ -145,7 +145,7 @@ def _guarded(job: Job, training: Callable[[], int]) -> int:
 
 
 def _raise_failure(job: Job, code: int) -> None:
-    """Raises what an exit code other than 0 stands for."""
+    """Raises the exception for an exit code other than 0."""
     if code == ExitCode.DONE:
         return
     failure = job.failure
@@ -154,18 +154,18 @@ def _raise_failure(job: Job, code: int) -> None:
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"what was trained is saved in {job.folder}; the same call goes on from there")
     if code == ExitCode.TERMINATED:
-        # Whoever ended the process meant the whole of it.
+        # SIGTERM is meant for the whole process, so exit it.
         raise SystemExit(code)
     raise RunError(str(failure or f"the run ended with exit code {code}"), code) from failure
 
 
 def _curves(rows: list[dict]) -> dict[str, Curve]:
-    """The metrics of a run's rows by name: all that are numbers."""
+    """Collect all numeric metrics of a run's rows, by name."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
             if name != "step" and isinstance(value, (int, float)):
-                # The last row of a step counts.
+                # If a step has several rows, the last one counts.
                 points.setdefault(name, {})[row["step"]] = float(value)
     curves = {}
     for name, value_by_step in points.items():

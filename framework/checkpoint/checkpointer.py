@@ -1,10 +1,10 @@
-"""Checkpoints: orbax behind one door.
+"""Checkpoints: saves and restores training state through orbax or an object store.
 
-Saves are asynchronous and atomic; every leaf has a checksum that is verified when it is restored, because orbax loads
-flipped bits without a word; arrays are restored straight into the shardings and memory kinds that the layout asks for,
-on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md.
+Saves are asynchronous and atomic. Every leaf has a checksum that is verified on restore, because orbax silently loads
+flipped bits. Arrays are restored directly into the shardings and memory kinds of the requested layout, on any mesh,
+without a second copy. docs/checkpoints.md describes the files.
 
-This file has the `Checkpointer`. Beside it are directory.py (names, manifests, errors), integrity.py (checksums),
+This file has the `Checkpointer`. The other files are directory.py (names, manifests, errors), integrity.py (checksums),
 storage.py (orbax) and objects.py (object stores).
 """
 
@@ -47,11 +47,11 @@ from framework.layout import flatten
 from framework.processes import distributed
 from framework.terminal.phases import SHORT, phase
 
-# Beside the arrays a checkpoint has the manifest and the index of the pieces, which take less.
+# Upper bound for the rest of a checkpoint: the manifest and the index of the stored chunks.
 _OVERHEAD_BYTES = 1 << 20
-# Frozen arrays are never removed, as the manifests of older steps refer to them.
+# Frozen arrays are never removed, because the manifests of older steps refer to them.
 _KEEP_ALL = 1 << 30
-# An error about many arrays names the first of them.
+# Maximum number of arrays to name in an error.
 _MAX_NAMES = 20
 
 
@@ -60,10 +60,10 @@ class Restored:
     """A restored state.
 
     Attributes:
-        step: the number of steps that the state has taken.
-        state: the pytree of arrays.
-        extra: the JSON that the caller had stored beside the arrays.
-        problems: newer checkpoints that were passed over, because they are incomplete or corrupt.
+        step: number of training steps that the state has taken.
+        state: pytree of arrays.
+        extra: JSON that the caller stored with the arrays.
+        problems: descriptions of the entries that `restore_latest` skipped because they are incomplete or corrupt.
     """
 
     step: int
@@ -73,16 +73,18 @@ class Restored:
 
 
 class Checkpointer:
-    """The checkpoints in one directory. Every process of a job makes one, and calls its methods at the same points.
+    """The checkpoints in one directory. Every process of a job creates one and calls its methods at the same points.
 
     Args:
-        directory: holds one directory per step; made if it is not there. Local, or of an object store (gs://, s3://).
-        keep: the newest this many are kept.
-        keep_every: steps that this number divides are kept for good, too.
-        read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise the
-            constructor removes at once what killed saves left behind.
-        before_commit: in an object store, called by the primary in the background before a checkpoint counts.
-        after_commit: called by the primary in the background with each step that was committed.
+        directory: folder with one subfolder per step, created if it does not exist. Local, or in an object store
+            (gs://, s3://).
+        keep: number of most recent checkpoints to keep.
+        keep_every: also keep all checkpoints whose step is a multiple of this; None keeps no others.
+        read_only: open a directory that another job may be writing to; `save` is then an error. If False, the
+            constructor removes leftovers of killed saves.
+        before_commit: called in the background by the primary process, before a checkpoint in an object store is
+            committed.
+        after_commit: called in the background by the primary process, with each committed step.
 
     Raises:
         ValueError: keep or keep_every is below 1, or the URL of the directory cannot be used.
@@ -107,25 +109,25 @@ class Checkpointer:
         self._in_store = is_url(directory)
         self._before_commit = before_commit
         self._after_commit = after_commit
-        # The thread that waits for the commit of the last save, and the error that it met.
+        # The thread that waits for the commit of the last save, and the error that it raised.
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
-        # Steps that this object has committed, and steps that it has found corrupt.
+        # Steps that this object has committed, and steps that it found to be corrupt.
         self._saved: set[int] = set()
         self._bad: set[int] = set()
-        # The number under which files.FROZEN has this run's frozen arrays.
+        # The number of the folder in files.FROZEN that has this run's frozen arrays.
         self._frozen: int | None = None
-        # The steps in a store that this object writes to. Asking the store takes a request over
-        # the network, which the training loop must not wait for.
+        # Cached steps of an object store that this object writes to: listing the store takes a network request, which
+        # the training loop must not wait for.
         self._known: set[int] | None = None
         if not read_only:
             self._prepare_directory()
 
     def _prepare_directory(self) -> None:
-        """Makes the directory, and removes what killed saves left in it."""
+        """Creates the directory, and removes leftovers of killed saves from it."""
         if not self._in_store:
             durable.make_folder(self.directory)
-        # The processes share the directory, so one of them tidies up.
+        # The processes share the directory, so only one of them cleans up.
         if not distributed.is_primary():
             return
         for message in files.remove_leftovers(self.directory):
@@ -134,27 +136,27 @@ class Checkpointer:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending, as this process sees them. Their arrays are not looked at."""
+        """List the committed steps, ascending, as seen by this process. Their arrays are not checked."""
         if self._known is not None:
             return sorted(self._known)
         committed_steps, _ = files.scan(self.directory)
-        # Another job may add steps to a store that this object only reads, so those are not cached.
+        # Another job may add steps to a store that this object only reads, so they are not cached.
         if self._in_store and not self.read_only:
             self._known = set(committed_steps)
         return committed_steps
 
     def problems(self) -> list[str]:
-        """Describes entries that look like checkpoints and are none: incomplete ones and stray directories."""
+        """Describes entries that look like checkpoints but are not: incomplete ones and stray directories."""
         _, problems = files.scan(self.directory)
         return problems
 
     def manifest(self, step: int) -> files.Manifest:
-        """Reads what is stored at `step`, without its arrays.
+        """Reads the manifest of `step`, without its arrays.
 
         Raises:
             CheckpointMissingError: there is no complete checkpoint of this step.
             CheckpointCorruptError: the manifest cannot be read, or belongs to another step.
-            CheckpointFormatError: the manifest has a format that is not known here.
+            CheckpointFormatError: the format of the manifest is unknown to this version.
         """
         path = files.step_directory(self.directory, step)
         problem = files.incomplete(path)
@@ -169,17 +171,24 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
-        """Saves `state`, a pytree of jax.Arrays after so many steps, and `extra`, JSON, in the background. Returns once
-        the arrays may be donated or overwritten; False if this object has saved that step already.
+        """Saves a checkpoint in the background; returns once the arrays may be donated or overwritten.
 
-        The group "frozen" never changes, so the first save alone writes it, and waits for it; the others refer to that.
-        One save runs at a time: this waits for the one before. A checkpoint of the same step that an earlier course of
-        the run left here is replaced.
+        The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
+        Only one save runs at a time: this call waits for the previous one. A checkpoint of the same step, left here
+        before the run was resumed from an earlier step, is replaced.
+
+        Args:
+            step: number of training steps that the state has taken.
+            state: pytree of jax.Arrays.
+            extra: JSON data to store with the arrays.
+
+        Returns:
+            False if this object has already saved that step.
 
         Raises:
-            CheckpointSaveError: the save before this one failed in the background, and nothing was done for this one
-                (calling again will); or this one failed at its start, or finds no room on the disk. Older checkpoints
-                are untouched in all cases.
+            CheckpointSaveError: the previous save failed in the background, and this one was not started (call again to
+                save); or this save failed to start, or the disk has no room for it. Older checkpoints are untouched in
+                all cases.
             TypeError, ValueError: a leaf is not an array, or `extra` is not JSON.
         """
         if self.read_only:
@@ -195,9 +204,9 @@ class Checkpointer:
             if self._frozen is None:
                 self._frozen = self._save_frozen(frozen_arrays)
         leaves = array_leaves(state)
-        # The round trip raises for values that are not JSON before anything of this step is written.
+        # The round trip raises for values that are not JSON, before anything is written for this step.
         extra = json.loads(json.dumps(extra, allow_nan=False))
-        # The size of a bucket is not limited, so only a disk is asked for its free space.
+        # Buckets have no size limit, so only disks are checked for free space.
         if not self._in_store:
             num_bytes = sum(leaf.nbytes for leaf in leaves.values())
             self._check_space(step, num_bytes)
@@ -219,8 +228,8 @@ class Checkpointer:
     def _save_frozen(self, frozen_arrays: Any) -> int:
         """Writes the frozen arrays, waits until they are committed, and returns their number."""
         with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
-            # A number above all others, as older checkpoints refer to those: none is ever replaced.
-            # Processes may see different directory listings, so the primary's number counts.
+            # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
+            # Processes may see different directory listings, so all use the number of the primary.
             newest = max(frozen_checkpointer.steps(), default=0)
             number = distributed.from_primary(1 + newest)
             frozen_checkpointer.save(number, frozen_arrays, {})
@@ -232,17 +241,17 @@ class Checkpointer:
         leaves: dict[str, jax.Array],
         manifest: files.Manifest,
     ) -> Callable[[], None]:
-        """Starts the write, after a checkpoint of the same step was put aside; returns what waits for its commit."""
+        """Moves an existing checkpoint of the step aside and starts the write; returns a function that waits for it."""
         if self._in_store:
             return objects.write(path, leaves, manifest, self._before_commit)
         if distributed.is_primary() and os.path.lexists(path):
-            # It is not deleted before its successor is committed: a save that fails puts it back.
+            # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
             logging.warning("checkpoints: step %d exists from before and is being replaced", manifest.step)
         return storage.write(path, leaves, manifest.to_json())
 
     def _check_space(self, step: int, num_bytes: int) -> None:
-        """Raises CheckpointSaveError, in every process, if the disk of any process has no room for the arrays."""
+        """Raises CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
         free_bytes = shutil.disk_usage(self.directory).free
         needed_bytes = num_bytes + _OVERHEAD_BYTES
         if distributed.everywhere(free_bytes >= needed_bytes):
@@ -255,9 +264,9 @@ class Checkpointer:
         )
 
     def _finish(self, step: int, finish_write: Callable[[], None]) -> None:
-        """Waits for the commit, in the background, and then removes old checkpoints: none before the commit.
+        """Waits for the commit in a background thread, and only then removes old checkpoints.
 
-        Orbax puts the arrays on the disk, but neither their index, nor the manifest, nor the names: without these a
+        Orbax syncs the arrays to disk, but not their index, the manifest, or the file names. Without syncing these, a
         power cut would lose the checkpoint.
         """
         try:
@@ -266,7 +275,7 @@ class Checkpointer:
                 durable.sync_tree(files.step_directory(self.directory, step))
                 durable.sync(self.directory)
         except BaseException as error:
-            # Nobody sees what a thread raises: `wait` raises it in the thread of the training loop.
+            # An exception in a thread would go unnoticed, so `wait` raises it in the thread of the training loop.
             self._failure = self._failed(step, error)
             return
         self._saved.add(step)
@@ -282,9 +291,9 @@ class Checkpointer:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Removes what was put aside for `step`, and the checkpoints before it that are not to be kept."""
-        # Steps beyond this one, which another course of the run left here, are neither counted nor
-        # removed. Corrupt ones do not count either: as many good ones as asked for stay.
+        """Removes the replaced checkpoint of `step`, and older checkpoints beyond those to keep."""
+        # Later steps, left from before the run was resumed at an earlier step, are neither counted nor removed. Corrupt
+        # ones are not counted either, so `keep` valid checkpoints remain.
         past_steps = [old for old in self.steps() if old <= step and old not in self._bad]
         try:
             files.remove_leftovers(self.directory)
@@ -294,14 +303,14 @@ class Checkpointer:
                 files.delete_step(self.directory, old)
                 if self._known:
                     self._known = self._known - {old}
-        # The client of an object store raises exceptions of any type.
+        # Object store clients can raise exceptions of any type.
         except Exception as error:
             logging.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
-        """Makes the error of a save, removes what the save has left, and puts back what it was to replace."""
+        """Creates the error for a failed save, removes its leftovers, and restores the checkpoint it was to replace."""
         remaining_steps: Any = "unknown"
-        # A store may be out of reach, which is then what made the save fail.
+        # The save may have failed because the store is unreachable.
         ignored_errors = contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext()
         with ignored_errors:
             remaining_steps = [old for old in self.steps() if old != step]
@@ -311,15 +320,15 @@ class Checkpointer:
         failure = CheckpointSaveError(
             f"the checkpoint of step {step} was not saved: {reason}; still there: steps {remaining_steps or 'none'}"
         )
-        # Set here, as `wait` raises this error in another thread, where `from` has nothing to refer to.
+        # Set here, because `wait` raises this error in another thread, where `raise ... from` is not possible.
         failure.__cause__ = error
         return failure
 
     def wait(self) -> None:
-        """Waits until nothing is being written.
+        """Waits until the save in progress has finished.
 
         Raises:
-            CheckpointSaveError: the last save failed; names the step. Raised once.
+            CheckpointSaveError: the last save failed; the message names the step. Raised only once.
         """
         self._join()
         failure = self._failure
@@ -350,14 +359,18 @@ class Checkpointer:
         groups: Collection[str] | None = None,
         what: str | None = None,
     ) -> Restored:
-        """Restores one step into the shardings and memory kinds of `abstract`, a pytree of ShapeDtypeStructs, whatever
-        the mesh and process count that saved it. `groups`: of its first level only these, such as ("parameter", "ema").
-        `what`: the words for what is read; None for the checkpoint of the step.
+        """Restores one step, independent of the mesh and process count that saved it.
+
+        Args:
+            step: step of the checkpoint.
+            abstract: pytree of ShapeDtypeStructs with the shardings and memory kinds to restore into.
+            groups: restore only these top-level groups of `abstract`, such as ("parameter", "ema"); None for all.
+            what: name of the arrays in the status message; None for "the checkpoint of step N".
 
         Raises:
-            CheckpointMissingError: no such step, or it is incomplete.
-            CheckpointMismatchError: leaves differ; holds a table; nothing was read.
-            CheckpointCorruptError: bytes cannot be read, or are not what was saved; names the arrays.
+            CheckpointMissingError: there is no such step, or it is incomplete.
+            CheckpointMismatchError: leaves differ; the message has a table of them. Nothing was read.
+            CheckpointCorruptError: bytes cannot be read or differ from what was saved; the message names the arrays.
         """
         self._join()
         manifest = self.manifest(step)
@@ -368,7 +381,7 @@ class Checkpointer:
         frozen: dict[str, Any] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})
-            # All checkpoints of a run share them: they are numbered by themselves, and not by the run's steps.
+            # All checkpoints of a run share the frozen arrays, which have their own numbers, independent of the steps.
             reader = self._frozen_reader()
             restored = reader.restore(manifest.frozen, frozen_abstract, what="the frozen weights")
             frozen = {"frozen": restored.state}
@@ -382,8 +395,7 @@ class Checkpointer:
             self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
             arrays[name] = widened(arrays[name], target_specs[name])
-        # Later steps that this object has saved belong to another course of the run from here on:
-        # the run comes to them again, and may then save them again.
+        # The run will reach later steps again, so forget that this object has saved them.
         self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
         self._frozen = manifest.frozen if frozen else None
         leaves = [arrays[name] for name in target_specs]
@@ -402,7 +414,7 @@ class Checkpointer:
         stored_specs: dict[str, Any],
     ) -> dict[str, jax.Array]:
         path = files.step_directory(self.directory, step)
-        # The manifest tells who wrote the arrays: a checkpoint of a store may be copied to a disk.
+        # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
         if manifest.arrays == files.STATE:
             return storage.read(path, stored_specs)
         return objects.read(path / manifest.arrays, stored_specs)
@@ -414,13 +426,13 @@ class Checkpointer:
         arrays: dict[str, jax.Array],
         frozen: dict[str, Any],
     ) -> None:
-        """Raises CheckpointCorruptError, and frees all arrays, if the checksum of an array is not the stored one."""
+        """Raises CheckpointCorruptError and frees all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)
         bad_names = [name for name in arrays if sums[name] != stored[name].checksum]
         if not bad_names:
             return
-        # They are freed now, and not when the last reference in a traceback goes: the attempt to
-        # restore an older step needs the memory.
+        # Free the arrays now instead of when the traceback is released, because restoring an older step needs the
+        # memory.
         for array in (*arrays.values(), *jax.tree.leaves(frozen)):
             array.delete()
         listed_names = ", ".join(bad_names[:_MAX_NAMES])
@@ -431,8 +443,10 @@ class Checkpointer:
         )
 
     def compare(self, step: int, abstract: Any) -> files.Manifest:
-        """Returns the manifest of `step`, after a check that it is of the same leaves as `abstract`. No array is read.
-        Raises as `restore`."""
+        """Returns the manifest of `step` after checking that it has the same leaves as `abstract`.
+
+        No array is read. Raises the same errors as `restore`.
+        """
         manifest = self.manifest(step)
         if manifest.frozen is not None:
             frozen_abstract = abstract.get("frozen", {})
@@ -449,7 +463,7 @@ class Checkpointer:
         stored: dict[str, files.LeafRecord],
         stored_specs: dict[str, Any],
     ) -> None:
-        """Raises CheckpointMismatchError if names, shapes or dtypes differ: orbax would cast a dtype silently."""
+        """Raises CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
         records: dict[str, files.LeafRecord] = {}
         for name, x in stored_specs.items():
             records[name] = files.LeafRecord(tuple(x.shape), str(x.dtype))
@@ -463,16 +477,17 @@ class Checkpointer:
         *,
         groups: Collection[str] | None = None,
     ) -> Restored:
-        """Restores, as `restore`, the newest step that is whole: corrupt ones are passed over, loudly.
+        """Restores the newest valid step, see `restore`. Corrupt steps are skipped with a warning.
 
         Raises:
-            CheckpointMissingError: there is none.
-            CheckpointMismatchError, CheckpointFormatError, PermissionError: at once, as the ones before are no better.
-            CheckpointCorruptError: none of them is whole; lists what is wrong with each.
+            CheckpointMissingError: there is no checkpoint.
+            CheckpointMismatchError, CheckpointFormatError, PermissionError: raised immediately, because older
+                checkpoints would have the same problem.
+            CheckpointCorruptError: none of the checkpoints is valid; the message lists the problems of each.
         """
         self._join()
-        # All processes go by what the primary sees: a network file system may show others an older
-        # state, and processes that restored different steps would train different models.
+        # All processes use the primary's list of steps: a network file system may show others an older state, and
+        # processes that restored different steps would train different models.
         steps, problems = distributed.from_primary(files.scan(self.directory))
         for problem in problems:
             logging.warning("checkpoints: %s", problem)

@@ -1,17 +1,17 @@
-"""The directory of checkpoints: their manifests, which of them are complete, and what a killed job left.
+"""The directory of checkpoints: manifests, completeness checks, and leftovers of killed jobs.
 
 A checkpoint is a directory named by its step, in at least eight digits. Orbax writes it under a temporary name and
 renames it when it is complete:
 
-    00000100/manifest/data.json     leaves with shape, dtype and checksum; the caller's `extra`; a digest of all that
+    00000100/manifest/data.json     leaves with shape, dtype and checksum; the caller's `extra`; a digest of all these
     00000100/state/                 the arrays, by orbax
     00000100/commit_success.txt     the commit marker, written last, by orbax
-    frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
+    frozen/00000001/                the frozen arrays, in the same format; the manifests of steps refer to them
 
-An object store knows no renames: there a step's arrays are in a folder `state-...` of their own, written by
-objects.py, and the manifest, which names that folder, is written last and as a whole: it is the commit.
+Object stores have no renames. There, objects.py writes a step's arrays to a separate folder `state-...`, and then the
+manifest, which names that folder, as a single object: this write is the commit.
 
-The manifest is JSON, so nothing stored is ever executed on reading it. No array is read here.
+The manifest is JSON, so reading it never executes stored code. This file does not read any arrays.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ MANIFEST_FILE = "data.json"
 STATE = "state"
 FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
-# Files of a step on a disk, beside the manifest and the arrays' own; none is empty.
+# Files of a step on disk, in addition to the manifest and the array data; none of them is empty.
 _FILES_OF_ORBAX = (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt")
 
 _STEP = re.compile(r"\d{1,18}")
-# What a killed process may leave behind, named by us, or by orbax for a step of ours. Nothing else is ever removed.
+# Names of leftovers of a killed process, given by Plimsoll or by orbax for one of its steps. Nothing else is ever
+# removed.
 _LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.deleting)")
-# In an object store each save of a step has an array folder of its own, with a random suffix.
+# In an object store, each save of a step has its own array folder with a random suffix.
 _OBJECTS = STATE + "-"
-# A checkpoint that was put aside while its successor is written.
+# A checkpoint that was moved aside while its successor is being written.
 _REPLACED = re.compile(r"(\d{8,18})\.replaced")
 
 
 class CheckpointError(ValueError):
-    """Something is wrong with a checkpoint; the message says which, what, and what is left."""
+    """A problem with a checkpoint; the message names the checkpoint, the problem, and the remaining checkpoints."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is no such checkpoint, or it is not complete."""
+    """The checkpoint does not exist, or it is incomplete."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is of another model: leaves are missing, extra, or of another shape or dtype."""
+    """The checkpoint belongs to another model: leaves are missing, extra, or have another shape or dtype."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Stored bytes cannot be read, or are not what was saved."""
+    """Stored bytes cannot be read, or differ from what was saved."""
 
 
 class CheckpointFormatError(CheckpointError):
-    """The checkpoint is whole, and of a format that is not known here: another version of this program wrote it."""
+    """The checkpoint is intact, but another version of Plimsoll wrote it in a format unknown to this version."""
 
 
 class CheckpointSaveError(CheckpointError):
-    """A save failed, or the disk has no room for it; the checkpoints before it are untouched."""
+    """A save failed, or the disk has no room for it; earlier checkpoints are untouched."""
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class CheckpointSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """What is stored of one leaf: its logical shape, dtype name and checksum."""
+    """The record of one leaf: its logical shape, dtype name and checksum."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -90,16 +91,16 @@ class LeafRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its arrays.
+    """Everything about a checkpoint except its arrays.
 
     Attributes:
-        step: how many steps the state has taken.
-        leaves: the record of each leaf by logical path, such as "parameter/stack/attention/query/weight".
-        extra: the caller's JSON: data position, seed, resolved config, ...
-        versions: of this framework, jax and orbax, when it was saved.
-        saved_at: wall clock, ISO 8601.
-        frozen: the number of the directory with the frozen arrays of this step; None: `leaves` has everything.
-        arrays: the folder of the arrays; anything but STATE was written by objects.py.
+        step: number of training steps that the state has taken.
+        leaves: record of each leaf by logical path, such as "parameter/stack/attention/query/weight".
+        extra: JSON data of the caller: data position, seed, resolved config, ...
+        versions: versions of Plimsoll, jax and orbax that saved the checkpoint.
+        saved_at: wall-clock time, ISO 8601.
+        frozen: number of the directory with the frozen arrays of this step; None if `leaves` has all arrays.
+        arrays: folder of the arrays; STATE if written by orbax, any other name if written by objects.py.
     """
 
     step: int
@@ -111,7 +112,7 @@ class Manifest:
     arrays: str = STATE
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as it is stored. `digest` covers every other entry, so that a changed byte is noticed."""
+        """Return the manifest as stored JSON. `digest` covers all other entries, so a changed byte is detected."""
         body = {"format": FORMAT, **asdict(self)}
         return {**body, "digest": _digest(body)}
 
@@ -120,9 +121,9 @@ class Manifest:
         """Reads the manifest of the checkpoint in `directory`.
 
         Raises:
-            CheckpointCorruptError: its bytes cannot be read, or were changed since it was written.
-            CheckpointFormatError: it is whole, and of a format that is not known here.
-            PermissionError: this user may not read it.
+            CheckpointCorruptError: its bytes cannot be read, or have changed since it was written.
+            CheckpointFormatError: it is intact, but its format is unknown to this version.
+            PermissionError: the user has no permission to read it.
         """
         path = directory / MANIFEST / MANIFEST_FILE
         try:
@@ -131,10 +132,9 @@ class Manifest:
             digest = _digest(body)
             stored_format = body.pop("format")
         except PermissionError as error:
-            # The checkpoint may be whole, so the one before it must not be taken in its place: this
-            # is no CheckpointCorruptError.
+            # Not a CheckpointCorruptError: the checkpoint may be valid, so an older one must not be used instead.
             raise PermissionError(f"no permission to read {path}") from error
-        # JSON that was garbled may be valid JSON of any other type, so lookups fail in many ways.
+        # Corrupted JSON may be valid JSON of any other type, so lookups can fail in many ways.
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {one_line(error)}") from error
         if stored_digest != digest:
@@ -152,13 +152,13 @@ class Manifest:
 
 
 def _digest(body: dict[str, Any]) -> str:
-    # Keys are sorted, as the digest must not depend on the order in which they were read.
+    # Sort the keys, because the digest must not depend on the order in which they were read.
     text = json.dumps(body, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an error goes back to: orbax wraps the message that helps in several that do not."""
+    """Return the first line of an error's root cause: orbax wraps the useful message in several unhelpful ones."""
     while True:
         cause = error.__cause__
         if cause is None and not error.__suppress_context__:
@@ -175,12 +175,12 @@ def mismatch_table(
     expected: Mapping[str, LeafRecord],
     limit: int = 40,
 ) -> str | None:
-    """A table of the leaves that differ between a checkpoint and a state; None if there are none.
+    """Return a table of the leaves that differ between a checkpoint and a state; None if there are none.
 
     Args:
-        stored: the leaves of the checkpoint, by path.
-        expected: the leaves of the state, by path.
-        limit: the table has at most this many rows.
+        stored: leaves of the checkpoint, by path.
+        expected: leaves of the state, by path.
+        limit: maximum number of rows in the table.
     """
     rows = []
     for name in sorted({*stored, *expected}):
@@ -213,10 +213,10 @@ def mismatch_table(
 
 
 def folder(path: str | os.PathLike[str]) -> Any:
-    """The absolute Path of a local folder, or etils' equivalent of a Path for a URL.
+    """Return the absolute Path of a local folder, or the etils equivalent of a Path for a URL.
 
     Raises:
-        ValueError: the URL is of no store that is known here, or cannot be used.
+        ValueError: the URL belongs to an unsupported store, or cannot be used.
     """
     if not is_url(path):
         return Path(os.path.abspath(path))
@@ -230,12 +230,12 @@ def folder(path: str | os.PathLike[str]) -> Any:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """The path at which the checkpoint of a step is, or would be."""
+    """Return the path of the checkpoint of a step, whether or not it exists."""
     return root / f"{step:08d}"
 
 
 def scan(root: Path) -> tuple[list[int], list[str]]:
-    """The committed steps, ascending, and what is wrong with the other directories that look like steps."""
+    """Return the committed steps, ascending, and the problems of other directories that look like steps."""
     committed: list[int] = []
     problems: list[str] = []
     if not root.is_dir():
@@ -248,7 +248,7 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
         path = root / name
         expected_path = step_directory(root, step)
         if path != expected_path:
-            # Where both names exist, the one that this program gives is the checkpoint.
+            # If both names exist, the canonical one is the checkpoint.
             if not expected_path.exists():
                 problems.append(f"{path}: not a name that this program gives; it would be {expected_path.name}")
             continue
@@ -257,14 +257,16 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
             problems.append(f"{path}: incomplete: {problem}")
         else:
             committed.append(step)
-    # Names are sorted as text, which is the order of the steps only up to eight digits.
+    # The names are sorted as strings, which matches the order of the steps only up to eight digits.
     return sorted(committed), problems
 
 
 def put_aside(root: Path) -> list[int]:
-    """The steps of checkpoints that were put aside for a successor that never came, ascending: the next Checkpointer
-    that may write puts them back."""
-    # An object store knows no renames, so nothing is put aside there.
+    """List the steps of checkpoints that were moved aside for a successor that was never written, ascending.
+
+    The next Checkpointer that is not read-only puts them back.
+    """
+    # Object stores have no renames, so nothing is moved aside there.
     if is_url(root) or not root.is_dir():
         return []
     matches = [_REPLACED.fullmatch(entry.name) for entry in root.iterdir()]
@@ -273,7 +275,7 @@ def put_aside(root: Path) -> list[int]:
 
 
 def incomplete(path: Path) -> str | None:
-    """Why a path is no committed checkpoint; None if it is one. Looks at names only."""
+    """Return the reason why a path is not a committed checkpoint; None if it is one. Checks names only."""
     if os.path.islink(path):
         return "it is a symbolic link"
     if not path.is_dir():
@@ -282,7 +284,7 @@ def incomplete(path: Path) -> str | None:
     if not names:
         return "it is empty"
     needed = [f"{MANIFEST}/{MANIFEST_FILE}"]
-    # The array folder of objects.py has none of orbax's files: there the manifest is the commit.
+    # An array folder written by objects.py has none of orbax's files: there the manifest is the commit.
     if not any(name.startswith(_OBJECTS) for name in names):
         needed = [*_FILES_OF_ORBAX, *needed]
     missing = [name for name in needed if not (path / name).is_file()]
@@ -290,9 +292,11 @@ def incomplete(path: Path) -> str | None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what failed or killed saves and deletions left in `root`; returns a message for each. Only directories
-    whose names this program gives: half-written ones, half-deleted ones, and those that were put aside while their
-    successor was written (put back if that never came)."""
+    """Removes leftovers of failed or killed saves and deletions in `root`; returns a message for each.
+
+    This only affects directories with names given by Plimsoll: half-written ones, half-deleted ones, and those that
+    were moved aside while their successor was written (which are put back if it was never completed).
+    """
     messages: list[str] = []
     if is_url(root):
         entries = root.iterdir() if root.exists() else ()
@@ -308,7 +312,7 @@ def remove_leftovers(root: Path) -> list[str]:
             path.rename(root / replaced[1])
             messages.append(f"put {root / replaced[1]} back, which was to be replaced")
         elif replaced and (path.is_symlink() or path.is_file()):
-            # A link of a step's name was replaced: the link goes, and what it leads to stays.
+            # The replaced entry was a link with a step's name: remove the link, not its target.
             path.unlink()
         elif (replaced or _LEFTOVER.fullmatch(name)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -317,7 +321,7 @@ def remove_leftovers(root: Path) -> list[str]:
 
 
 def _lost_content(path: Path) -> bool:
-    """Whether a step's directory is one whose files a power cut has emptied."""
+    """Return whether a power cut has emptied files of a step's directory."""
     if path.is_symlink() or not path.is_dir():
         return False
     try:
@@ -330,13 +334,13 @@ def _lost_content(path: Path) -> bool:
 
 
 def _remove_objects(path: Any) -> list[str]:
-    """Removes array folders of a step in an object store to which no manifest refers; returns a message for each."""
+    """Removes a step's array folders in an object store that no manifest refers to; returns a message for each."""
     if not _STEP.fullmatch(path.name) or not path.is_dir():
         return []
     names = [entry.name for entry in path.iterdir()]
     array_folders = [name for name in names if name.startswith(_OBJECTS)]
     is_committed = MANIFEST in names
-    # The usual case is told by names alone, without a request for the manifest.
+    # The names are enough to detect the usual case, without a request for the manifest.
     if not array_folders or (is_committed and len(array_folders) == 1):
         return []
     committed_folder = Manifest.read(path).arrays if is_committed else None
@@ -347,10 +351,10 @@ def _remove_objects(path: Any) -> list[str]:
 
 
 def delete_step(root: Path, step: int) -> None:
-    """Deletes a checkpoint; killed halfway, what remains does not look like one."""
+    """Deletes a checkpoint; if killed halfway, the remaining files do not look like a checkpoint."""
     path: Any = step_directory(root, step)
     if is_url(root):
-        # The manifest is the commit, so it goes first.
+        # The manifest is the commit, so delete it first.
         (path / MANIFEST / MANIFEST_FILE).unlink()
         path.rmtree()
         return
@@ -359,11 +363,15 @@ def delete_step(root: Path, step: int) -> None:
 
 
 def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
-    """A text for people: the checkpoints in `root`, and the leaves of one of them, the newest if `step` is None.
+    """Describe the checkpoints in `root`, and the leaves of one of them, in human-readable text.
+
+    Args:
+        root: folder of the checkpoints.
+        step: checkpoint whose leaves are listed; None for the newest.
 
     Raises:
-        CheckpointMissingError: there is none.
-        CheckpointCorruptError: its manifest is not readable.
+        CheckpointMissingError: there is no such checkpoint.
+        CheckpointCorruptError: the manifest is not readable.
     """
     committed, problems = scan(folder(root))
     overview = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])

@@ -1,16 +1,16 @@
-"""Checksums of arrays: 64 bits per leaf that do not depend on how, where or over how many processes it is stored.
+"""Checksums of arrays: 64 bits per leaf, independent of its sharding, memory kind and number of processes.
 
-A leaf's checksum is the sum, modulo 2^32 and in two independent lanes, over its elements of a bijective mix of the
-element's bits with its linear index (row-major, in the logical array). Addition is commutative and associative, so any
-mesh, device count, memory kind or order of reduction gives the same number, and reshaping does not change it. For a
-given index the mix is a bijection, so one flipped bit changes one summand and is CERTAIN to change the sum; any other
-difference goes unnoticed with probability about 2^-64. It is made against accidents, not against forgery.
+The checksum of a leaf has two independent 32-bit lanes. Each lane is the sum, modulo 2^32, over the elements of a
+bijective mix of the element's bits with its linear index (row-major, in the logical array). Addition is commutative and
+associative, so every mesh, device count, memory kind or reduction order gives the same number, and reshaping does not
+change it. For a given index the mix is a bijection, so one flipped bit changes one summand and is CERTAIN to change the
+sum; any other difference goes undetected with a probability of about 2^-64. The checksum protects against accidents,
+not against forgery.
 
-All leaves are summed by one jitted program over the arrays as they lie: each device sums its own shard, and the scalars
-are added up. Mixing and reduction fuse, so there are no temporaries: XLA:CPU fuses a variadic `lax.reduce`, while two
-separate `jnp.sum` wrote every mixed word to memory and took 25 times as long. The mix is MurmurHash3's finalizer
-(Austin Appleby, public domain), in the second lane with the "lowbias32" constants of Chris Wellons' hash prospector
-(public domain).
+One jitted program sums all leaves in place: each device sums its own shard, and the scalars are added up. Mixing and
+reduction fuse, so there are no temporaries: XLA:CPU fuses a variadic `lax.reduce`, while two separate `jnp.sum` calls
+wrote every mixed word to memory and took 25 times as long. The mix is MurmurHash3's finalizer (Austin Appleby, public
+domain). The second lane uses the "lowbias32" constants of Chris Wellons' hash prospector (public domain).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from framework.devices import executables
 
-# A leaf that lives on the host is moved to the device in pieces of this size, where its leading axis allows.
+# An offloaded leaf is copied to the device in chunks of at most this size, if its leading axis allows.
 _PIECE_BYTES = 64 << 20
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
-# The unsigned integer by its size in bytes.
+# Unsigned integer dtypes by size in bytes.
 _UNSIGNED = {
     1: jnp.uint8,
     2: jnp.uint16,
@@ -44,13 +44,16 @@ _Lanes = tuple[jax.Array, jax.Array]
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """The checksum of each array, by name, as 16 hexadecimal digits; any shape (0-d and empty included), sharding and
-    memory; booleans, integers, floats and complex numbers of any width. Collective: every process asks for the same.
+    """Compute the checksum of each array, by name, as 16 hexadecimal digits.
+
+    Arrays may have any shape (including 0-d and empty), sharding and memory kind, and may hold booleans, integers,
+    floats or complex numbers of any width. Collective: all processes must call it with the same arrays.
 
     Raises:
-        TypeError: a leaf has no bits to look at, such as a typed PRNG key.
+        TypeError: the bits of a leaf are not accessible, as for a typed PRNG key.
     """
-    # One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh.
+    # A program runs on one set of devices, but a tree may contain leaves that were never put on the mesh, for example
+    # a counter.
     groups: dict[tuple[frozenset[Any], Mesh | None], dict[str, jax.Array]] = {}
     for name, x in arrays.items():
         is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
@@ -66,7 +69,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
 
 def _explicit_mesh(x: jax.Array) -> Mesh | None:
-    """The mesh of an array whose type has it: one program takes arrays of one such mesh only."""
+    """Return the mesh if it has explicit axes, else None: a program accepts arrays of only one such mesh."""
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -75,7 +78,7 @@ def _explicit_mesh(x: jax.Array) -> Mesh | None:
 
 
 def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], NamedSharding | None]:
-    """What `_program` takes for arrays, or ShapeDtypeStructs with shardings, that all share their devices."""
+    """Return the arguments of `_program` for arrays or ShapeDtypeStructs with shardings; all must share devices."""
     leaves = list(arrays.values())
     out = None
     for x in leaves:
@@ -83,7 +86,7 @@ def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], Na
             # Replicated, so that every process can read the sums.
             out = NamedSharding(x.sharding.mesh, PartitionSpec())
             break
-    # Decided here, outside jit, as the tracers inside have no shardings.
+    # Computed here, outside jit, because tracers have no shardings.
     counts = tuple(pieces(x) for x in leaves)
     return leaves, counts, out
 
@@ -94,7 +97,7 @@ def _program(
     counts: tuple[int, ...],
     out: NamedSharding | None,
 ) -> jax.Array:
-    """uint32[N, 2]: both lanes of N leaves, replicated."""
+    """Compute both lanes of N leaves: uint32[N, 2], replicated."""
     rows: list[jax.Array] = []
     for x, count in zip(leaves, counts, strict=True):
         lanes = leaf_sum(x, count)
@@ -104,8 +107,10 @@ def _program(
 
 
 def pieces(x: Any) -> int:
-    """Into how many pieces along axis 0 a host leaf is cut; 0: it lives on the device. Not along a sharded axis, as
-    slicing that would gather it."""
+    """Return the number of chunks along axis 0 for copying an offloaded leaf to the device; 0 for a device leaf.
+
+    A leaf that is sharded along axis 0 is not split, because slicing that axis would gather it.
+    """
     if x.sharding.memory_kind not in _HOST_KINDS:
         return 0
     shard = x.sharding.shard_shape(x.shape)
@@ -116,14 +121,17 @@ def pieces(x: Any) -> int:
         return 1
     shard_bytes = math.prod(shard) * x.dtype.itemsize
     min_pieces = math.ceil(shard_bytes / _PIECE_BYTES)
-    # All pieces have one shape, so their number divides the rows; where no divisor is large enough,
-    # each row is a piece.
+    # All chunks have the same shape, so their number divides the rows. If no smaller divisor is large enough, each row
+    # is a chunk.
     divisors = (n for n in range(1, num_rows + 1) if num_rows % n == 0)
     return next(n for n in divisors if n >= min_pieces or n == num_rows)
 
 
 def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
-    """Both lanes of one leaf. Arithmetic on a host array is an error inside jit: move it, whole or in pieces."""
+    """Compute both lanes of one leaf. An offloaded leaf is copied to the device, whole or in chunks.
+
+    Arithmetic on arrays in host memory is an error inside jit.
+    """
     zero = jnp.uint32(0)
     long = x.size > _WORD
     if x.size == 0:
@@ -139,16 +147,20 @@ def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
         on_device = jax.device_put(piece, jax.memory.Space.Device)
         return _add(lanes, _sum(on_device, low, high, long))
 
-    # A loop, and not one expression per piece, so that one piece at a time is on the device.
+    # A loop instead of one expression per chunk, so that the device holds only one chunk at a time.
     return lax.fori_loop(0, pieces, add, (zero, zero))
 
 
-# Jitted by itself, so that leaves of one shape are traced and lowered once.
+# Jitted separately, so that leaves of the same shape are traced and lowered only once.
 @functools.partial(jax.jit, static_argnums=3)
 def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
-    """Both lanes of an array whose first element has the 64-bit index (high, low) in its leaf.
+    """Compute both lanes of an array whose first element has the 64-bit index (high, low) in its leaf.
 
-    `long`: the leaf has more than 2^32 elements, so the high half of an index is not always 0.
+    Args:
+        x: array to sum.
+        low: low 32 bits of the index.
+        high: high 32 bits of the index.
+        long: the leaf has more than 2^32 elements, so the high half of an index is not always 0.
     """
     low = jnp.broadcast_to(jnp.uint32(low), x.shape)
     if long:
@@ -161,14 +173,14 @@ def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
         step_low, step_high = _multiply(position, stride)
         low = low + step_low
         if long:
-            # An unsigned sum that is smaller than a summand has overflowed: that is the carry.
+            # If an unsigned sum is smaller than a summand, it has overflowed: carry.
             high = high + step_high
             carry = (low < step_low).astype(jnp.uint32)
             high = high + carry
         stride *= x.shape[axis]
     zeros = (np.uint32(0), np.uint32(0))
     axes = tuple(range(x.ndim))
-    # One variadic reduction of both lanes, and not two sums: see the top of the file.
+    # One variadic reduction of both lanes instead of two sums; see the module docstring.
     total: Any = None
     for k, word in enumerate(_words(x)):
         lanes = _mix(word, low, high, k)
@@ -182,7 +194,7 @@ def _add(p: Any, q: Any) -> _Lanes:
 
 
 def _words(x: jax.Array) -> list[jax.Array]:
-    """The bits of each element as one or more uint32 arrays of the same shape; bijective in the element's bits."""
+    """Return the bits of each element as one or more uint32 arrays of the same shape; bijective in those bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         real_words = _words(lax.real(x))
         imag_words = _words(lax.imag(x))
@@ -194,8 +206,8 @@ def _words(x: jax.Array) -> list[jax.Array]:
         return [halves[..., 0], halves[..., 1]]
     if x.dtype.itemsize == 1:
         type_info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
-        # int4, float4 and the like are padded in memory, so they are told apart by value: float32
-        # holds each of their values exactly.
+        # int4, float4 and similar types are padded in memory, so use their values instead of their bits: float32
+        # represents each of them exactly.
         if type_info(x.dtype).bits < 8:
             values = x.astype(jnp.float32)
             return [lax.bitcast_convert_type(values, jnp.uint32)]
@@ -205,11 +217,11 @@ def _words(x: jax.Array) -> list[jax.Array]:
 
 
 def _multiply(i: jax.Array, factor: int) -> _Lanes:
-    """The low and high 32 bits of uint32 i times a 64-bit constant: x64 is off, so the halves are multiplied."""
+    """Return the low and high 32 bits of uint32 i times a 64-bit constant, multiplied in halves because x64 is off."""
     low = np.uint32(factor % _WORD)
     high = np.uint32(factor // _WORD)
     half = np.uint32(0xFFFF)
-    # Products of 16-bit halves fit into 32 bits, so nothing is lost before it is shifted.
+    # Products of 16-bit halves fit into 32 bits, so no bits are lost before the shifts.
     i0 = i & half
     i1 = i >> 16
     f0 = low & half
@@ -223,8 +235,8 @@ def _multiply(i: jax.Array, factor: int) -> _Lanes:
 
 
 def _mix(word: jax.Array, low: Any, high: Any, k: int) -> _Lanes:
-    """Two bijections of `word`, chosen by its index and by k, its place in the element."""
-    # The products with odd constants spread neighbouring indices over all bits.
+    """Apply two bijections to `word`, selected by its index and by k, its position in the element."""
+    # The products with odd constants spread neighboring indices over all bits.
     xor_key = low * np.uint32(0x9E3779B1) ^ high * np.uint32(0x85EBCA77)
     xor_key = xor_key ^ np.uint32(k * 0x27D4EB2F % _WORD)
     sum_key = (low ^ np.uint32(0x6A09E667)) * np.uint32(0xC2B2AE3D)
@@ -247,7 +259,7 @@ def _finalize(
     shifts: tuple[int, int, int],
     factors: tuple[int, int],
 ) -> jax.Array:
-    """xor-shifts and products with odd numbers, each of which can be undone."""
+    """Apply xor-shifts and multiplications by odd numbers, which are all invertible."""
     h = h ^ h >> np.uint32(shifts[0])
     h = h * np.uint32(factors[0])
     h = h ^ h >> np.uint32(shifts[1])

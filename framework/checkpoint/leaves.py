@@ -1,4 +1,4 @@
-"""A state's leaves as a checkpoint has them: chosen by group, recorded in a manifest, widened."""
+"""Helpers for the leaves of a state in a checkpoint: selection by group, manifest records, and dtype widening."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def without_frozen(groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def selected_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """The chosen groups, in the order of `abstract`. Raises ValueError: a group is not there."""
+    """Select groups, in the order of `abstract`. Raises ValueError if a group does not exist."""
     missing_groups = set(groups) - set(abstract)
     if missing_groups:
         raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing_groups)}")
@@ -40,7 +40,7 @@ def records_of_groups(
 
 
 def array_leaves(state: Any) -> dict[str, jax.Array]:
-    """The leaves of a state by path. Raises TypeError: one of them is not a jax.Array."""
+    """Return the leaves of a state by path. Raises TypeError if one of them is not a jax.Array."""
     leaves = flatten(state)
     assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
     for name, leaf in leaves.items():
@@ -76,9 +76,9 @@ def narrow_averages(
     target_specs: Mapping[str, Any],
     stored: Mapping[str, files.LeafRecord],
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The stored specs, by name, of moving averages that are wanted in float32 and were saved in bfloat16.
+    """Return the stored specs, by name, of moving averages that were saved in bfloat16 and are needed in float32.
 
-    Earlier versions kept averages in the dtype of the weights.
+    Earlier versions stored the averages in the dtype of the weights.
     """
     narrow_specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, x in target_specs.items():
@@ -90,15 +90,15 @@ def narrow_averages(
 
 
 def widened(x: jax.Array, spec: Any) -> jax.Array:
-    """Casts an array to the dtype of `spec` and places it there."""
-    # It passes through device memory, as arithmetic on host memory does not compile.
+    """Casts an array to the dtype of `spec` and moves it to the sharding of `spec`."""
+    # Cast in device memory, because arithmetic on host memory does not compile.
     device_sharding = spec.sharding.with_memory_kind("device")
     on_device = jax.device_put(x, device_sharding)
     return jax.device_put(on_device.astype(spec.dtype), spec.sharding)
 
 
 def _version(package: str) -> str:
-    # Not importlib.metadata.version, which raises for a checkout that was never installed.
+    # Not importlib.metadata.version, which raises an error for a checkout that was never installed.
     installed = importlib.metadata.distributions(name=package)
     first = next(iter(installed), None)
     return "not installed as a package" if first is None else first.version

@@ -1,10 +1,11 @@
-"""Arrays to an object store and back, by tensorstore: one object per piece of an array, as zarr 3.
+"""Writes arrays to an object store and reads them back, with tensorstore: one object per chunk of an array, in zarr 3.
 
-Orbax 0.12 takes gs:// but not s3:// (its paths must be absolute, or begin with gs://), and commits by a rename wherever
-it does not know the store. Here both stores go by the same way, which needs nothing but "an object appears as a whole":
-every process writes the pieces that it holds, and then the primary the manifest, which names their folder.
+Orbax 0.12 supports gs:// but not s3:// (its paths must be absolute, or start with gs://), and for stores that it does
+not recognize it commits with a rename. Here both stores use the same protocol, which only requires that an object
+appears as a whole: every process writes the chunks that it holds, and then the primary writes the manifest, which names
+their folder.
 
-Endpoints and credentials are the environment's: AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ... and
+Endpoints and credentials come from the environment: AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ... and
 GOOGLE_APPLICATION_CREDENTIALS, TENSORSTORE_GCS_HTTP_URL.
 """
 
@@ -25,13 +26,13 @@ from framework.checkpoint.directory import MANIFEST, MANIFEST_FILE, STATE, Check
 from framework.checkpoint.storage import empty, read_bytes
 from framework.processes import distributed
 
-# An array is cut into objects of at most this size.
+# Maximum size of an object; larger arrays are split into several.
 _PIECE_BYTES = 64 << 20
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 class _HostLeaf(NamedTuple):
-    """What this process writes of one array: its spec, and (index, data in host memory) of each piece."""
+    """The part of one array that this process writes: its spec, and (index, data in host memory) of each shard."""
 
     spec: jax.ShapeDtypeStruct
     pieces: list[tuple[Any, np.ndarray]]
@@ -39,16 +40,16 @@ class _HostLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Upload:
-    """One save of one process.
+    """The upload of one process for one save.
 
     Attributes:
-        path: the folder of the step.
-        folder: the name, in `path`, of the folder of the arrays.
-        leaves: this process's part of the arrays that have elements.
-        manifest: the manifest, which does not name the folder yet.
-        before_commit: called by the primary before the manifest is written.
-        process: the index of this process.
-        count: the number of processes.
+        path: folder of the step.
+        folder: name of the array folder in `path`.
+        leaves: this process's part of all non-empty arrays.
+        manifest: manifest that does not name the array folder yet.
+        before_commit: called by the primary process before it writes the manifest.
+        process: index of this process.
+        count: number of processes.
     """
 
     path: Any
@@ -60,8 +61,8 @@ class _Upload:
     count: int
 
     def finish(self) -> None:
-        """Uploads and commits. Raises what went wrong: in every process, if the commit did not come about."""
-        # Every process comes to both barriers, so that none waits for one that failed.
+        """Uploads the arrays and commits. If the commit does not happen, raises an error in every process."""
+        # Every process reaches both barriers even after an error, so that none waits for one that failed.
         with contextlib.ExitStack() as barriers:
             barriers.callback(distributed.barrier, f"{self.folder}-committed")
             with contextlib.ExitStack() as barrier:
@@ -69,13 +70,12 @@ class _Upload:
                 self._write_arrays()
             if self.process == 0:
                 self._commit()
-        # The others learn from the manifest whether the primary got as far as the commit.
+        # The other processes read the manifest to find out whether the primary has committed.
         if self.process and Manifest.read(self.path).arrays != self.folder:
             raise OSError("the primary process did not commit it")
 
     def _write_arrays(self) -> None:
-        # All arrays are opened before the first is waited for, and all writes are started likewise:
-        # each takes a request over the network.
+        # Open all arrays before waiting for the first one, and likewise start all writes: each takes a network request.
         stores: dict[str, Any] = {}
         for name, leaf in self.leaves.items():
             array_path = self.path / self.folder / name
@@ -84,7 +84,7 @@ class _Upload:
         for name, leaf in self.leaves.items():
             for index, data in leaf.pieces:
                 store = stores[name].result()
-                # Nobody changes these arrays any more, so tensorstore need not copy them.
+                # These arrays never change again, so tensorstore need not copy them.
                 write = store[index].write(data, can_reference_source_data_indefinitely=True)
                 writes.append(write)
         for future in writes:
@@ -93,7 +93,7 @@ class _Upload:
             self._note(self.process).write_text("")
 
     def _commit(self) -> None:
-        """Writes the manifest, with which the checkpoint counts. Raises OSError: a process has not written its part."""
+        """Writes the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""
         processes = range(self.count) if self.count > 1 else ()
         lost_processes = [i for i in processes if not self._note(i).exists()]
         if lost_processes:
@@ -104,7 +104,7 @@ class _Upload:
         (self.path / MANIFEST / MANIFEST_FILE).write_bytes(text.encode())
 
     def _note(self, process: int) -> Any:
-        """The path of the empty object by which a process says that its part is written."""
+        """Return the path of the empty object with which a process signals that its part is written."""
         return self.path / self.folder / f"written.{process}"
 
 
@@ -114,9 +114,13 @@ def write(
     manifest: Manifest,
     before_commit: Callable[[], None],
 ) -> Callable[[], None]:
-    """Copies the arrays to host memory; they may be donated when this returns. Collective. Returns a function that
-    uploads them, commits, and raises what went wrong, in any thread, but in every process."""
-    # A folder of its own for each save: an upload never touches the objects of a committed checkpoint.
+    """Copies the arrays to host memory; they may be donated when this returns. Collective.
+
+    Returns:
+        A function that uploads the arrays, commits, and raises any error. It may run in any thread, but every process
+        must call it.
+    """
+    # A separate folder for each save, so that an upload never touches the objects of a committed checkpoint.
     folder = distributed.from_primary(f"{STATE}-{os.urandom(6).hex()}")
     leaves: dict[str, _HostLeaf] = {}
     for name, x in arrays.items():
@@ -135,25 +139,25 @@ def write(
 
 
 def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays in the folder `path`, each into the sharding and memory of its ShapeDtypeStruct in `specs`.
+    """Reads the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
 
-    That the bytes are right is for checksums to tell: a piece that is missing reads as zeros.
+    This does not validate the data: a missing chunk reads as zeros, so the caller must verify the checksums.
 
     Raises:
-        CheckpointCorruptError: objects are missing or make no sense; names the array.
+        CheckpointCorruptError: objects are missing or invalid; the message names the array.
     """
     sizes: dict[str, int] = {}
     for name, x in specs.items():
         sizes[name] = x.size * x.dtype.itemsize
     limit_bytes = read_bytes(max(sizes.values(), default=0))
     arrays: dict[str, jax.Array] = {}
-    # Reads in progress, by array and then by index, in the order in which they were started.
+    # Reads in progress, by array and then by index, in the order they were started.
     started: dict[str, dict[str, Any]] = {}
     waiting = [name for name, x in specs.items() if x.size]
     name = ""
     try:
         while started or waiting:
-            # Several arrays are read at a time, but no more than host memory is to hold.
+            # Read several arrays at a time, up to the limit on host memory.
             while waiting:
                 started_bytes = sum(sizes[key] for key in started)
                 if started and started_bytes >= limit_bytes:
@@ -169,14 +173,14 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
                 lambda index, reads=reads: reads[str(index)].result(),
             )
     except (jax.errors.JaxRuntimeError, MemoryError):
-        # Out of memory, for one: that is no fault of the checkpoint.
+        # Not the checkpoint's fault, for example out of memory.
         raise
     except Exception as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {name} ({one_line(error)})") from error
     for name, x in specs.items():
         if not x.size:
             arrays[name] = empty(x)
-    # In the order of the specs, and not in that of the reads.
+    # In the order of the specs, not of the reads.
     return {name: arrays[name] for name in specs}
 
 
@@ -185,12 +189,12 @@ def _spec_of(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _pieces(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
-    """This process's part of an array: (index, data on the host), each piece of it in one process only."""
+    """Return this process's shards of an array as (index, host data); each shard comes from only one process."""
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     device = next(iter(x.sharding.device_set))
     if device.platform != "cpu" and x.sharding.memory_kind == "device":
         return [(shard.index, np.asarray(shard.data)) for shard in shards]
-    # In host memory np.asarray gives a view of the buffer, which then is not donated: see storage.py.
+    # For arrays in host memory, np.asarray returns a view of the buffer, which then cannot be donated: see storage.py.
     return [(shard.index, _host_copy(shard.data)) for shard in shards]
 
 
@@ -200,12 +204,12 @@ def _host_copy(data: jax.Array) -> np.ndarray:
 
 
 def _start(path: Any, x: Any) -> dict[str, Any]:
-    """Starts to read this process's part of an array; returns the futures by index.
+    """Starts reading this process's part of an array; returns the futures by index.
 
     Raises:
         ValueError: the array at `path` has another shape or dtype.
     """
-    # Indices are tuples of slices, which cannot be keys of a dict before Python 3.12: their text is.
+    # Indices are tuples of slices, which are not hashable before Python 3.12, so their string form is the key.
     index_by_device = x.sharding.addressable_devices_indices_map(x.shape)
     indices = {str(index): index for index in index_by_device.values()}
     store = _open(path, x).result()
@@ -216,7 +220,14 @@ def _start(path: Any, x: Any) -> dict[str, Any]:
 
 
 def _open(path: Any, x: Any, create: bool | None = None) -> Any:
-    """A future of the array at `path`. To write: one process creates it, the others need not look. None: to read."""
+    """Open the array at `path` and return a future of it.
+
+    Args:
+        path: path of the array.
+        x: array or spec with the shape, dtype and sharding.
+        create: None to read. To write, True in the process that creates the array, False in the others, which use the
+            known metadata without a request.
+    """
     import tensorstore as ts
 
     spec: dict[str, Any] = {
@@ -241,12 +252,12 @@ def _open(path: Any, x: Any, create: bool | None = None) -> Any:
 
 
 def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:
-    """How a device's part is cut: into equal pieces of at most _PIECE_BYTES, the first axes first."""
+    """Return the chunk shape: a shard is split into equal chunks of at most _PIECE_BYTES, along leading axes first."""
     chunk = list(shape)
     for axis, size in enumerate(shape):
         chunk_bytes = math.prod(chunk) * dtype.itemsize
         min_pieces = math.ceil(chunk_bytes / _PIECE_BYTES)
-        # A divisor of the axis, so that no chunk crosses the border between two devices' parts.
+        # Use a divisor of the axis size, so that no chunk crosses the boundary between two shards.
         divisors = (n for n in range(1, size + 1) if size % n == 0)
         num_pieces = next(n for n in divisors if n >= min_pieces or n == size)
         chunk[axis] = size // num_pieces
@@ -254,17 +265,17 @@ def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:
 
 
 def _kvstore(url: str) -> dict[str, Any]:
-    """tensorstore's name of a folder. Its S3 driver wants to be told of another endpoint than Amazon's."""
+    """Return the tensorstore kvstore spec of a folder. For S3, endpoints other than Amazon's must be set explicitly."""
     scheme, _, location = url.partition("://")
     if not location:
-        # A checkpoint that was copied from a store to a disk.
+        # A checkpoint that was copied from an object store to a disk.
         return {"driver": "file", "path": f"{url}/"}
     bucket, _, path = location.partition("/")
     driver = "gcs" if scheme == "gs" else scheme
     spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "s3" and endpoint:
-        # The driver finds the region by asking Amazon, which does not know other endpoints.
+        # The driver would ask Amazon for the region, which does not work for other endpoints.
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec["endpoint"] = endpoint
         spec["aws_region"] = region or "us-east-1"

@@ -1,8 +1,8 @@
-"""Looks at what earlier runs left in a workdir, and decides whether a start may go on there. Nothing is changed here.
+"""Checks the files that earlier runs left in a workdir, and decides whether a start may continue there.
 
-A run that lost its checkpoints, as in a copy that was interrupted, looks much like one that never had any. The two are
-told apart by a file beside the checkpoints: SAVED, which names the newest checkpoint that was committed, or says that
-none was.
+`check` changes nothing. A run that lost its checkpoints, for example in an interrupted copy, looks much like one that
+never had any. The file SAVED next to the checkpoints distinguishes the two: it names the newest committed checkpoint,
+or records that there is none yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from framework.files.workdir import Workdir, write_json
 from framework.metrics.jsonl import read_metrics
 
 Resume = Literal["auto", "never", "must"]
-# The file in a workdir that has the newest step whose checkpoint was committed.
+# File in the workdir with the newest step whose checkpoint was committed.
 SAVED = "saved.json"
 
 _ADVICE = (
@@ -28,36 +28,39 @@ _ADVICE = (
 
 
 def record_saved(workdir: Path, step: int | None) -> None:
-    """Notes in the workdir that the checkpoint of `step` was committed; None: none was so far.
+    """Records in the workdir that the checkpoint of `step` was committed; None records that there is none yet.
 
     Raises:
-        OSError: the note cannot be written.
+        OSError: the record cannot be written.
     """
     record = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_json(workdir / SAVED, record)
 
 
 def record_start(workdir: Path) -> None:
-    """Notes in the workdir that no checkpoint was committed so far, unless one was.
+    """Records in the workdir that no checkpoint was committed yet, unless there is already a record.
 
     Raises:
-        OSError: the note cannot be written.
+        OSError: the record cannot be written.
     """
     if not (workdir / SAVED).exists():
         record_saved(workdir, None)
 
 
 def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]:
-    """Refuses a start that would lose something; returns a line for each thing in the workdir that it will replace.
+    """Refuses a start that would lose results of an earlier run.
 
     Args:
-        workdir: the folder of the run.
-        resume: what the user says about going on.
-        config: the resolved config of the start, as a dict.
+        workdir: folder of the run.
+        resume: resume mode of the user: "auto", "never" or "must".
+        config: resolved config of the start, as a dict.
+
+    Returns:
+        A line for each problem, for results in the workdir that will be replaced, and for each changed config field.
 
     Raises:
-        FileNotFoundError: resume is "must" and there is no checkpoint; or there were some, and none is whole.
-        ValueError: resume is "never" and the workdir was used before; no checkpoint can be read, or the newest is of
+        FileNotFoundError: resume is "must" and there is no checkpoint; or there were some, and none is intact.
+        ValueError: resume is "never" and the workdir was used before; or no checkpoint can be read, or the newest has
             another format.
     """
     root = files.folder(workdir.checkpoints)
@@ -68,7 +71,7 @@ def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]
     if steps:
         _refuse_unreadable(workdir, steps)
         return []
-    # The first Checkpointer that may write puts these back.
+    # The first Checkpointer that is not read-only puts these back.
     if steps_put_aside:
         return []
     if resume == "must":
@@ -89,7 +92,7 @@ def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]
 
 
 def _refuse_used(workdir: Workdir, steps: list[int], problems: list[str]) -> None:
-    """Raises ValueError: a run was saved in the workdir, or has written to it."""
+    """Raises ValueError if a run was saved in the workdir, or has written to it."""
     advice = "choose another --workdir, or remove"
     if steps:
         raise ValueError(
@@ -104,12 +107,12 @@ def _refuse_used(workdir: Workdir, steps: list[int], problems: list[str]) -> Non
 
 
 def _refuse_unreadable(workdir: Workdir, steps: list[int]) -> None:
-    """Raises CheckpointCorruptError: not one of the manifests can be read. Their arrays are not looked at."""
+    """Raises CheckpointCorruptError if none of the manifests can be read. The arrays are not checked."""
     root = files.folder(workdir.checkpoints)
     problems = []
     for step in reversed(steps):
-        # CheckpointFormatError and PermissionError are not caught: the checkpoint may be whole, and
-        # an older one in its place would take the run back.
+        # CheckpointFormatError and PermissionError are not caught: the checkpoint may be intact, and resuming from an
+        # older one would lose steps.
         try:
             files.Manifest.read(files.step_directory(root, step))
             return
@@ -124,10 +127,10 @@ def _refuse_lost(
     problems: list[str],
     rows: list[dict[str, Any]],
 ) -> None:
-    """Raises FileNotFoundError: the run here had checkpoints, and they are gone or damaged."""
+    """Raises FileNotFoundError if the run here had checkpoints that are now missing or damaged."""
     proof = _proof(workdir, rows)
-    # In an object store, one folder without a manifest is what a kill during the first save leaves. On a disk a
-    # checkpoint gets its name when it is whole.
+    # In an object store, a kill during the first save leaves one folder without a manifest. On a disk, a checkpoint
+    # gets its name only when it is complete.
     num_interrupted = 1 if workdir.mirror else 0
     if proof is None and len(problems) <= num_interrupted:
         return
@@ -142,12 +145,12 @@ def _refuse_lost(
 
 
 def _proof(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
-    """Names what shows that a run had a checkpoint here; None if nothing does."""
+    """Returns the evidence that a run had a checkpoint here; None if there is none."""
     saved = _json(workdir.path / SAVED)
     if isinstance(saved, dict) and "step" in saved:
-        # Whatever else is there was left by a run whose saves all failed, as on a full disk.
+        # With step None, all saves of the run failed, for example on a full disk, so nothing can be lost.
         return None if saved["step"] is None else f"{SAVED}: step {saved['step']}"
-    # Earlier versions did not write that file: what follows finds their runs.
+    # Earlier versions did not write that file; the checks below detect their runs.
     resumed_step = max((row.get("resumed_from", 0) for row in rows), default=0)
     if resumed_step:
         return f"metrics.jsonl: resumed from step {resumed_step}"
@@ -157,25 +160,25 @@ def _proof(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
     trainer = config.get("trainer") or {}
     save_every = trainer.get("save_every")
     last_step = max((row["step"] for row in rows), default=0)
-    # A save waits for the one before it, so after the second save the first is committed.
+    # Each save waits for the previous one, so the first one is committed once the second has started.
     if isinstance(save_every, int) and last_step > 2 * save_every:
         return f"metrics.jsonl: step {last_step}; config.json: a checkpoint every {save_every} steps"
     return None
 
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of steps, and of resumes."""
+    """Read the rows of steps and resumes from the metrics; [] if there is no file."""
     return read_metrics(metrics) if metrics.exists() else []
 
 
 def _changes(path: Path, config: dict[str, Any]) -> list[str]:
-    """The fields in which the config of the last start, in the file `path`, differs from `config`."""
+    """Return the fields in which the config of the last start, in the file `path`, differs from `config`."""
     last_config = _json(path)
     return [] if last_config is None else config_changes(last_config, config)
 
 
 def _json(path: Path) -> Any:
-    """What a JSON file holds; None if there is no such file, or it is damaged."""
+    """Read a JSON file; None if it does not exist or is damaged."""
     try:
         return parse_json(path.read_bytes())
     except (FileNotFoundError, ValueError):

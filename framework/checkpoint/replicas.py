@@ -1,8 +1,8 @@
-"""Replica agreement: copies of the same state on different devices must have the same bits; here they are compared.
+"""Replica check: verifies that copies of the same state on different devices have the same bits.
 
-Each device sums the shards that it holds (integrity.py's position-sensitive checksums), one small array goes to
-every process, and equal shards must have equal sums. A bit that flipped in one device's memory, a link that corrupts or
-a kernel that is not deterministic makes replicas drift apart without a word: the loss only looks noisier.
+Each device sums its shards (with the position-sensitive checksums of integrity.py), one small array is sent to every
+process, and copies of a shard must have equal sums. A flipped bit in the memory of a device, a faulty link or a
+nondeterministic kernel makes replicas diverge silently: the loss only looks noisier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from framework.checkpoint.integrity import leaf_sum, pieces
 from framework.devices import executables
 from framework.layout import flatten
 
-# An error about many leaves names the first of them.
+# Maximum number of leaves to name in an error.
 _MAX_LEAVES = 5
 
 
@@ -29,11 +29,13 @@ class ReplicaMismatchError(RuntimeError):
 
 
 def check(state: Any, step: int) -> None:
-    """Compares what devices hold of the same part of the same leaf. Collective; waits for the state. One program, no
-    temporaries of a leaf's size. Nothing to do where nothing is replicated.
+    """Compares all copies of the same shard. Collective; waits for the state.
+
+    Runs one program without temporaries of the size of a leaf. Does nothing if nothing is replicated.
 
     Raises:
-        ReplicaMismatchError: names step, leaf, and the devices and processes whose bits are not those of most.
+        ReplicaMismatchError: copies differ. The message names the step, the leaf, and the devices and processes that
+            disagree with the majority.
     """
     leaves: dict[str, Any] = {}
     for name, x in flatten(state).items():
@@ -69,36 +71,36 @@ def check(state: Any, step: int) -> None:
 
 
 def _minority(sum_by_device: dict[Any, tuple[Any, ...]]) -> list[Any]:
-    """The devices whose sum is not that of most; all of them where each sum is another."""
+    """Return the devices whose sum differs from the most common one; all devices if all sums differ."""
     ranking = Counter(sum_by_device.values()).most_common()
     if len(ranking) == 1:
         return []
     most_common_sum, count = ranking[0]
-    # Where no two agree, as with two copies, none can be told to be the right one.
+    # If no two copies agree, for example with two copies, the correct one cannot be determined.
     if count == 1:
         return list(sum_by_device)
     return [device for device, device_sum in sum_by_device.items() if device_sum != most_common_sum]
 
 
 def _copies(x: jax.Array) -> list[list[Any]]:
-    """The devices that hold the same part of an array, where there are several."""
+    """Group the devices that hold the same part of an array; only groups of several devices."""
     holders: dict[Any, list[Any]] = defaultdict(list)
     index_by_device = x.sharding.devices_indices_map(x.shape)
     for device, index in index_by_device.items():
-        # Slices cannot be keys of a dict before Python 3.12.
+        # Slices are not hashable before Python 3.12.
         bounds = tuple((part.start, part.stop) for part in index)
         holders[bounds].append(device)
     return [devices for devices in holders.values() if len(devices) > 1]
 
 
-# Cached, so that a check at every save finds the compiled program of the first.
+# Cached, so that the check at each save reuses the compiled program of the first one.
 @functools.cache
 def _program(
     mesh: Mesh,
     specs: tuple[PartitionSpec, ...],
     counts: tuple[int, ...],
 ) -> Any:
-    """The jitted sums of all leaves' shards: uint32[D, N, 2], device by device in the order of the mesh, replicated."""
+    """Return the jitted function for the sums of all shards: uint32[D, N, 2], replicated, D in mesh order."""
 
     def sums(shards: tuple[jax.Array, ...]) -> jax.Array:
         rows: list[jax.Array] = []
@@ -115,6 +117,6 @@ def _program(
         out_specs=by_device,
         check_vma=False,
     )
-    # Replicated, so that every process finds the same disagreements, and raises the same error.
+    # Replicated, so that every process finds the same differences and raises the same error.
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(mapped, out_shardings=replicated)

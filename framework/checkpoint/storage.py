@@ -1,7 +1,7 @@
-"""Arrays to disk and back: the only file that knows orbax.
+"""Writes arrays to disk and reads them back; the only file that uses orbax.
 
-Orbax is imported inside the functions that use it: that takes half a second, which a typo on the command line should
-not wait for.
+Orbax is imported inside the functions that use it, because the import takes half a second, and the error for a typo on
+the command line should not wait for that.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 
 from framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, one_line
 
-# Arrays are cut into stored pieces of at most this size, so that a reader of a small shard does not read a whole leaf.
+# Maximum size of a stored chunk of an array, so that reading a small shard does not require reading the whole leaf.
 _CHUNK_BYTES = 64 << 20
-# Bytes that are read at a time, if no leaf is larger than half of this.
+# Limit on the bytes read at a time, unless a leaf is larger than half of this.
 _READ_BYTES = 256 << 20
-# After a failure, reads that orbax has left to themselves are waited for this long.
+# Maximum time in seconds to wait, after a failure, for reads that orbax has abandoned.
 _DRAIN_SECONDS = 5.0
 _DRAIN_INTERVAL_SECONDS = 0.1
-# Errors name at most so many arrays: of those that failed, with what each said; of those that are missing.
+# Maximum number of arrays to name in errors: those that failed to load, with their errors, and those that are missing.
 _MAX_FAILED = 5
 _MAX_LOST = 20
 
@@ -39,7 +39,10 @@ def write(
     manifest: dict[str, Any],
 ) -> Callable[[], None]:
     """Starts to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
-    Returns a function that waits for the commit, in any thread, and raises what went wrong."""
+
+    Returns:
+        A function that waits for the commit, in any thread, and raises any error.
+    """
     from orbax.checkpoint import v1 as ocp
 
     # Orbax refuses arrays without elements.
@@ -48,8 +51,8 @@ def write(
     device_sets = [x.sharding.device_set for x in stored.values()]
     devices = set[Any]().union(*device_sets)
     if all(device.platform == "cpu" for device in devices):
-        # On CPU orbax would look at the arrays' own memory, and what is looked at is not donated: the next step would
-        # silently allocate a second state. So it is given copies; of arrays of several processes it makes them itself.
+        # On CPU, orbax would create views of the arrays' own memory, and such arrays are not donated: the next step
+        # would silently allocate a second state. So pass copies to orbax. With several processes, it makes them itself.
         if jax.process_count() == 1:
             stored = {name: _copy(x) for name, x in stored.items()}
         context.array.saving.enable_pinned_host_transfer = True
@@ -60,20 +63,23 @@ def write(
 
 
 def _copy(x: jax.Array) -> np.ndarray:
-    """The whole array in numpy's own memory. A jax.Array keeps what np.asarray made of it, and that is a view of its
-    buffer: so that is asked of a copy, which goes again before the next leaf's is made."""
+    """Copy the whole array to memory owned by numpy.
+
+    A jax.Array caches the result of np.asarray, which is a view of its buffer. So this calls it on a copy, which is
+    freed before the next leaf is copied.
+    """
     copy = jax.device_put(x, x.sharding, may_alias=False)
     return np.array(copy, copy=True)
 
 
 def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays at `path`, each into the sharding and memory of its ShapeDtypeStruct in `specs`. Collective.
+    """Reads the arrays at `path`, each into the sharding and memory kind of its spec in `specs`. Collective.
 
-    That the bytes are right is for checksums to tell.
+    This does not validate the data, so the caller must verify the checksums.
 
     Raises:
-        CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be
-            told.
+        CheckpointCorruptError: bytes or files are missing or invalid; the message names the arrays if they can be
+            determined.
     """
     problem = None
     arrays = {}
@@ -81,15 +87,15 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
         try:
             arrays = _load(path, specs)
         except (jax.errors.JaxRuntimeError, MemoryError):
-            # Out of memory, for one: that is no fault of the checkpoint.
+            # Not the checkpoint's fault, for example out of memory.
             raise
         except Exception as error:
             problem = _unreadable(path, specs) or one_line(error)
         if problem is not None:
-            # After `except` has ended, which drops the traceback and the coroutines that it holds.
+            # After the end of `except`, which releases the traceback and the coroutines that it references.
             drain()
     if problem is None:
-        # A changed byte in orbax's own index may hide a leaf; orbax then hands back the spec.
+        # A changed byte in orbax's own index may hide a leaf; orbax then returns the spec.
         lost_names = [name for name in specs if not isinstance(arrays[name], jax.Array)]
         if lost_names:
             problem = f"not in orbax's index: {', '.join(lost_names[:_MAX_LOST])}"
@@ -100,11 +106,11 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 @contextmanager
 def _quiet() -> Iterator[Callable[[], None]]:
-    """Keeps pages of tracebacks off the screen that say nothing beyond the error that is raised.
+    """Suppresses pages of tracebacks that add nothing to the error being raised.
 
-    When one read fails, orbax leaves its other reads to themselves: asyncio logs each as an error, and each complains
-    again when it is collected. Yields a function that waits, after a failure, until none of them is left (they hold
-    arrays, too).
+    When one read fails, orbax abandons its other reads: asyncio logs each as an error, and each warns again when it is
+    garbage collected. Yields a function that waits, after a failure, until none of them is left (they also hold
+    arrays).
     """
     logger = logging.getLogger("asyncio")
     logger_was_disabled = logger.disabled
@@ -125,14 +131,14 @@ def _quiet() -> Iterator[Callable[[], None]]:
 
 
 def _is_read(candidate: object) -> bool:
-    """Whether an object is a coroutine of orbax."""
-    # By type(): isinstance asks an object for its __class__, and among all objects some answer with a warning.
+    """Return whether an object is a coroutine of orbax."""
+    # Use type(): isinstance reads an object's __class__, and among all objects some emit a warning for that.
     return type(candidate) is types.CoroutineType and "orbax" in candidate.cr_code.co_filename
 
 
 def _is_pending(candidate: object) -> bool:
-    # A coroutine that has ended has no frame. It may be held for long, by a log record's traceback
-    # for one, and says nothing when it goes.
+    # A finished coroutine has no frame. It may stay referenced for long, for example by the traceback of a log record,
+    # but it does not warn when it is collected.
     return _is_read(candidate) and candidate.cr_frame is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -147,7 +153,7 @@ def _drain() -> None:
 
 
 def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads arrays by orbax: all at once, with a limit on the bytes in host memory."""
+    """Loads arrays with orbax, concurrently, with a limit on the bytes in host memory."""
     from orbax.checkpoint import v1 as ocp
 
     loaded: dict[str, Any] = {}
@@ -166,20 +172,23 @@ def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty(x: Any) -> jax.Array:
-    """An array without elements, which no store keeps."""
+    """Create an array without elements; such arrays are not stored."""
     shard_shape = x.sharding.shard_shape(x.shape)
     shard = np.zeros(shard_shape, x.dtype)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
 
 def read_bytes(largest: int) -> int:
-    """Bytes that pass through host memory at a time while arrays are read, the largest of which has `largest` bytes and
-    must pass, whole in the worst case. Without a limit all do at once: twice the state on a CPU or in pinned_host."""
+    """Return the limit on the bytes in host memory while arrays are read.
+
+    The largest array, of `largest` bytes, must fit, as a whole in the worst case. Without a limit all arrays are read
+    at once, which takes twice the size of the state on a CPU or in pinned_host memory.
+    """
     return max(_READ_BYTES, 2 * largest)
 
 
 def _unreadable(path: Path, specs: Mapping[str, Any]) -> str:
-    """Which arrays cannot be read, each tried by itself; "" if all can be, or if several processes read."""
+    """Describe the arrays that cannot be read, trying each separately; "" if all can, or with several processes."""
     # Several processes might disagree about which read fails, and then wait for one another.
     if jax.process_count() > 1:
         return ""
@@ -199,20 +208,20 @@ def _unreadable(path: Path, specs: Mapping[str, Any]) -> str:
 
 
 def _context() -> Any:
-    """Orbax's settings for both directions."""
+    """Return the orbax settings for saving and loading."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
     saving = context.array.saving
-    # The checksums find a changed byte in raw data and name its array; decompressing one may fail in any way.
+    # In uncompressed data, the checksums detect a changed byte and name its array; decompression could fail in any way.
     saving.use_compression = False
     saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # Shardings are always given when arrays are read, so the stored ones would go unused.
+    # Shardings are always specified when arrays are read, so stored ones would be unused.
     saving.enable_write_sharding_file = False
-    # A directory that cannot be made is then an error of the start of a save, and not of its end.
+    # Report a directory that cannot be created at the start of a save instead of at its end.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
-    # `_copy` has made copies already.
+    # `_copy` has already made copies.
     context.memory.deepcopy_host_arrays = False
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)

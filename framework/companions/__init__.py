@@ -1,1 +1,1 @@
-"""Companions: other models, or earlier selves, that complete the batches of a run; see framework.program.companion."""
+"""Auxiliary models (reference, teacher, rollouts) that add arrays to the batches; see framework.program.companion."""

@@ -1,4 +1,4 @@
-"""Answers as rows of a batch, what they are worth beside each other, and how long it took to get them."""
+"""Turns sampled answers into batch rows, computes their advantages, and times sampling and rewards."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from framework.data.prompts import Prompts, Row
 from framework.inference.rollout import Answers
 
-# Added to a standard deviation, as TRL does: a group whose rewards hardly differ counts little.
+# Added to the standard deviation, as in TRL: a group whose rewards barely differ gets small advantages.
 _STD_EPS = 1e-4
 
 
 def row_of(data: Prompts, host_batch: dict[str, np.ndarray], index: int) -> Row:
-    """The row of the data that prompt `index` of a batch comes from."""
+    """Return the data row that prompt `index` of a batch comes from."""
     return data.row(int(host_batch["sources"][index]), int(host_batch["indices"][index]))
 
 
 def texts_of(data: Prompts, host_batch: dict[str, np.ndarray], answers: Answers) -> list[str]:
-    """The text of each answer, without the token that ends it."""
+    """Decode each answer to text, without its stop token."""
     stop_ids = set(data.stop_ids)
     texts = []
     for tokens, count in zip(answers.tokens, answers.counts, strict=True):
@@ -30,10 +30,10 @@ def texts_of(data: Prompts, host_batch: dict[str, np.ndarray], answers: Answers)
 
 
 def demonstrated_answers(data: Prompts, host_batch: dict[str, np.ndarray]) -> Answers:
-    """The right answers of a batch's rows, of which nobody knows the log-probabilities.
+    """Return the reference answers of a batch's rows; their log-probabilities are unknown, so they are NaN.
 
     Raises:
-        ValueError: a row has none, or it is longer than data.answer_tokens.
+        ValueError: a row has no answer, or its answer is longer than data.answer_tokens.
     """
     shape = (len(host_batch["lengths"]), data.answer_tokens)
     tokens_BA = np.zeros(shape, np.int32)
@@ -57,18 +57,18 @@ def demonstrated_answers(data: Prompts, host_batch: dict[str, np.ndarray]) -> An
 
 
 def rows_of_answers(host_batch: dict[str, np.ndarray], answers: Answers) -> dict[str, np.ndarray]:
-    """The arrays of a batch whose rows are a prompt and its answer, [B, S].
+    """Build the [B, S] arrays of a batch whose rows are a prompt followed by its answer.
 
-    tokens, targets (the inputs' successors), positions and segments (1; 0 behind the answer) int32, and float32:
-    weights, 1 where a token of the answer is the target; behavior, its log-probability when it was drawn; ends, 1 at
-    the last such column.
+    int32: tokens, targets (the next token of each input), positions, and segments (1; 0 after the answer). float32:
+    weights, 1 where the target is an answer token; behavior, the log-probability of that token when it was sampled;
+    ends, 1 at the last such column.
     """
     prompts_BS = host_batch["prompts"]
     shape = prompts_BS.shape
     tokens_BS, targets_BS, positions_BS, segments_BS = (np.zeros(shape, np.int32) for _ in range(4))
     weights_BS, behavior_BS, ends_BS = (np.zeros(shape, np.float32) for _ in range(3))
     for row, (length, count) in enumerate(zip(host_batch["lengths"], answers.counts, strict=True)):
-        # A row without a prompt has no answer, and is padding from end to end.
+        # A row without a prompt has no answer: all of it is padding.
         if not length or not count:
             continue
         sequence = np.concatenate([prompts_BS[row, :length], answers.tokens[row, :count]])
@@ -95,9 +95,9 @@ def rows_of_answers(host_batch: dict[str, np.ndarray], answers: Answers) -> dict
 def advantages(
     rewards_B: np.ndarray, group_size: int, scale: Literal["group", "batch", "none"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, standard deviation of each row's group), f32[B]; zeros in groups of one, as of an evaluation.
+    """Return (advantages, standard deviation of each row's group), both f32[B]; zeros for groups of one (evaluation).
 
-    A = (reward - mean of the group) / (standard deviation + 1e-4), with the deviation of a sample (n - 1), as TRL.
+    A = (reward - group mean) / (standard deviation + 1e-4), with the sample standard deviation (n - 1), as in TRL.
     """
     if group_size == 1:
         return np.zeros_like(rewards_B), np.zeros_like(rewards_B)
@@ -109,7 +109,7 @@ def advantages(
 
 
 class Clock:
-    """How the time since the first batch is spent: on sampling, on the reward function, on all else."""
+    """Measures the share of time spent on sampling and on the reward function since the first batch."""
 
     def __init__(self) -> None:
         self._start: float | None = None
@@ -121,7 +121,7 @@ class Clock:
 
     def _lap(self, name: str) -> None:
         now = time.perf_counter()
-        # The first batch compiles the sampler, which is no sampling.
+        # The first batch includes the sampler's compilation, so it does not count.
         if self._start is not None:
             self._seconds[name] += now - self._now
         self._now = now
@@ -137,7 +137,7 @@ class Clock:
             self._start = time.perf_counter()
 
     def shares(self) -> str:
-        """Such as " (61% of the time sampling, 1% the reward function)"; "" where nothing was measured yet."""
+        """Return text such as " (61% of the time sampling, 1% the reward function)"; "" before any measurement."""
         if self._start is None or not self._seconds["sampling"]:
             return ""
         total = time.perf_counter() - self._start

@@ -1,4 +1,4 @@
-"""A model's forward pass over batches, for a companion: one compiled function from a batch to arrays of its tokens."""
+"""A model's forward pass for an auxiliary model: one compiled function from a batch to per-token arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GROUPS: tuple[Group, ...] = ("frozen", "buffer")
 
 
 def log_probs_as(name: str) -> HeadFunction:
-    """The function that returns {name: f32[B, S]}, the log-probability of each of the batch's targets."""
+    """Return a head function that computes {name: f32[B, S]}, the log-probability of each target of the batch."""
 
     def function(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
         return {name: head.log_probs(weights, x_BSD, ctx)}
@@ -35,21 +35,21 @@ def log_probs_as(name: str) -> HeadFunction:
 
 
 class Forward:
-    """The forward pass of a program's model, compiled once, over batches as the data delivers them.
+    """The forward pass of a program's model, compiled once, over batches as the data pipeline delivers them.
 
-    A batch that is trained on in microbatches runs in as many parts here, as it would not fit in one piece; the rows of
-    the results are in the batch's order.
+    The batch is split into the same number of microbatches as in training, because the whole batch might not fit. The
+    results keep the row order of the batch.
 
     Args:
-        program: whose model and layout these are; its step is one program (`Whole`).
-        function: what is wanted of the input of the head.
-        what: what a person is told is being compiled, such as "the reference".
-        group: of the state, whose weights count: "parameter" or "ema".
-        change: what becomes of all parameters before they are used, inside jit.
-        accumulate: parts in which a batch runs.
+        program: program with the model and its layout; its step must be a single program (`Whole`).
+        function: computes the results from the input of the head.
+        what: name of the model in status and error messages, such as "the reference".
+        group: state group to take the weights from: "parameter" or "ema".
+        change: function applied to all parameters before use, inside jit.
+        accumulate: number of microbatches per batch.
 
     Raises:
-        ValueError: the model is no language model, or the step is several programs.
+        ValueError: the model is not a language model, or the step consists of several programs.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Forward:
         self._accumulate = accumulate
 
     def __call__(self, state: Nested, batch: Batch, after: Any = ()) -> Batch:
-        """The arrays of the batch's rows, on the devices.
+        """Return the function's results for the rows of the batch, on the devices.
 
         Args:
-            state: with the groups of weights and buffers; it stays.
-            batch: at least the arrays that the data delivers for training.
-            after: arrays of programs that were started before.
+            state: state with the groups of weights and buffers; it is not donated.
+            batch: batch with at least the arrays that the data pipeline delivers for training.
+            after: results of programs that were started earlier; waited for where programs must run one at a time.
         """
         weights = [state[group] for group in self._groups]
         delivered = {name: batch[name] for name in self._delivered}
@@ -93,20 +93,20 @@ class Forward:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of the weights in a device's memory."""
+        """The bytes of the weights in the memory of one device."""
         return sum(self.program.layout.bytes_per_device(group, "device") for group in self._groups)
 
     @property
     def hosted_bytes(self) -> int:
-        """The bytes of the weights in host memory, of one device."""
+        """The bytes of the offloaded weights in host memory, per device."""
         return sum(self.program.layout.bytes_per_device(group, "pinned_host") for group in self._groups)
 
     def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
-        """Compiles the function with `compile`: what a call needs.
+        """Compiles the function with `compile` and returns the memory that a call needs.
 
         Args:
-            compile: see `Compile`. What it compiles for the devices that are here is what is called.
-            beside: bytes on a device that are there as well, and are no arguments.
+            compile: see `Compile`. If it compiles for the attached devices, later calls run that executable.
+            beside: bytes on a device that are allocated during the call in addition to its arguments.
         """
         hosted = self.hosted_bytes
         run = compile(self._lowered(), HostBytes(arguments=hosted))
@@ -115,19 +115,21 @@ class Forward:
         ledger = Ledger()
         ledger.count(run, run.peak + beside)
         ledger.host_peak = run.host_temp
-        # Each weight in host memory is brought once for each part of the batch.
+        # Each offloaded weight is copied to the device once per microbatch.
         ledger.moved = max(run.moved, hosted * self._accumulate)
         return ledger
 
     @cached_property
     def _delivered(self) -> Sequence[str]:
-        """The names of the batch's arrays that the function takes."""
+        """The names of the batch arrays that the function takes."""
         return tuple(self.program.experiment.data.sequence_arrays())
 
     @property
     def _waits(self) -> bool:
-        """Whether programs run one at a time: the devices of a CPU share threads, for which two programs with
-        collectives could wait for ever."""
+        """True if programs must run one at a time.
+
+        The devices of a CPU share a thread pool, so two concurrent programs with collectives could deadlock.
+        """
         return self.program.mesh.size > 1 and self.program.mesh.devices.flat[0].platform == "cpu"
 
     @cached_property
@@ -135,7 +137,7 @@ class Forward:
         return compiled(self._lowered(), self.program.execution.compiler_options, what=self._what)
 
     def _lowered(self) -> Any:
-        """The function, lowered from specs alone."""
+        """Lower the function from specs only, without arrays."""
         layout = self.program.layout
         abstract_weights = [layout.abstract(layout.specs[group]) for group in self._groups]
         delivered = layout.abstract(batch_specs(self.program.experiment.data.sequence_arrays()))
@@ -145,7 +147,7 @@ class Forward:
         return self.program.jit(self._rows, out_shardings=shardings).lower(*abstract_weights, delivered)
 
     def _rows(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> dict[str, jax.Array]:
-        """The whole function, of weights and a batch."""
+        """Compute the results of a whole batch from weights and the batch."""
         params = self._change(merge(params, frozen))
         if self._accumulate == 1:
             return self._part(params, buffers, batch)
@@ -155,13 +157,13 @@ class Forward:
         return jax.tree.map(_in_order, results)
 
     def _part(self, params: Nested, buffers: Nested, batch: Nested) -> dict[str, jax.Array]:
-        """The function of one microbatch."""
+        """Compute the results of one microbatch."""
         model = self.model
         layout = self.program.layout
         ctx = self.program.evaluation_context(batch)
         places = model.stage_specs(layout.specs[self._groups[0]], layout.specs["frozen"])
         x_BSD = None
-        # Not `model.hidden`, which knows no sections in the place of a stack.
+        # Not `model.hidden`, which does not handle a stack that is split into sections.
         for stage in model.stages:
             if stage != "head":
                 x_BSD, _ = model.run(stage, params, x_BSD, ctx, buffers, places)
@@ -171,6 +173,6 @@ class Forward:
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
-    """[count, B / count, ...] -> [B, ...], the inverse of `microbatches`."""
+    """Invert `microbatches`: [count, B / count, ...] -> [B, ...]."""
     count, rows, *inner = parts.shape
     return jnp.moveaxis(parts, 0, 1).reshape(count * rows, *inner)

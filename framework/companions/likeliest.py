@@ -1,4 +1,4 @@
-"""A model's likeliest next tokens at each position: what a student is told of its teacher."""
+"""The top-K next tokens of a model at each position, which a student is distilled from."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from framework.layout import Nested
 IDS = "teacher_ids"
 LOG_PROBS = "teacher_log_probs"
 TAIL = "teacher_tail"
-# The log of a probability that no float32 sum with 1 would notice. An empty bucket has it: a divergence with minus
-# infinity in it would be no number.
+# The log of a probability too small to change a float32 sum with 1. An empty bucket gets this value, because minus
+# infinity would make the divergence NaN.
 _LEAST_TAIL = -50.0
 
 
 def shapes(rows: int, length: int, top_k: int) -> Shapes:
-    """The arrays of a batch that a teacher adds; `framework.objectives.distillation` says what they hold."""
+    """Return the shapes of the arrays that a teacher adds to a batch; see `framework.objectives.distillation`."""
     return {
         IDS: ((rows, length, top_k), "int32"),
         LOG_PROBS: ((rows, length, top_k), "float32"),
@@ -32,11 +32,13 @@ def shapes(rows: int, length: int, top_k: int) -> Shapes:
 
 
 def likeliest(top_k: int, vocab_size: int) -> HeadFunction:
-    """The function that gives the arrays of `shapes`, a chunk of positions at a time: logits never exist whole.
+    """Return a head function that computes the arrays of `shapes` in chunks of positions.
+
+    The full logits are never materialized.
 
     Args:
-        top_k: K.
-        vocab_size: the distribution is that over the ids below it: a teacher's table may be padded to more rows.
+        top_k: K, the number of tokens to keep per position.
+        vocab_size: the distribution covers the ids below this; a teacher's table may be padded to more rows.
     """
 
     def function(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
@@ -53,7 +55,7 @@ def _of_logits(logits_BSV: jax.Array, *, top_k: int, vocab_size: int) -> dict[st
     logits_BSV = logits_BSV[..., :vocab_size]
     lse_BS1 = jax.nn.logsumexp(logits_BSV, axis=-1, keepdims=True)
     values_BSK, ids_BSK = jax.lax.top_k(logits_BSV, top_k)
-    # A sum over the other tokens: 1 minus the sum of the K would have no digits left where it is small.
+    # Sum over the other tokens: 1 minus the sum of the top K would lose all precision where the result is small.
     others_BSV = jnp.put_along_axis(logits_BSV, ids_BSK, -jnp.inf, axis=-1, inplace=False)
     tail_BS = jax.nn.logsumexp(others_BSV, axis=-1) - lse_BS1[..., 0]
     return {

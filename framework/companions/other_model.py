@@ -1,7 +1,7 @@
-"""A second model beside the one that is trained: its weights are in host memory, and visit layer by layer.
+"""A second, frozen model next to the one being trained.
 
-It is the model of the run itself with its first weights (a reference), or that of a published directory (a reference, a
-teacher). Of its weights, the devices hold one layer's at a time, or a table.
+It is either the run's own model with its initial weights (a reference), or a published model (a reference or teacher).
+Its weights are normally offloaded: the devices hold only one layer, or one table, of them at a time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from framework.weights.directory import Directory
 
 
 class OtherModel:
-    """A model that is not trained, on the mesh of a run.
+    """A frozen model on the mesh of a run.
 
     Args:
-        program: of the run.
-        function: what is wanted of the input of its head; see `framework.companions.forward`.
-        path: a published model's directory, or hf://ORG/NAME; None for the run's own model with its first weights.
-        name: of the option that names it, such as "companion.pretrained"; errors begin with it.
-        what: what a person is told it is, such as "the reference".
-        hosted: its weights live in host memory; otherwise on the devices.
+        program: program of the run.
+        function: computes the results from the input of the model's head; see `framework.companions.forward`.
+        path: directory of a published model, or hf://ORG/NAME; None for the run's own model with its initial weights.
+        name: option that names the model, such as "companion.pretrained"; error messages start with it.
+        what: name of the model in messages, such as "the reference".
+        hosted: offload the weights to host memory; otherwise they stay on the devices.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such directory, or its model does not fit the run's data or mesh.
+        FileNotFoundError, ValueError: the directory does not exist, or its model does not fit the run's data or mesh.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class OtherModel:
         self._state: Nested | None = None
 
     def _named(self, error: FileNotFoundError | ValueError) -> FileNotFoundError | ValueError:
-        """The error, beginning with the option that names the directory; as it is where none does."""
+        """Prefix the error with the option that names the directory; return it unchanged if there is no path."""
         message = f"{self.name} = {self.path}: {error}" if self.path else str(error)
         return FileNotFoundError(message) if isinstance(error, FileNotFoundError) else ValueError(message)
 
     def weights_digest(self, hashes: FileHashes) -> str:
-        """A digest of all that decides the weights: the files' checksums, or the seed of first values; shapes, dtypes.
+        """Return a digest of everything that determines the weights.
+
+        That is the checksums of the weight files, or the initialization seed, plus all shapes and dtypes.
 
         Args:
-            hashes: keeps the files' checksums.
+            hashes: cache of file checksums.
         """
         experiment: Any = self.program.experiment
         facts: list[Any] = [experiment.trainer.seed]
@@ -90,16 +92,17 @@ class OtherModel:
             directory = Directory(experiment.pretrained.path)
             names = sorted(set(directory.home.values()))
             facts = [hashes.sha256(find(str(directory.path / name))[0]) for name in names]
-        # The same files make other weights where these are stored in fewer bits.
+        # The same files give different weights if the weights are stored in fewer bits.
         specs = flatten(experiment.model.parameter_specs())
         facts += [[path, list(spec.shape), str(spec.dtype)] for path, spec in sorted(specs.items())]
         return digest_of(facts)
 
     def check_files(self) -> None:
-        """Reads the headers of the directory and its tokenizer; the data is set up.
+        """Reads the headers of the weight files and the tokenizer; the data must be set up.
 
         Raises:
-            FileNotFoundError, ValueError: weights are missing or of another shape, or ids mean other texts; one line.
+            FileNotFoundError, ValueError: weights are missing or have a different shape, or token ids stand for
+                different text. The message is one line.
         """
         experiment = self.program.experiment
         if experiment.pretrained is not None:
@@ -111,7 +114,7 @@ class OtherModel:
                 self._check_tokenizer(experiment.pretrained.path)
 
     def load(self) -> None:
-        """Reads or draws the weights; beside them, the devices hold a layer. Every process calls this."""
+        """Reads or initializes the weights; with offloading the devices hold one layer. Every process calls this."""
         if self._state is not None:
             return
         experiment = self.program.experiment
@@ -124,37 +127,37 @@ class OtherModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has its weights."""
+        """True if the weights are loaded."""
         return self._state is not None
 
     def unload(self) -> None:
-        """Lets the weights go."""
+        """Frees the weights."""
         self._state = None
 
     def __call__(self, batch: Batch, after: object = ()) -> Batch:
-        """What the function gives for the rows of a batch, on the devices; `after` as for `Forward`."""
+        """Return the function's results for the rows of a batch, on the devices; `after` as for `Forward`."""
         if self._state is None:
             raise ValueError(f"{self.what} is not loaded: call the companion's open() before a step or an evaluation")
         return self._forward(self._state, batch, after)
 
     @property
     def hosted_bytes(self) -> int:
-        """The bytes of its weights in host memory, of one device."""
+        """The bytes of the offloaded weights in host memory, per device."""
         return self._forward.hosted_bytes
 
     def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
-        """What a call needs with all weights, on the device and on the host; nothing is loaded.
+        """Return the device and host memory that a call needs, including all weights; nothing is loaded.
 
         Args:
             compile: see `Compile`.
-            beside: bytes on a device that are there as well, such as the training state's.
+            beside: bytes on a device that are allocated as well, such as the training state.
         """
         ledger = self._forward.rehearsed(compile, beside=beside)
         ledger.host_peak += self._forward.hosted_bytes
         return ledger
 
     def _check_tokenizer(self, place: str) -> None:
-        """Raises ValueError where an id of the run's tokenizer stands for other text in the directory's."""
+        """Raises ValueError if a token id stands for different text in the run's tokenizer and the directory's."""
         data: Any = self.run.experiment.data
         tokenizer: Tokenizer = data.tokenizer
         if not tokenizer.has_text:
@@ -171,18 +174,18 @@ class OtherModel:
 
 
 def other_experiment(run: Experiment, path: str | None) -> Experiment:
-    """The experiment of the other model, on the data and the mesh of the run; nothing of it is trained.
+    """Return the experiment of the other model, on the data and mesh of the run; nothing in it is trained.
 
-    Where its weights are on the devices, those of the run's memory.parameters are in host memory here, too.
+    It has the run's memory.parameters, so a model that is not offloaded as a whole still offloads those parameters.
     """
-    # Plain SGD keeps no state. Its scope decides in which pieces first values are made.
+    # Plain SGD has no optimizer state. The learner's scope decides in which chunks the weights are initialized.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
     learner = config_for(Learner, optimizer=optimizer, scope=run.learner.scope)
     model = run.model
     pretrained = run.pretrained
     if path is not None:
         published = load_named(f"hf:{path}", shape_is_enough=True)
-        # One dtype for both, so that their log-probabilities are rounded alike.
+        # The same dtypes for both models, so that their log-probabilities are rounded the same way.
         published.model.param_dtype = str(run.model.param_dtype)
         published.model.compute_dtype = str(run.model.compute_dtype)
         model = published.model.instantiate()
@@ -192,12 +195,12 @@ def other_experiment(run: Experiment, path: str | None) -> Experiment:
         data=run.data,
         mesh=run.mesh,
         learner=learner,
-        # Where parameters may be depends on how a step updates them.
+        # The allowed placement of parameters depends on how a step updates them.
         memory=config_for(Memory, update=run.memory.update, parameters=run.memory.parameters.text),
         trainer=run.trainer,
         compiler=run.compiler,
         health=run.health,
     )
-    # An instance: the config of the run is not at hand.
+    # Assigned as an instance, because the run's config is not available here.
     experiment.pretrained = pretrained
     return experiment

@@ -1,4 +1,4 @@
-"""The forward passes of a model that completes batches, by arithmetic: for a plan without a compiler."""
+"""Analytical estimates of the forward passes of an auxiliary model, for a plan without a compiler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer")
 
 
 def forward_passes(run: Experiment, model: Experiment, mesh: Any, *, hosted: bool) -> Passes:
-    """One forward pass over the batch of a step, in as many parts as the step has microbatches.
+    """Estimate one forward pass over the batch of a step, split into the step's number of microbatches.
 
     Args:
-        run: whose batches they are.
-        model: has the model that reads them.
-        mesh: of the devices.
-        hosted: the model's weights live in host memory; each part of the batch brings them once.
+        run: experiment whose batches are processed.
+        model: experiment with the model that processes them.
+        mesh: device mesh.
+        hosted: the model's weights are offloaded; each microbatch copies them to the device once.
     """
     specs = model.state_specs()
     if hosted:
@@ -37,19 +37,19 @@ def forward_passes(run: Experiment, model: Experiment, mesh: Any, *, hosted: boo
 
 
 def sampling_passes(run: Experiment, mesh: Any, *, answer_tokens: int) -> Passes:
-    """The sampling of an answer to each row's prompt by the run's own weights: they are read for each token.
+    """Estimate sampling an answer to each row's prompt with the run's own weights, which are read once per token.
 
-    The cache of earlier tokens, which is read as well, is left out.
+    Reads of the KV cache are not counted.
 
     Args:
-        run: whose model answers.
-        mesh: of the devices.
-        answer_tokens: of the longest answer.
+        run: experiment whose model answers.
+        mesh: device mesh.
+        answer_tokens: number of tokens of the longest answer.
     """
     passes = forward_passes(run, run, mesh, hosted=False)
     parts = run.learner.accumulate
     return passes._replace(
-        # The weights visit where the run's own are in host memory, and are part of its state there.
+        # Offloaded weights are copied in for each token, but in host memory they are part of the run's own state.
         hosted_bytes=0,
         read_bytes=passes.read_bytes // parts * answer_tokens,
         moved_bytes=passes.hosted_bytes * answer_tokens,

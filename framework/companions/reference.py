@@ -1,11 +1,11 @@
-"""Reference: the log-probabilities of a batch's targets by the model that a run began with.
+"""Reference model: adds the log-probabilities of a batch's targets under the model that the run started from.
 
-Preferences are compared with them (`framework.objectives.preferences`). A second model in device memory is the usual
-price; no kind of reference here pays it:
+Preference objectives compare against them (`framework.objectives.preferences`). Usually this costs a second model in
+device memory; none of the kinds here does:
 
-    adapter_off   the model itself with its adapters switched off: a forward pass more in each step
-    stored        computed once before training, for all rows, and kept in the workdir: no cost in a step
-    hosted        weights in host memory that visit layer by layer: a forward pass more in each step, and their way
+    adapter_off   the model itself with its adapters disabled: one more forward pass per step
+    stored        computed once for all rows before training, and stored in the workdir: no cost per step
+    hosted        offloaded weights, copied in layer by layer: one more forward pass per step, plus the transfers
     none          nothing is added
 """
 
@@ -38,7 +38,7 @@ Kind = Literal["adapter_off", "stored", "hosted", "none"]
 
 
 class Choice(NamedTuple):
-    """The kind of a reference, and why it is that one."""
+    """The kind of a reference, and the reason for choosing it."""
 
     kind: Kind
     reason: str
@@ -46,13 +46,13 @@ class Choice(NamedTuple):
 
 @component
 class Reference(Companion):
-    """Adds `reference`, f32[B, S]: the log-probability of each target by the reference, 0 where none is counted.
+    """Adds `reference`, f32[B, S]: the log-probability of each target under the reference; 0 where the weight is 0.
 
     Args:
-        kind: see above. "auto" is none where the objective reads no reference, adapter_off where the model has adapters
-            (and is its own reference), and otherwise stored.
-        pretrained: the directory of a published model that is the reference, or hf://ORG/NAME; None for the weights
-            that the run begins with.
+        kind: "adapter_off", "stored", "hosted" or "none", as described above. "auto" selects none if the objective
+            reads no reference, adapter_off if the model has adapters (and so is its own reference), otherwise stored.
+        pretrained: directory of a published model to use as the reference, or hf://ORG/NAME; None for the weights that
+            the run starts from.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reference(Companion):
 
     @property
     def choice(self) -> Choice:
-        """The kind that is in effect."""
+        """The kind in effect, with the reason."""
         if self.kind != "auto":
             return Choice(self.kind, "companion.kind says so")
         assert self._experiment is not None, "join() first"
@@ -97,7 +97,7 @@ class Reference(Companion):
         return Choice("adapter_off", "the model without its adapters is the one that the run began with")
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
-        """See `Companion`: f32[B, S] more, or nothing."""
+        """See `Companion`: adds `reference`, f32[B, S], unless the kind is none."""
         if self.choice.kind == "none":
             return delivered
         shape, _ = delivered["weights"]
@@ -108,7 +108,7 @@ class Reference(Companion):
         kind = self.choice.kind
         if kind == "none":
             return
-        # Reading the property is the check.
+        # The property raises ValueError if the model is not a language model.
         model = experiment.language_model
         if kind == "adapter_off" and model.lora is None:
             raise ValueError("companion.kind = adapter_off, and model.lora is not set; expected stored or hosted")
@@ -124,7 +124,7 @@ class Reference(Companion):
             )
 
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
-        """See `Companion`: the reference's weights and its tokenizer, and what a run that goes on has stored."""
+        """See `Companion`: checks the reference's weights and tokenizer, and the stored values of a resumed run."""
         kind = self.choice.kind
         if kind in ("stored", "hosted"):
             self._other_of(program).check_files()
@@ -134,12 +134,12 @@ class Reference(Companion):
     # --- what it does -------------------------------------------------------------------------------------------------
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
-        """See `Companion`. A stored reference that is not there yet is computed."""
+        """See `Companion`. Computes a stored reference if it does not exist yet."""
         choice = self.choice
         tell(f"reference: {choice.kind} ({choice.reason})")
         if choice.kind == "stored":
             scoring = Scoring(program, self._other_of(program), workdir)
-            # A program for inference writes nothing.
+            # A program for inference writes no files.
             if program.training:
                 scoring.run(begins=begins, tell=tell)
                 self._other = None
@@ -152,7 +152,7 @@ class Reference(Companion):
 
     def is_open(self, program: Program) -> bool:
         """See `Companion`."""
-        # The model itself needs no opening.
+        # adapter_off uses the trained model, which is already loaded.
         return self.choice.kind in ("none", "adapter_off") or self._program is program
 
     def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
@@ -164,11 +164,11 @@ class Reference(Companion):
         return {**batch, **self._other_of(program)(batch, after=state.get("counter", ()))}
 
     def host_bytes(self, program: Program) -> int:
-        """See `Companion`: the weights of a hosted reference."""
+        """See `Companion`: the weights of an offloaded reference."""
         return self._other_of(program).hosted_bytes if self.choice.kind == "hosted" else 0
 
     def passes(self, experiment: Experiment, mesh: Any) -> Passes:
-        """See `Companion`: a forward pass, of adapter_off by the run's own weights."""
+        """See `Companion`: one forward pass; adapter_off runs it with the run's own weights."""
         kind = self.choice.kind
         if kind == "adapter_off":
             return forward_passes(experiment, experiment, mesh, hosted=False)._replace(hosted_bytes=0)
@@ -178,7 +178,7 @@ class Reference(Companion):
         return Passes()
 
     def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
-        """See `Companion`: of adapter_off and hosted what each step runs, of stored what runs once before."""
+        """See `Companion`: the forward pass of each step, or for stored the one that runs once before training."""
         choice = self.choice
         if choice.kind == "none":
             return {}
@@ -189,13 +189,13 @@ class Reference(Companion):
         other = self._other_of(program)
         if choice.kind == "hosted":
             return {ARRAY: other.rehearsed(compile, beside=state_bytes)}
-        # The state does not exist yet.
+        # A stored reference is computed before the training state exists.
         ledger = other.rehearsed(compile, beside=0)
         ledger.once = True
         return {ARRAY: ledger}
 
     def _without_adapters(self, program: Program, group: str) -> Forward:
-        """The forward pass of the running state's own arrays, with adapters switched off."""
+        """Return the forward pass over the running state's own arrays, with adapters disabled."""
         forward = self._forwards.get(group)
         if forward is None or forward.program is not program:
             accumulate = program.experiment.learner.accumulate
@@ -211,7 +211,7 @@ class Reference(Companion):
         return forward
 
     def _other_of(self, program: Program) -> OtherModel:
-        """The reference as a model of its own."""
+        """Return the reference as a separate model."""
         if self._other is None or self._other.run is not program:
             self._other = OtherModel(
                 program,
@@ -224,17 +224,17 @@ class Reference(Companion):
 
 
 def _counted_log_probs(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
-    """{"reference": f32[B, S]}."""
+    """Return {"reference": f32[B, S]}: the log-probabilities of the targets, 0 where the weight is 0."""
     log_probs_BS = head.log_probs(weights, x_BSD, ctx)
     return {ARRAY: jnp.where(ctx.batch["weights"] != 0, log_probs_BS, 0.0)}
 
 
 def without_adapters(params: Nested) -> Nested:
-    """All parameters with the second factor of each adapter as zeros, so that its product is zero."""
+    """Return the parameters with the second factor of each adapter zeroed, so that the adapter's product is zero."""
 
     def switched_off(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = keypath[-1].key
-        # Those of experts have the name of their matrix before it.
+        # Adapters of experts are named after their matrix: NAME_lora_b.
         return jnp.zeros_like(x) if name == "lora_b" or name.endswith("_lora_b") else x
 
     return jax.tree_util.tree_map_with_path(switched_off, params)

@@ -1,9 +1,10 @@
-"""A user's reward function: found by its name, called with the answers of a batch, and checked.
+"""Loads a user's reward function by name, calls it with the answers of a batch, and checks the rewards.
 
     def reward(prompts: list[str], answers: list[str], rows: list[dict]) -> list[float]
 
-`prompts` are texts (of messages: the last one's), `answers` what the model wrote up to the token that ends an answer,
-and `rows` the rows of the data, whole. It returns a finite number for each answer. It runs in the process that trains.
+`prompts` are strings (for a list of messages, the text of the last one), `answers` the model's output up to the token
+that ends an answer, and `rows` the complete rows of the data. The function returns one finite number per answer. It
+runs in the training process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float
 
 
 class RewardFunction:
-    """The function of a name; nothing is imported before it is called.
+    """A reward function given by name; it is imported on the first call.
 
     Args:
         name: "path/to/file.py:function", or a dotted name, "package.module.function".
@@ -34,18 +35,18 @@ class RewardFunction:
         self._function: Function | None = None
 
     def __call__(self, prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
-        """The rewards, a finite number for each answer.
+        """Return the rewards, one finite number per answer.
 
         Raises:
-            ValueError: it raised an error, or returned something else. The message names the function.
+            ValueError: the function raised an error, or returned anything else. The message names the function.
         """
         function = self.load()
         try:
             rewards = [float(reward) for reward in function(list(prompts), list(answers), list(rows))]
         except Exception as error:
-            # In one line, as it ends a run; the cause has the frames.
+            # One line, because it ends the run; the chained exception has the traceback.
             reason = " ".join(str(error).split())
-            # A callable that is no function has no file.
+            # A callable object that is not a function has no source file.
             code = getattr(function, "__code__", None)
             line = _line_in(None if code is None else code.co_filename, error)
             raise ValueError(f"{self._label}: {line}{type(error).__name__}: {reason}") from error
@@ -66,11 +67,11 @@ class RewardFunction:
         return f"companion.reward = {self.name}"
 
     def check(self) -> None:
-        """Looks whether there is such a function, and runs none of the user's code.
+        """Checks that the function exists, without running any of the user's code.
 
         Raises:
-            ValueError: the name has not the form, or the file has no such function.
-            FileNotFoundError: there is no such file.
+            ValueError: the name is malformed, the package does not exist, or the file has no such function.
+            FileNotFoundError: the file does not exist.
         """
         path, name = self._place()
         if path is None:
@@ -85,13 +86,13 @@ class RewardFunction:
         except SyntaxError as error:
             raise ValueError(f"{self._label}: line {error.lineno}: {error.msg}") from error
         functions = [statement.name for statement in statements if isinstance(statement, ast.FunctionDef)]
-        # Something imported or assigned may be callable as well; a file that defines functions alone is told apart.
+        # Imported or assigned names may be callable too, so only a file that merely defines functions is checked.
         is_plain = not any(isinstance(one, ast.ImportFrom | ast.Assign | ast.ClassDef) for one in statements)
         if name not in functions and is_plain:
             raise ValueError(f"{self._label}: expected a function of {path.name}: {', '.join(functions) or 'none'}")
 
     def load(self) -> Function:
-        """The function, imported once. Raises ValueError: there is none of that name, or importing it failed."""
+        """Import the function once and return it. Raises ValueError if it does not exist or the import fails."""
         if self._function is not None:
             return self._function
         path, name = self._place()
@@ -108,7 +109,7 @@ class RewardFunction:
         return self._function
 
     def _place(self) -> tuple[Path | None, str]:
-        """(file, or None of a dotted name; name of the function)."""
+        """Split the name into (file, function name); the file is None for a dotted name."""
         path, colon, name = self.name.rpartition(":")
         if colon and path.endswith(".py") and name.isidentifier():
             return Path(path), name
@@ -119,7 +120,7 @@ class RewardFunction:
 
 
 def _line_in(file: str | Path | None, error: BaseException) -> str:
-    """ "line N: " of the innermost frame of the error that is in a file; "" where none is."""
+    """Return "line N: " for the innermost traceback frame in `file`; "" if there is none."""
     if file is None:
         return ""
     place = Path(file).resolve()
@@ -129,7 +130,7 @@ def _line_in(file: str | Path | None, error: BaseException) -> str:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The module of a file. Modules beside it can be imported, and shadow nothing."""
+    """Import a file as a module. It can import modules from its own folder, which shadow no installed ones."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)

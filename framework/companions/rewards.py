@@ -1,4 +1,5 @@
-"""Reward functions for rows with the right answer in a field "answer"; companion.reward names one of them or your own.
+"""Reward functions for rows that have the correct answer in a field "answer". Set companion.reward to one of these, or
+to your own function:
 
 --config.companion.reward=framework.companions.rewards.exact
 """
@@ -9,12 +10,12 @@ from typing import Any
 
 
 def exact(prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """1 for the right answer, spaces around it left out; 0 for any other."""
+    """Return 1 for each correct answer, ignoring surrounding whitespace, and 0 for any other."""
     return [float(answer.strip() == str(row["answer"])) for answer, row in zip(answers, rows, strict=True)]
 
 
 def characters(prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """The share of characters that are right at their place; of the longer text, the answer or the right one."""
+    """Return the fraction of characters that match by position, relative to the longer of answer and reference."""
     rewards = []
     for answer, row in zip(answers, rows, strict=True):
         right = str(row["answer"])

@@ -1,10 +1,10 @@
-"""Rollouts: the answers that the model itself gives to a batch's prompts, and what they are worth.
+"""Rollouts: samples the model's own answers to a batch's prompts, and computes their rewards and advantages.
 
-Before each step, the weights that are being trained sample `data.group_size` answers to each prompt: the state's own
-arrays, by one program that is compiled once. A user's function gives each answer a reward, and an answer's advantage is
-its reward beside those of the other answers to its prompt (DeepSeekMath, arXiv 2402.03300).
+Before each step, the weights being trained sample `data.group_size` answers to each prompt. A single program, compiled
+once, reads the arrays of the training state directly. A user's function returns a reward for each answer. The advantage
+of an answer is its reward relative to those of the other answers to the same prompt (DeepSeekMath, arXiv 2402.03300).
 
-Draws are keyed by (the run's seed, the step, the row), so a run that is killed and goes on samples the same answers.
+Random draws are keyed by (seed of the run, step, row), so a run that is killed and resumed samples the same answers.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.sections import sections_of
 
 _FILE = "rollouts.jsonl"
-# Rows of the data that the reward function is tried on before a run begins.
+# Number of data rows that the reward function is tried on before a run starts.
 _TRIED_ROWS = 2
 
 
 @component
 class Rollouts(Companion):
-    """Samples answers, has them judged, and completes a batch for a GRPO objective. On one machine.
+    """Samples answers, computes their rewards, and completes the batch for a GRPO objective. Single process only.
 
     Args:
-        reward: the function that judges, "my_rewards.py:exact" or "package.module.function"; see
-            `framework.companions.reward_function`. A config that a run has stored is read without it, unless it is one
-            of ours: it is code, and the workdir may be a stranger's. None is for that, and samples nothing.
-        scale: what advantages are divided by: the standard deviation of the rewards of a group, of the batch, or
-            nothing (arXiv 2503.20783).
-        reference: a companion that adds the `reference` of the answers, for a GRPO with beta > 0.
-        demonstrations: in so many first steps the answers are the right ones, which the rows have in a field "answer",
-            each with the advantage 1: supervised fine-tuning, for a model that would otherwise get no reward. The
-            metrics of these steps have the reward 0, as nothing was sampled.
-        greedy_evaluation: held-out prompts are answered by the likeliest tokens; False draws, as in training.
-        table_every: some answers are printed this often, in steps, and written to WORKDIR/rollouts.jsonl; those to
-            held-out prompts in every evaluation.
-        table_rows: prompts of such a table.
+        reward: reward function, "my_rewards.py:exact" or "package.module.function"; see
+            `framework.companions.reward_function`. The reward function is executable code, so it is not loaded from the
+            stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own. The field is then
+            None, and no answers can be sampled.
+        scale: divisor of the advantages: the standard deviation of the rewards of each group ("group") or of the
+            batch ("batch"), or no scaling ("none", arXiv 2503.20783).
+        reference: auxiliary model that adds `reference` for the answers; required for GRPO with beta > 0.
+        demonstrations: number of initial steps that train on the correct answers, which the rows have in a field
+            "answer", each with advantage 1. This is supervised fine-tuning, for a model that would otherwise get no
+            reward. The metrics of these steps show reward 0, because nothing is sampled.
+        greedy_evaluation: decode answers to held-out prompts greedily; False samples them, as in training.
+        table_every: print some answers every this many steps and append them to WORKDIR/rollouts.jsonl. Answers to
+            held-out prompts are shown in every evaluation.
+        table_rows: number of prompts in such a table.
     """
 
     def __init__(
@@ -97,13 +98,13 @@ class Rollouts(Companion):
 
     @property
     def reward(self) -> RewardFunction:
-        """The function that judges. Raises ValueError: none is named."""
+        """The reward function. Raises ValueError if companion.reward is None."""
         if self._reward is None:
             raise ValueError("companion.reward is None; expected the function that judges answers, FILE.py:FUNCTION")
         return self._reward
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
-        """tokens, targets, positions and segments int32[B, S], all others f32[B, S]."""
+        """See `Companion`: tokens, targets, positions and segments are int32[B, S], all others f32[B, S]."""
         shape, _ = delivered["prompts"]
         whole_numbers = ("tokens", "targets", "positions", "segments")
         numbers = ("weights", "ends", "advantages", "behavior", "rewards", "spreads")
@@ -116,10 +117,10 @@ class Rollouts(Companion):
         return self.reference.arrays(shapes, evaluation=evaluation)
 
     def check(self, experiment: Experiment) -> None:
-        """See `Companion`; also looks whether the reward function is there.
+        """See `Companion`; also checks that the reward function exists.
 
         Raises:
-            ValueError: model, data, memory or mesh are not such that the model can answer prompts while it trains.
+            ValueError: the model, data, memory or mesh settings do not allow sampling answers during training.
         """
         data = experiment.data
         if not isinstance(data, Prompts):
@@ -163,16 +164,16 @@ class Rollouts(Companion):
         self.reference.check(experiment)
 
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
-        """See `Companion`: the reward function, which is called once, and the files of a reference."""
+        """See `Companion`: calls the reward function once, and checks the files of a reference."""
         self._try_reward(_prompts(program.experiment))
         if self.reference is not None:
             self.reference.check_files(program, workdir, begins=begins)
 
     def _try_reward(self, data: Prompts) -> None:
-        """Calls the reward function with the data's first rows, and their right answers where they have some.
+        """Calls the reward function on the first rows of the data, with their correct answers if they have any.
 
         Raises:
-            ValueError: it failed. It would otherwise fail after the demonstrations, or after the first answers.
+            ValueError: it failed. Otherwise the failure would show only after the demonstrations or the first answers.
         """
         rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
         prompts = [prompt_text(row["prompt"]) for row in rows]
@@ -180,7 +181,7 @@ class Rollouts(Companion):
         self.reward(prompts, answers, rows)
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
-        """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""
+        """See `Companion`. Raises ValueError with more than one process, or if the reward function does not exist."""
         if jax.process_count() > 1:
             raise ValueError(
                 f"companion = Rollouts samples on one machine: expected 1 process, given {jax.process_count()}"
@@ -192,7 +193,7 @@ class Rollouts(Companion):
             self.reference.open(program, workdir, begins=begins, tell=tell)
 
     def is_open(self, program: Program) -> bool:
-        """See `Companion`: only a reference needs it."""
+        """See `Companion`: only a reference needs to be opened."""
         return self.reference is None or self.reference.is_open(program)
 
     def host_bytes(self, program: Program) -> int:
@@ -200,9 +201,9 @@ class Rollouts(Companion):
         return 0 if self.reference is None else self.reference.host_bytes(program)
 
     def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
-        """See `Companion`. Raises ValueError: the reward function failed."""
+        """See `Companion`. Raises ValueError if the reward function fails."""
         host_batch = {name: np.asarray(array) for name, array in batch.items()}
-        # A state for inference counts no steps.
+        # A state for inference has no step counter.
         step = int(state["counter"]["step"]) if "counter" in state else None
         is_training = not host_batch["sources"].any()
         if is_training and step is not None and step < self.demonstrations:
@@ -215,7 +216,7 @@ class Rollouts(Companion):
         return completed
 
     def _demonstrated(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays of a batch whose answers are the right ones, each with the advantage 1."""
+        """Return the arrays of a batch with the correct answers, each with advantage 1."""
         answers = demonstrated_answers(data, host_batch)
         arrays = rows_of_answers(host_batch, answers)
         zeros_BS = np.zeros_like(arrays["weights"])
@@ -230,9 +231,9 @@ class Rollouts(Companion):
         step: int | None,
         group: str,
     ) -> dict[str, np.ndarray]:
-        """The arrays of a batch whose answers the model gives."""
+        """Return the arrays of a batch with answers sampled from the model."""
         data = _prompts(program.experiment)
-        # Before the clock starts: the step before this one may still run.
+        # Wait before the clock starts, because the previous step may still be running.
         jax.block_until_ready(state["parameter"])
         self._clock.begin()
         answers = self._answers(program, state, batch, host_batch, step, group)
@@ -251,7 +252,7 @@ class Rollouts(Companion):
         return arrays
 
     def passes(self, experiment: Experiment, mesh: Any) -> Passes:
-        """See `Companion`: the tokens of the answers one after the other, and the reference's pass over them."""
+        """See `Companion`: token-by-token sampling of the answers, then the reference's pass over them."""
         sampling = sampling_passes(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
         if self.reference is None:
             return sampling
@@ -259,7 +260,7 @@ class Rollouts(Companion):
         return sampling.and_then(reference)
 
     def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
-        """See `Companion`: the program that samples, with its cache, beside the rest of the training state."""
+        """See `Companion`: the sampling program with its KV cache, plus the rest of the training state."""
         data = _prompts(program.experiment)
         layout = program.layout
         weight_groups = ("parameter", "frozen", "buffer")
@@ -273,7 +274,7 @@ class Rollouts(Companion):
 
         numbers = everywhere((data.global_batch_size,), np.int32)
         draws = Draws(words, everywhere((), np.int32), numbers, everywhere((), bool))
-        # Without data, as in a plan, nobody knows what ends an answer, and no byte depends on it.
+        # Without data, as in a plan, the stop tokens are unknown. Memory use does not depend on them.
         stop_ids = data.stop_ids if data.is_ready else (0,)
         sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
         lowered = sampler.lower((weights, groups["buffer"]), batch["prompts"], batch["lengths"], draws)
@@ -281,7 +282,7 @@ class Rollouts(Companion):
         resident = sum(layout.bytes_per_device(name, "device") for name in weight_groups)
         compiled = compile(lowered, HostBytes(arguments=hosted))
         if compiled.run is not None and data.is_ready:
-            # It was compiled for the devices that are here, and is what they run.
+            # Compiled for the attached devices, so training can run it.
             self._samplers["parameter"] = compiled.run
         ledger = Ledger()
         ledger.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
@@ -299,19 +300,19 @@ class Rollouts(Companion):
         step: int | None,
         group: str,
     ) -> Answers:
-        """Samples on the devices; arrays on the host."""
+        """Samples the answers on the devices and returns them as host arrays."""
         data = _prompts(program.experiment)
         weights = merge(state[group], state["frozen"])
         sampler = self._samplers.get(group)
         if sampler is None:
-            # A group's weights live where they live for the whole run, so one program serves all of its steps.
+            # The memory placement of a group's weights never changes during a run, so one program serves all steps.
             sampler = rollout_jit(program, weights, data.answer_tokens, data.stop_ids)
             self._samplers[group] = sampler
         is_training = not host_batch["sources"].any()
         if is_training:
             stream, numbers = step or 0, np.arange(data.global_batch_size)
         else:
-            # An evaluation draws the same whatever the step and the batch in which a prompt stands.
+            # In an evaluation, the draws for a prompt do not depend on the step or on the batch that contains it.
             stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
         greedy = self.greedy_evaluation and not is_training
         host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
@@ -324,7 +325,7 @@ class Rollouts(Companion):
         return Answers(*jax.device_get(answers))
 
     def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
-        """f32[B]; rows without a prompt have 0, and are not judged."""
+        """Return the rewards, f32[B]; rows without a prompt get 0 without calling the reward function."""
         rewards_B = np.zeros(len(texts), np.float32)
         judged = np.flatnonzero(host_batch["lengths"]).tolist()
         if not judged:
@@ -342,12 +343,12 @@ class Rollouts(Companion):
         texts: list[str],
         rewards_B: np.ndarray,
     ) -> None:
-        """Prints and writes some answers, where it is time for that."""
+        """Prints some answers and appends them to the file, if they are due at this step."""
         data = _prompts(program.experiment)
         set_number = int(host_batch["sources"].max())
         indices = host_batch["indices"]
         if set_number:
-            # Those at the beginning of a set, which are in the first batch of its evaluation.
+            # The first prompts of the set, which are in the first batch of its evaluation.
             chosen = [i for i in range(len(texts)) if host_batch["lengths"][i] and indices[i] < self.table_rows]
         else:
             step = step or 0
@@ -365,7 +366,7 @@ class Rollouts(Companion):
         table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
         after = "" if step is None else f" after {step} steps"
         self._tell(f"answers{after}, {name}{self._clock.shares()}:" + "\n".join(table))
-        # An evaluation of a run that is over is no part of it.
+        # Evaluating a finished run does not add to its file.
         if step is None:
             return
         with self._file.open("a") as file:
@@ -373,7 +374,7 @@ class Rollouts(Companion):
 
 
 def _prompts(experiment: Experiment) -> Prompts:
-    """The experiment's data, which `Rollouts.check` has seen to be prompts."""
+    """Return the experiment's data as `Prompts`; `Rollouts.check` has verified the type."""
     data = experiment.data
     assert isinstance(data, Prompts)
     return data

@@ -1,4 +1,4 @@
-"""Scoring: the log-probabilities of all rows of the data, by a model that is there before the run's own state."""
+"""Scoring: computes the log-probabilities of all data rows with a model loaded before the run's own state exists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from framework.terminal.phases import phase
 
 
 class Scoring:
-    """The stored values of a run.
+    """Computes and checks the stored reference values of a run.
 
     Args:
-        program: of the run; its data is set up.
-        model: whose values they are.
-        workdir: has their folder.
+        program: program of the run; its data must be set up.
+        model: model that computes the values.
+        workdir: folder of the run, which contains the folder of the values.
     """
 
     def __init__(self, program: Program, model: OtherModel, workdir: Path):
@@ -36,14 +36,14 @@ class Scoring:
         self._sets = self._data.row_sets()
 
     def run(self, *, begins: bool, tell: Tell) -> None:
-        """Computes what is not there yet, and has the data deliver it. Every process calls this.
+        """Computes the missing values and attaches them to the data. Every process calls this.
 
         Args:
-            begins: the run has no checkpoint yet: values of other weights or data are computed anew, not refused.
+            begins: the run has no checkpoint yet, so values of different weights or data are recomputed, not refused.
             tell: prints a line.
 
         Raises:
-            ValueError: the folder holds values of other weights or data than those that the run goes on with.
+            ValueError: the folder holds values for different weights or data than those of the resumed run.
         """
         stored = self._stored(keeps_hashes=True)
         difference = self._difference(stored)
@@ -54,7 +54,7 @@ class Scoring:
         elif difference:
             tell(f"{self._folder} holds a reference of other {difference}: it is computed again")
         self._begin(stored, anew=difference is not None)
-        # Once there is a checkpoint, the trainer has compared the config with that of the steps before.
+        # If there is a checkpoint, the trainer has already compared the config with that of the earlier steps.
         if begins or not stored.is_complete:
             if not stored.is_complete:
                 self._tell_surplus(tell)
@@ -73,7 +73,7 @@ class Scoring:
         self._data.attach("reference", stored.open())
 
     def _tell_surplus(self, tell: Tell) -> None:
-        """Says so where most of what is computed is of rows that the run does not read, as in a run of few steps."""
+        """Prints a hint if the run reads less than half of the training rows, as in a run of few steps."""
         training_rows = self._data.num_rows
         num_steps = self._program.experiment.trainer.known_steps
         if num_steps is None:
@@ -86,12 +86,12 @@ class Scoring:
             )
 
     def check(self) -> None:
-        """Looks at the folder of a run that goes on. Every process calls this.
+        """Checks the folder of a resumed run. Every process calls this.
 
         Raises:
-            ValueError: it holds values of other weights or data than those that the run goes on with.
+            ValueError: it holds values for different weights or data than those of the resumed run.
         """
-        # The values themselves are compared with their checksums by `run`: damaged ones are no reason to refuse.
+        # `run` verifies the checksums of the values. Damaged values are recomputed, so they are no reason to refuse.
         self._check(distributed.from_primary(self._stored(keeps_hashes=True).difference))
 
     def _check(self, difference: str | None) -> None:
@@ -104,8 +104,10 @@ class Scoring:
         )
 
     def _difference(self, stored: StoredRows) -> str | None:
-        """`StoredRows.difference` of the files in the folder, whose values are compared with their checksums as well;
-        that of the primary process."""
+        """Return `StoredRows.difference` of the files in the folder, as seen by the primary process.
+
+        This also compares the values with their checksums.
+        """
         difference = None
         if distributed.is_primary():
             difference = stored.difference
@@ -114,7 +116,11 @@ class Scoring:
         return distributed.from_primary(difference)
 
     def opened(self) -> bool:
-        """Has the data deliver values that are there; False where they are not, or are of other weights or data."""
+        """Attach the stored values to the data.
+
+        Returns:
+            False if they are incomplete, missing, damaged, or were computed for different weights or data.
+        """
         stored = self._stored(keeps_hashes=False)
         if self._difference(stored) is not None:
             return False
@@ -126,7 +132,7 @@ class Scoring:
 
     def _stored(self, *, keeps_hashes: bool) -> StoredRows:
         weights = ""
-        # One process reads files for their checksums.
+        # Only one process reads the weight files to hash them.
         if distributed.is_primary():
             hashes = FileHashes(self._folder.with_name(".reference-hashes.json"))
             weights = self._model.weights_digest(hashes)
@@ -136,13 +142,13 @@ class Scoring:
         return StoredRows(self._folder, self._sets, self._data.seq_len, weights)
 
     def _begin(self, stored: StoredRows, *, anew: bool) -> None:
-        """Makes the files ready in the primary process; the others learn how far they are."""
+        """Prepares the files in the primary process; the others receive the number of finished rows."""
         if distributed.is_primary():
             stored.begin(anew=anew)
         stored.done = distributed.from_primary(stored.done)
 
     def _agrees(self, stored: StoredRows) -> bool:
-        """Whether the first rows that are stored are what the model gives for them, to the bit."""
+        """Return whether the model reproduces the first stored rows bit for bit."""
         name = next((name for name, count in stored.done.items() if count), None)
         if name is None:
             return True
@@ -154,7 +160,7 @@ class Scoring:
         return distributed.from_primary(same)
 
     def _score(self, stored: StoredRows) -> None:
-        """Computes all rows that are not done; the primary process writes them."""
+        """Computes all remaining rows; the primary process writes them."""
         size = self._data.global_batch_size
         total = sum(rows.num_rows for rows in self._sets.values())
         with phase("computing the reference") as computing:
@@ -176,12 +182,12 @@ class Scoring:
         return self._batch(rows, first_row + number * self._data.global_batch_size)
 
     def _batch(self, rows: RowSet, first_row: int) -> dict[str, np.ndarray]:
-        """This process's rows of the batch that begins with a row of a set."""
+        """Return this process's rows of the batch that starts at row `first_row` of a set."""
         local_rows = [rows.row(first_row + int(row)) for row in self._program.rows]
         return {name: np.stack([row[name] for row in local_rows]) for name in self._data.arrays()}
 
     def _gathered(self, values: jax.Array) -> np.ndarray:
-        """The whole array [B, S] in this process."""
+        """Gather the whole array [B, S] in this process."""
         if jax.process_count() == 1:
             return np.asarray(values)
         everywhere = jax.jit(lambda x: x, out_shardings=self._program.replicated)(values)

@@ -1,10 +1,10 @@
-"""Log-probabilities that were computed once of every row of the data, in files of the workdir.
+"""Log-probabilities of every data row, computed once and stored in files of the workdir.
 
-    reference/reference.json    what they are of, how many rows of each set are done, and the checksum of these
-    reference/train.f32         float32[rows, S] of a training source; of a validation set under its own name
+    reference/reference.json    the weights and data they belong to, the finished rows of each set and their checksums
+    reference/train.f32         float32[rows, S] of a training source; a validation set has a file with its own name
 
-Rows are done in order, a batch at a time, and the JSON file counts them after they are on the disk: a process that is
-killed, or a power cut, loses the batches since, and the next start goes on there.
+Rows are computed in order, a batch at a time. The JSON file counts them only after they are on disk, so a kill or a
+power cut loses only the batches since the last count, and the next start continues from there.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from framework.terminal.phases import SHORT, phase
 
 FOLDER = "reference"
 _FACTS = "reference.json"
-# What `StoredRows.difference` says of files that were cut, or are not there, beside a JSON file that is.
+# `StoredRows.difference` if value files are missing or truncated although the JSON file exists.
 DAMAGED = "damaged"
-# Rows are counted as done this often at most.
+# Minimum time in seconds between two updates of the row counts.
 _SECONDS = 0.2
-# Rows that are read at a time for their checksum.
+# Number of rows to read at a time when computing a checksum.
 _ROWS = 1024
 
 
 class StoredRows:
-    """The files of all sets; one process writes them.
+    """The value files of all row sets; one process writes them.
 
     Args:
-        folder: of the files.
-        sets: of the data, by name.
-        seq_len: S.
-        weights: a checksum of the weights that the values are of.
+        folder: folder of the files.
+        sets: row sets of the data, by name.
+        seq_len: sequence length S.
+        weights: digest of the weights that the values are computed with.
     """
 
     def __init__(self, folder: Path, sets: Mapping[str, RowSet], seq_len: int, weights: str):
@@ -54,14 +54,15 @@ class StoredRows:
         }
         self._saved_at = 0.0
         self.done: dict[str, int] = dict.fromkeys(sets, 0)
-        # Of the rows that are done, in the process that writes them.
+        # Hashes of the finished rows; only the writing process keeps them up to date.
         self._hashes = {name: hashlib.sha256() for name in sets}
 
     @property
     def difference(self) -> str | None:
-        """What the files in the folder are of that is not the run's: "weights", "data"; None where nothing differs.
+        """The difference between the stored files and the run: "weights", "data", or None if nothing differs.
 
-        "" stands for files that are not there, or cannot be read; `DAMAGED` for some of another length.
+        "" means that reference.json is missing or unreadable, `DAMAGED` that a value file is missing or has the wrong
+        length.
         """
         stored = self._read()
         if stored is None:
@@ -77,7 +78,7 @@ class StoredRows:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the rows that are done have other values than those that were written. It reads all of them."""
+        """True if the finished rows no longer match their checksums. Reads all of them."""
         stored = self._read()
         if stored is None:
             return False
@@ -86,7 +87,7 @@ class StoredRows:
         return stored.get("sha256") != _hex_digests(hashes)
 
     def begin(self, *, anew: bool) -> None:
-        """Makes the files ready to be written, those of an earlier start with what they have; `anew` drops that."""
+        """Prepares the files for writing; keeps the rows of an earlier start unless `anew` is set."""
         stored = None if anew else self._read()
         if stored is None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -95,7 +96,7 @@ class StoredRows:
             self._hashes = {name: hashlib.sha256() for name in self._sets}
             for name in self._sets:
                 with open(self._file(name), "wb") as file:
-                    # A file of zeros, whose blocks the disk has yet to give.
+                    # A sparse file of zeros: disk blocks are allocated as rows are written.
                     file.truncate(self._num_bytes(name))
             self._save()
         else:
@@ -103,7 +104,7 @@ class StoredRows:
             self._hashes = self._hash_files(self.done)
 
     def open(self) -> dict[str, np.ndarray]:
-        """The values of all sets, f32[rows, S], for reading."""
+        """Open the values of all sets for reading, f32[rows, S] by set name."""
         stored = self._read()
         if stored is not None:
             self.done = stored["done"]
@@ -111,15 +112,15 @@ class StoredRows:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows of all sets are done; known after `begin` or `open`."""
+        """True if all rows of all sets are finished; valid after `begin` or `open`."""
         return all(self.done[name] == rows.num_rows for name, rows in self._sets.items())
 
     def rows(self, name: str, first: int, count: int) -> np.ndarray:
-        """The values of rows that are done, f32[count, S]."""
+        """Return the values of `count` finished rows from row `first` on, f32[count, S]."""
         return np.array(self._values(name, "r")[first : first + count])
 
     def write(self, name: str, first: int, values: np.ndarray) -> None:
-        """Writes the rows of a set from `first` on, f32[n, S]; the rows before them are done."""
+        """Writes rows of a set from row `first` on, f32[n, S]; all earlier rows must be finished."""
         num_rows = min(len(values), self._sets[name].num_rows - first)
         rows = np.ascontiguousarray(values[:num_rows], np.float32)
         stored = self._values(name, "r+")
@@ -131,14 +132,14 @@ class StoredRows:
 
     def _save(self) -> None:
         for name in self._sets:
-            # This includes pages that were written through a memory map.
+            # This also syncs pages that were written through a memory map.
             durable.sync(self._file(name))
         facts = {**self._facts, "done": self.done, "sha256": _hex_digests(self._hashes)}
         write_json(self.folder / _FACTS, facts)
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:
-        """The content of the JSON file; None where it is not there, or says nothing that could be used."""
+        """Read the JSON file; None if it is missing or invalid."""
         try:
             stored = parse_json((self.folder / _FACTS).read_text())
         except (FileNotFoundError, ValueError):
@@ -146,12 +147,12 @@ class StoredRows:
         done = stored.get("done") if isinstance(stored, dict) else None
         if not isinstance(done, dict):
             return None
-        # An index beyond the set would be cut off by a slice, and a checksum of fewer rows could agree.
+        # A slice would silently clip a count beyond the end of the set, and the checksum of fewer rows could match.
         is_valid = all(type(done.get(name)) is int and 0 <= done[name] <= s.num_rows for name, s in self._sets.items())
         return stored if is_valid else None
 
     def _hash_files(self, done: Mapping[str, int]) -> dict[str, Any]:
-        """The hash of the first rows of each file, so many as are done, by the name of the set."""
+        """Hash the finished rows of each file; returns the hash objects by set name."""
         hashes = {}
         for name in self._sets:
             hashes[name] = hashlib.sha256()
@@ -161,7 +162,7 @@ class StoredRows:
         return hashes
 
     def _num_bytes(self, name: str) -> int:
-        """The length of a set's file."""
+        """Return the length of a set's file in bytes."""
         return self._sets[name].num_rows * self._seq_len * np.dtype(np.float32).itemsize
 
     def _file(self, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Teacher: adds to each batch the likeliest next tokens of another model, for `framework.objectives.distillation`."""
+"""Teacher: adds the top-K next tokens of another model to each batch, for `framework.objectives.distillation`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
-# Rows of training, and batches of each validation set, that are looked at before a run begins.
+# Maximum number of training rows, and of batches of each validation set, to look up before a run starts.
 _CHECKED_ROWS = 1000
-# The file in a workdir that says which teacher the run has begun with.
+# File in the workdir that records which teacher the run started with.
 _RECORD = "teacher.json"
 _SCORE_AGAIN = "run `plimsoll score` again, with this config's trainer.max_steps or with --rows=all"
 
@@ -39,14 +39,15 @@ class Teacher(Companion):
     """Adds `teacher_ids`, `teacher_log_probs` and `teacher_tail` to each batch.
 
     Args:
-        kind: "stored" reads what `plimsoll score` has stored of the run's rows, and costs no memory of the devices;
-            "live" computes it in each step by a model whose weights are in host memory.
-        path: of stored: the folder of `plimsoll score --out`; of live: a published model's directory, or the Hub's id.
-        top_k: K, the tokens of each position that the student is told apart. Of a folder with more, the likeliest K are
-            taken, and the others' probability goes to the bucket.
-        train_first: of stored: the name of a config, whose model is the teacher. Where `path` holds nothing yet,
-            `plimsoll train` trains it there and stores what it says, before the student's run begins. This is for toys;
-            other teachers are trained and asked by commands of their own.
+        kind: "stored" reads the outputs that `plimsoll score` stored for the run's rows, and needs no device memory;
+            "live" computes them in each step with a model whose weights are offloaded to host memory.
+        path: for stored, the folder given to `plimsoll score --out`; for live, the directory of a published model or
+            its id on the Hub.
+        top_k: K, the number of teacher tokens per position with individual probabilities. If the folder has more, only
+            the top K are used, and the probability of the others goes to the tail bucket.
+        train_first: for stored, the name of a config whose model is the teacher. If `path` has no files yet,
+            `plimsoll train` trains the teacher there and stores its outputs before the student's run starts. This is
+            meant for toy examples; train and score larger teachers with separate commands.
     """
 
     def __init__(
@@ -72,8 +73,12 @@ class Teacher(Companion):
         return {**delivered, **shapes(num_rows, length, self.top_k)}
 
     def check(self, experiment: Experiment) -> None:
-        """Raises ValueError: model or data are of another kind, K is over the vocabulary, or nothing reads a teacher's
-        arrays."""
+        """See `Companion`.
+
+        Raises:
+            ValueError: the type of model or data is not supported, K exceeds the vocabulary size, or the objective does
+                not read a teacher's arrays.
+        """
         model = experiment.model
         if not isinstance(model, CausalLM) or not isinstance(experiment.data, DataPipeline):
             raise ValueError(
@@ -90,7 +95,7 @@ class Teacher(Companion):
             )
 
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
-        """See `Companion`: the folder's facts and rows, or the headers and the tokenizer of the model."""
+        """See `Companion`: checks the folder's facts and rows, or the weight headers and tokenizer of the model."""
         if self.kind == "stored":
             self._rows = self._opened(program)
             self._check_rows(program.experiment)
@@ -103,7 +108,7 @@ class Teacher(Companion):
         """See `Companion`."""
         if self.kind == "stored" and self._rows is None:
             self._rows = self._opened(program)
-        # `plimsoll evaluate` opens the teacher of a run, too, and writes nothing there.
+        # `plimsoll evaluate` also opens the teacher of a run, and must not write to the workdir.
         if begins and distributed.is_primary():
             write_json(workdir / _RECORD, {"weights": self._weights(program, workdir)})
         if self.kind == "live":
@@ -117,7 +122,7 @@ class Teacher(Companion):
         )
 
     def _check_teacher(self, program: Program, workdir: Path) -> None:
-        """Raises ValueError, in every process, where the run has begun with the answers of another teacher."""
+        """Raises ValueError in every process if the run started with another teacher."""
         difference = None
         if distributed.is_primary() and (workdir / _RECORD).exists():
             known = _read_record(workdir / _RECORD)
@@ -132,7 +137,7 @@ class Teacher(Companion):
             )
 
     def _weights(self, program: Program, workdir: Path) -> str:
-        """A digest of the teacher's weights."""
+        """Return a digest of the teacher's weights."""
         if self.kind == "live":
             hashes = FileHashes(workdir / ".teacher-hashes.json")
             digest = self._live(program).weights_digest(hashes)
@@ -154,25 +159,25 @@ class Teacher(Companion):
         return {**batch, **program.put(self._stored(program, batch))}
 
     def host_bytes(self, program: Program) -> int:
-        """See `Companion`: the weights of a live teacher."""
+        """See `Companion`: the offloaded weights of a live teacher."""
         return self._live(program).hosted_bytes if self.kind == "live" else 0
 
     def passes(self, experiment: Experiment, mesh: Any) -> Passes:
-        """See `Companion`: a live teacher's forward pass."""
+        """See `Companion`: the forward pass of a live teacher."""
         if self.kind == "stored":
             return Passes()
         teacher = other_experiment(experiment, self.path)
         return forward_passes(experiment, teacher, mesh, hosted=True)
 
     def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
-        """See `Companion`: a live teacher's forward pass, in each step."""
+        """See `Companion`: the forward pass of a live teacher, in each step."""
         if self.kind == "stored":
             return {}
         state_bytes = program.layout.bytes_per_device(memory_kind="device")
         return {"teacher": self._live(program).rehearsed(compile, beside=state_bytes)}
 
     def _live(self, program: Program) -> OtherModel:
-        """The model in host memory. Raises ValueError: its vocabulary is smaller than K."""
+        """Return the offloaded teacher model. Raises ValueError if its vocabulary is smaller than K."""
         if self._model is not None and self._model.run is program:
             return self._model
         function = likeliest(self.top_k, program.experiment.language_model.vocab_size)
@@ -184,9 +189,14 @@ class Teacher(Companion):
         return model
 
     def _opened(self, program: Program) -> TeacherRows:
-        """The folder's rows. Raises FileNotFoundError, ValueError: they are of something else; one line."""
+        """Open the rows of the folder.
+
+        Raises:
+            FileNotFoundError, ValueError: the folder is missing or damaged, or its rows do not match the run. The
+                message is one line.
+        """
         data = program.experiment.data
-        # `check` has seen to it.
+        # `check` has verified the type.
         assert isinstance(data, DataPipeline)
         try:
             rows = TeacherRows(Path(self.path).expanduser())
@@ -219,8 +229,7 @@ class Teacher(Companion):
         return rows
 
     def _check_rows(self, experiment: Experiment) -> None:
-        """Raises ValueError where some of the run's rows are not stored; it looks at rows from the first to the last
-        one."""
+        """Raises ValueError if some of the run's rows are not stored; samples rows evenly from first to last."""
         data = experiment.data
         assert isinstance(data, DataPipeline)
         assert self._rows is not None
@@ -234,12 +243,12 @@ class Teacher(Companion):
             )
 
     def _stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
-        """The arrays of this process's rows of a batch, on the host."""
+        """Return the teacher arrays of this process's rows of a batch, on the host."""
         names = [name for name in ("tokens", "segments", "weights") if name in batch]
         host = {name: _on_host(batch[name], program.rows) for name in names}
         num_rows, length = host["tokens"].shape
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(num_rows, length, self.top_k).items()}
-        # A row without a counted target is padding behind the end of a validation set, and is stored nowhere.
+        # A row without a counted target is padding after the end of a validation set, which is not stored.
         counted = [row for row in range(num_rows) if host["weights"][row].any()]
         numbers = [self._number_of({name: host[name][row] for name in names}) for row in counted]
         assert self._rows is not None
@@ -261,7 +270,7 @@ class Teacher(Companion):
 
 
 def _read_record(path: Path) -> str:
-    """Read the digest of the weights that a run began with. Raises ValueError: the file is damaged."""
+    """Read the digest of the weights that a run started with. Raises ValueError if the file is damaged."""
     record = parse_json(path.read_text())
     weights = record.get("weights") if isinstance(record, dict) else None
     if not isinstance(weights, str):
@@ -270,7 +279,7 @@ def _read_record(path: Path) -> str:
 
 
 def _with_fewer(rows: Rows, top_k: int) -> Rows:
-    """Rows with the likeliest K tokens of those that are stored; the others go to the tail."""
+    """Keep the top K of the stored tokens; the probability of the others is added to the tail."""
     if rows.ids.shape[-1] == top_k:
         return rows
     others = rows.log_probs[..., top_k:].astype(np.float32)
@@ -279,7 +288,7 @@ def _with_fewer(rows: Rows, top_k: int) -> Rows:
 
 
 def _on_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """This process's rows of an array [B, S]. Raises ValueError: other processes have a part of them."""
+    """Return this process's rows of an array [B, S]. Raises ValueError if other processes hold parts of them."""
     if array.is_fully_addressable:
         return np.asarray(array)
     host = np.zeros((len(rows), array.shape[1]), array.dtype)

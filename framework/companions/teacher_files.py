@@ -1,18 +1,18 @@
-"""What a teacher says of the rows of some data, stored once: `plimsoll score` writes a folder, `Teacher` reads it.
+"""Stored teacher outputs for the rows of a dataset: `plimsoll score` writes the folder, `Teacher` reads it.
 
-    teacher.json    what the files are of (`Facts`), and how many rows they hold: N
+    teacher.json    the teacher and data of the files (`Facts`), and their number of rows N
     rows.bin        uint8[N, 16]              the key of each row, see `row_key`
-    ids.bin         uint16 or 32[N, S, K]     the K likeliest tokens of each position, the likeliest first
+    ids.bin         uint16 or 32[N, S, K]     the top K tokens of each position, most likely first
     log_probs.bin   float16[N, S, K]          their log-probabilities, in nats
-    tails.bin       float32[N, S]             the log of the probability of all other tokens together, at least -50
+    tails.bin       float32[N, S]             the log of the total probability of all other tokens, at least -50
     checksums.bin   uint32[N]                 CRC-32 of a row's bytes in the four files above, in this order
 
-All are little-endian arrays in C order without a header. A row takes S * (K * 4 + 4) + 20 bytes where the vocabulary
-has at most 65536 ids, otherwise S * (K * 6 + 4) + 20. float16 keeps a log-probability to one part in 2048.
+All files are little-endian arrays in C order without a header. A row takes S * (K * 4 + 4) + 20 bytes for a vocabulary
+of at most 65536 ids, otherwise S * (K * 6 + 4) + 20. float16 stores a log-probability to one part in 2048.
 
-Rows are found by what is in them, so the order of the data, its seed and the batch size may change. The number in
-teacher.json is written last: what a kill leaves behind it is cut off by the next writer. A row's checksum is compared
-whenever the row is read.
+Rows are looked up by content, so the order of the data, its seed and the batch size may change. The row count in
+teacher.json is written last: anything after it, left by a kill, is truncated by the next writer. A row's checksum is
+verified on every read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEY_BYTES = 16
 
 
 class Rows(NamedTuple):
-    """What is stored of N rows; the dtypes are those of the files."""
+    """The stored arrays of N rows, with the dtypes of the files."""
 
     keys: np.ndarray
     ids: np.ndarray
@@ -54,14 +54,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files of a folder are of.
+    """The teacher and data that the files of a folder belong to.
 
     Attributes:
         weights: sha256 of the teacher's weights.
-        tokenizer: digest of the tokenizer, the teacher's and the data's; None where ids stand for no text.
-        vocab_size: the teacher's distribution is that over the ids below it.
-        seq_len: S.
-        top_k: K.
+        tokenizer: digest of the tokenizer shared by teacher and data; None if token ids do not stand for text.
+        vocab_size: the teacher's distribution covers the ids below this.
+        seq_len: sequence length S.
+        top_k: K, the number of stored tokens per position.
         data: digest of each source by name, see `data_digests`.
     """
 
@@ -73,7 +73,7 @@ class Facts:
     data: dict[str, str]
 
     def check(self) -> None:
-        """Raises ValueError: a value is of another type, or out of range."""
+        """Raises ValueError if a value has the wrong type or is out of range."""
         texts = [self.weights, *self.data, *self.data.values()]
         numbers = [self.vocab_size, self.seq_len, self.top_k]
         are_texts = all(isinstance(text, str) for text in texts) and isinstance(self.tokenizer, str | None)
@@ -87,16 +87,16 @@ class Facts:
 
     @property
     def bytes_per_token(self) -> float:
-        """What a token takes in the files."""
+        """The bytes per token in the files."""
         return self.row_bytes / self.seq_len
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes in the files."""
+        """The bytes per row in the files."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _row_types(self))
 
     def empty(self, count: int) -> Rows:
-        """Arrays of so many rows, of the files' shapes and dtypes."""
+        """Return zeroed arrays for `count` rows, with the shapes and dtypes of the files."""
         shape = (count, self.seq_len, self.top_k)
         return Rows(
             keys=np.zeros((count, _KEY_BYTES), np.uint8),
@@ -107,9 +107,9 @@ class Facts:
 
 
 def row_key(row: Batch) -> bytes:
-    """The key of a row: blake2b, of 16 bytes, of its tokens int32[S], and of its segments int32[S] where it has those.
+    """Return the key of a row: the 16-byte blake2b hash of its tokens, int32[S], and its segments, int32[S], if any.
 
-    Nothing else decides what a causal model says of each position.
+    The outputs of a causal model at each position depend on nothing else.
     """
     key = hashlib.blake2b(digest_size=_KEY_BYTES)
     for name in ("tokens", "segments"):
@@ -119,13 +119,13 @@ def row_key(row: Batch) -> bytes:
 
 
 def data_digests(leaves: list[Leaf], seq_len: int, *, masked: bool, packing_seed: int | None) -> dict[str, str]:
-    """{name of a source: digest of all that decides its rows}; the data is set up.
+    """Return {source name: digest of everything that determines its rows}; the data must be set up.
 
     Args:
-        leaves: the sources.
-        seq_len: S.
-        masked: documents are masked from each other.
-        packing_seed: the data's seed where that decides which conversations share a row; None for text.
+        leaves: data sources.
+        seq_len: sequence length S.
+        masked: attention is masked between documents.
+        packing_seed: the data's seed, if it determines which conversations share a row; None for text.
     """
     digests = {}
     for leaf in leaves:
@@ -135,17 +135,17 @@ def data_digests(leaves: list[Leaf], seq_len: int, *, masked: bool, packing_seed
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, in the order of `_row_types`."""
+    """Return the paths of a folder's files, in the order of `_row_types`."""
     return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails", "checksums")]
 
 
 def _row_types(facts: Facts) -> list[tuple[np.dtype, tuple[int, ...]]]:
-    """The dtype and the shape of one row in each file."""
+    """Return the dtype and the shape of one row in each file."""
     return [*((array.dtype, array.shape[1:]) for array in facts.empty(0)), (np.dtype("<u4"), ())]
 
 
 def _checksums(rows: Rows) -> np.ndarray:
-    """The CRC-32 of each row, uint32[N]."""
+    """Compute the CRC-32 of each row, uint32[N]."""
     checksums = np.zeros(len(rows.keys), "<u4")
     for number in range(len(checksums)):
         checksum = 0
@@ -156,7 +156,11 @@ def _checksums(rows: Rows) -> np.ndarray:
 
 
 def read_manifest(folder: Path) -> tuple[Facts, int]:
-    """(facts, number of rows). Raises FileNotFoundError, ValueError: there is none, or it is of another kind."""
+    """Read (facts, number of rows) from a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no manifest, or it is invalid or has a different format.
+    """
     path = folder / MANIFEST
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {MANIFEST}: expected a folder that `plimsoll score` has written")
@@ -179,10 +183,10 @@ def read_manifest(folder: Path) -> tuple[Facts, int]:
 
 
 class TeacherRows:
-    """The rows of a folder, open for reading; 16 bytes of each row and a few numbers are in memory.
+    """The rows of a folder, open for reading; only 16 bytes per row and a few numbers are held in memory.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such folder, or it is damaged; one line.
+        FileNotFoundError, ValueError: the folder does not exist, or it is damaged. The message is one line.
     """
 
     def __init__(self, folder: Path):
@@ -205,14 +209,14 @@ class TeacherRows:
         return key in self._number_by_key
 
     def number_of(self, key: bytes) -> int | None:
-        """The number of the row with this key; None where there is none."""
+        """Return the number of the row with this key; None if there is none."""
         return self._number_by_key.get(key)
 
     def take(self, numbers: list[int]) -> Rows:
-        """Copies of these rows.
+        """Return copies of the rows with these numbers.
 
         Raises:
-            ValueError: one of them is not what was stored.
+            ValueError: a row does not match its checksum.
         """
         rows = Rows(*(np.asarray(array[numbers]) for array in self._stored))
         damaged = np.flatnonzero(_checksums(rows) != self._checksums[numbers])
@@ -225,14 +229,15 @@ class TeacherRows:
 
 
 class TeacherWriter:
-    """Adds rows to a folder that is new, or holds rows of the same teacher and the same data; one writer at a time.
+    """Adds rows to a new folder, or to one with rows of the same teacher and data; one writer at a time.
 
     Args:
-        folder: made where it is not there.
-        facts: what the rows are of.
+        folder: folder to write to; created if it does not exist.
+        facts: the teacher and data that the rows belong to.
 
     Raises:
-        ValueError: the folder holds rows of something else, or another process is writing; one line.
+        ValueError: the folder holds rows of another teacher or other data, or another process is writing to it. The
+            message is one line.
     """
 
     def __init__(self, folder: Path, facts: Facts):
@@ -246,7 +251,7 @@ class TeacherWriter:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[TeacherWriter]:
-        """The files are open, cut to the rows that count, and this process alone writes them."""
+        """Locks the folder for this process, and opens the files truncated to the committed rows."""
         durable.make_folder(self.folder)
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context(open(self.folder / ".lock", "w"))
@@ -259,12 +264,12 @@ class TeacherWriter:
                 file = stack.enter_context(open(path, "ab"))
                 file.truncate(self.num_rows * math.prod(row_shape) * dtype.itemsize)
                 self._files.append(file)
-            # Also where no row follows, the folder says what it is of.
+            # Write the manifest now, so that it exists even if no row is added.
             self.commit()
             yield self
 
     def append(self, rows: Rows) -> None:
-        """Writes rows behind the others; they count from the next `commit` on."""
+        """Appends rows; they count from the next `commit` on."""
         *row_types, _ = _row_types(self.facts)
         arrays = []
         for array, (dtype, row_shape) in zip(rows, row_types, strict=True):
@@ -277,7 +282,7 @@ class TeacherWriter:
         self.num_rows += len(rows.keys)
 
     def commit(self) -> None:
-        """All rows so far count, also after a kill at any moment."""
+        """Makes all rows so far durable: they count even after a kill at any moment."""
         for file in self._files:
             with writing(file.name):
                 file.flush()
@@ -286,7 +291,7 @@ class TeacherWriter:
 
 
 def _check_same(folder: Path, stored: Facts, facts: Facts) -> None:
-    """Raises ValueError: the folder's rows are of another teacher or of other data."""
+    """Raises ValueError if the folder's rows belong to another teacher or other data."""
     for field in dataclasses.fields(Facts):
         old = getattr(stored, field.name)
         new = getattr(facts, field.name)
@@ -298,7 +303,7 @@ def _check_same(folder: Path, stored: Facts, facts: Facts) -> None:
 
 
 def _short(value: object) -> str:
-    """A fact as a message shows it: of hashes the beginning."""
+    """Format a fact for a message; hashes are shortened to 12 characters."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
     return str(value)[:12]

@@ -1,4 +1,4 @@
-"""Has a teacher go once through the rows of some data, and stores what it says of each position."""
+"""Runs a teacher once over the rows of a dataset, and stores its top-K outputs for each position."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.terminal.phases import phase
 
-# Rows begin to count after so many seconds: a kill costs no more than that.
+# Interval between commits in seconds: the most work that a kill can lose.
 _COMMIT_SECONDS = 5.0
 
 
 def weights_digest(weights: Nested) -> str:
-    """sha256 of all weights, by path, dtype and shape; one array at a time is on the host."""
+    """Return the sha256 of all weights with their paths, dtypes and shapes; copies one array at a time to the host."""
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten(weights).items()):
         digest.update(f"{path} {leaf.dtype} {leaf.shape} ".encode())
@@ -37,15 +37,16 @@ def weights_digest(weights: Nested) -> str:
 
 
 def digests_of(data: DataPipeline) -> dict[str, str]:
-    """`data_digests` of all sources of a pipeline that is set up."""
+    """Return `data_digests` of all sources of a pipeline that is set up."""
     return data_digests(data.leaves, data.seq_len, masked=data.document_mask, packing_seed=data.packing_seed)
 
 
 def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, program: Program, top_k: int) -> int:
-    """The number of ids over which teacher and student are compared.
+    """Check that the teacher fits the student's data, and return the number of token ids shared with the student.
 
     Raises:
-        ValueError: the teacher does not read the data, or has another tokenizer; one line.
+        ValueError: the teacher cannot read the data, has another tokenizer, or `top_k` is out of range. The message is
+            one line.
     """
     ours = data.tokenizer
     theirs = teacher.data.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,7 +56,7 @@ def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, 
             f"{_digest(ours.digest)}): its tokens mean other texts; expected a teacher with the same tokenizer"
         )
     teacher.language_model.check(program.mesh, data)
-    # Tables may be padded, and differently: no text has the ids of these rows.
+    # The embedding tables may be padded to different sizes; padded ids never occur in text.
     vocab_size = min(teacher.language_model.vocab_size, student.language_model.vocab_size)
     if not 0 < top_k <= vocab_size:
         raise ValueError(f"--top_k={top_k}: expected 1 to {vocab_size}, the ids of teacher and student")
@@ -67,18 +68,18 @@ def _digest(value: str | None) -> str:
 
 
 class RowList(NamedTuple):
-    """Rows of data to be read one after the other.
+    """A list of data rows to read one after the other.
 
     Attributes:
-        leaves: the sources of training, and after them those of validation.
-        places_N2: int64, of each row the number of its source and its number in there.
+        leaves: the training sources, followed by the validation sources.
+        places_N2: int64[N, 2], the source number of each row and its index in that source.
     """
 
     leaves: list[Leaf]
     places_N2: np.ndarray
 
     def read(self, number: int) -> Batch:
-        """Row `number` of the list: arrays [S]."""
+        """Read row `number` of the list: arrays [S]."""
         source, index = self.places_N2[number].tolist()
         return self.leaves[source].rows.row(index)
 
@@ -86,15 +87,15 @@ class RowList(NamedTuple):
 def rows_of(
     experiment: Experiment, data: DataPipeline, which: Literal["run", "all"], *, at_most: int | None = None
 ) -> RowList:
-    """The rows that a teacher is to see, each once: those that the experiment's run reads, in its order, or all.
+    """Return the rows to score: those that the experiment's run reads, in the order of the run, or all rows.
 
     Args:
-        experiment: whose run it is.
-        data: its data, set up.
+        experiment: experiment of the run.
+        data: data of the run, set up.
         which: "run": the sequences of trainer.max_steps steps or trainer.max_epochs, and the batches of its
             evaluations; "all": every row of every source.
-        at_most: of more rows of a run, so many of training and of each validation set, from the first to the last one,
-            evenly spaced.
+        at_most: keep at most this many training rows of a run and batches of each validation set, evenly spaced from
+            the first to the last one; None keeps all.
     """
     limit = None
     if which == "run":
@@ -115,7 +116,7 @@ def rows_of(
 
 
 def _spaced(numbers: Sequence[int], at_most: int | None) -> Sequence[int]:
-    """The numbers, or so many of them, with the first and the last one."""
+    """Return the numbers, or `at_most` evenly spaced ones if there are more, including the first and the last."""
     if at_most is None or len(numbers) <= at_most:
         return numbers
     return [numbers[turn * (len(numbers) - 1) // (at_most - 1)] for turn in range(at_most)]
@@ -126,7 +127,7 @@ def _places(source: int, indices: range) -> np.ndarray:
 
 
 def _num_steps(experiment: Experiment, data: DataPipeline) -> int:
-    """The steps of the experiment's run."""
+    """Return the number of steps of the experiment's run."""
     options = experiment.trainer
     if options.max_epochs is None:
         return options.max_steps
@@ -135,14 +136,14 @@ def _num_steps(experiment: Experiment, data: DataPipeline) -> int:
 
 
 class TeacherScorer:
-    """Computes a teacher's likeliest tokens for rows of data.
+    """Computes a teacher's top-K tokens for rows of data.
 
     Args:
-        program: the teacher's.
-        state: with the groups parameter (or ema), frozen and buffer.
-        facts: say K and the vocabulary.
-        averaged: the moving averages are the teacher.
-        batch_size: rows at a time, rounded up to what the mesh divides.
+        program: program of the teacher.
+        state: state with the groups parameter (or ema), frozen and buffer.
+        facts: facts of the stored files; they give K and the vocabulary size.
+        averaged: use the moving averages of the weights.
+        batch_size: number of rows to score at a time, rounded up to a multiple of the mesh's batch shards.
     """
 
     def __init__(self, program: Program, state: Nested, facts: Facts, *, averaged: bool, batch_size: int):
@@ -162,8 +163,8 @@ class TeacherScorer:
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def __call__(self, rows: list[Batch]) -> Rows:
-        """What is stored of at most `batch_size` rows."""
-        # The last row comes again until the batch is full: one shape is one program.
+        """Compute the stored arrays of at most `batch_size` rows."""
+        # Repeat the last row until the batch is full, so that there is one shape and one compiled program.
         filled = [*rows, *[rows[-1]] * (self.batch_size - len(rows))]
         batch = {name: np.stack([row[name] for row in filled]) for name in rows[0]}
         arrays = jax.device_get(self._score(self._arrays, batch))
@@ -179,9 +180,9 @@ class TeacherScorer:
 
 
 def store(scorer: TeacherScorer, row_list: RowList, folder: Path) -> tuple[int, int]:
-    """Stores what the teacher says of the rows that the folder does not have yet; (rows added, rows in all).
+    """Score the rows that the folder does not have yet, and store the results; returns (rows added, rows in total).
 
-    Batches of rows are always the same ones, so what is written does not depend on kills in between.
+    The rows are always split into the same batches, so the written values do not depend on kills in between.
     """
     writer = TeacherWriter(folder, scorer.facts)
     with writer.open():
@@ -199,7 +200,7 @@ def store(scorer: TeacherScorer, row_list: RowList, folder: Path) -> tuple[int, 
 
 
 def _batches(row_list: RowList, stored_rows: TeacherRows, batch_size: int) -> Iterator[tuple[int, list[Batch]]]:
-    """(number of rows that are done by then, rows that are not stored yet), so many at a time, each row once."""
+    """Yield (number of rows read so far, next rows to score), in batches of `batch_size`; each row occurs once."""
     seen: set[bytes] = set()
     rows: list[Batch] = []
     total = len(row_list.places_N2)

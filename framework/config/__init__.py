@@ -1,4 +1,4 @@
-"""Configs: the constructor's signature is the schema. docs/configs.md has the rules."""
+"""Configs: the constructor's signature is the schema. See docs/configs.md for the rules."""
 
 from framework.config.changes import diff
 from framework.config.components import component

@@ -1,4 +1,4 @@
-"""Rules by accelerator: what a config changes in itself for a kind of device, `Experiment.accelerator_rules`."""
+"""Accelerator rules: changes that a config applies to itself for a kind of device, `Experiment.accelerator_rules`."""
 
 import fnmatch
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from framework.config.texts import as_text
 
 
 def rules_of(config: Config) -> list[Config]:
-    """The rules of a config; none for a config that takes none."""
+    """Return the accelerator rules of a config; [] if the config has no such field."""
     return config.accelerator_rules if "accelerator_rules" in config else []
 
 
 def is_for(rule: Config, accelerator: str) -> bool:
-    """Whether a rule's pattern matches a name such as "v5e-8", "h200x8" or "cpu-8"."""
+    """Return whether a rule's pattern matches a name such as "v5e-8", "h200x8" or "cpu-8"."""
     return fnmatch.fnmatchcase(accelerator, rule.pattern)
 
 
@@ -24,26 +24,25 @@ def apply_accelerator_rules(
     accelerator: str | None,
     is_kept: Callable[[str], bool] = lambda path: False,
 ) -> list[str]:
-    """Applies, in place and in order, the rules for an accelerator.
+    """Applies the rules for an accelerator, in place and in order.
 
     Args:
-        config: is changed.
-        accelerator: None tries all rules, on copies.
-        is_kept: whether the field of a path stays as it is, whatever a rule says.
+        config: config to change.
+        accelerator: name of the accelerator; None tries all rules, each on a copy.
+        is_kept: returns True for the path of a field that no rule may change.
 
     Returns:
-        a line for each field that a rule changes: `rule v5e-*: memory.remat none -> full`.
+        One line for each field that a rule changes: `rule v5e-*: memory.remat none -> full`.
 
     Raises:
-        ConfigError: a rule sets what cannot be.
+        ConfigError: a rule sets an unknown field or an invalid value.
     """
     lines: list[str] = []
     for index, rule in enumerate(rules_of(config)):
         if accelerator is not None and not is_for(rule, accelerator):
             continue
         config_before = config.copy()
-        # Rules of different accelerators may contradict each other, so trying all of them takes a
-        # copy for each.
+        # Rules for different accelerators may contradict each other, so each one is tried on a copy.
         changed = config if accelerator is not None else config.copy()
         for path, value in rule.set.items():
             if is_kept(path):

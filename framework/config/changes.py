@@ -1,4 +1,4 @@
-"""What differs between two configs, or between two that were saved."""
+"""Differences between two configs, or between two saved configs."""
 
 import json
 from typing import Any
@@ -11,10 +11,10 @@ _MISSING = "(absent)"
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (path, left value, right value) wherever two configs differ.
+    """Returns (path, left value, right value) for each path at which two configs differ.
 
-    ABSENT stands for a value that one side does not have. A component of another class is listed
-    by both names, at its own path.
+    ABSENT stands for a value that only the other side has. Components of different classes are listed by name, at the
+    path of the component.
     """
     left_values = _values_by_path(left)
     right_values = _values_by_path(right)
@@ -22,7 +22,7 @@ def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
     for path in left_values | right_values:
         left_value = left_values.get(path, ABSENT)
         right_value = right_values.get(path, ABSENT)
-        # The types too, as 1 == 1.0 == True, and they do not build the same.
+        # Compare the types too: 1 == 1.0 == True, but they build different objects.
         if left_value != right_value or type(left_value) is not type(right_value):
             differences.append((path, left_value, right_value))
     return differences
@@ -39,8 +39,8 @@ def _values_by_path(config: Config) -> dict[str, Any]:
 def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     """Returns a line for each leaf that differs between two configs, in the order of the old one.
 
-    The configs are JSON values. Tuples equal lists and 1 equals 1.0, as JSON does not tell them
-    apart; True does not equal 1.
+    The configs are JSON values. Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does
+    not equal 1.
     """
     lines: list[str] = []
     if isinstance(old, dict) and isinstance(new, dict):
@@ -61,11 +61,11 @@ def _are_lists(old: Any, new: Any) -> bool:
 
 
 def _current(value: Any) -> Any:
-    """Returns the value; for a component's former name, the one that it has today."""
+    """Returns the value; a former name of a component is replaced by its current name."""
     return RENAMED.get(value, value) if isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:
-    # A line of a log should fit on a screen, and a value may be a whole component.
+    # A value may be a whole component, but a log line should fit on the screen.
     text = _MISSING if value == _MISSING else json.dumps(value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."

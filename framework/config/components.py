@@ -1,15 +1,14 @@
-"""Components are the classes and functions to which a name in a file may lead.
+"""Components: the classes and functions that a config file may refer to by name.
 
-A component describes a part of an experiment: a layer, a model, a data source, a tokenizer, the
-learner, an optimizer, a schedule, an initializer. Building one computes and remembers; it reads
-and writes no file, starts no process and opens no connection. What loads, writes, launches or
-exports is no component, so no file can name it.
+A component describes a part of an experiment: a layer, a model, a data source, a tokenizer, the learner, an optimizer,
+a schedule, an initializer. Constructing one only computes and stores values: it reads and writes no files, starts no
+process and opens no connection. Code that loads, writes, launches or exports is not a component, so a file cannot name
+it.
 
-- Of Plimsoll: what is marked with `@component` where it is defined. A subclass is marked itself,
-  or is none.
-- Of optax: functions that return a transformation or a schedule, by their return annotation.
-- Of jax.nn: functions that return an initializer; and, as objects that are passed and not called
-  here, its functions of arrays (`jax.nn.gelu`).
+- Plimsoll: classes and functions marked with `@component` where they are defined. Subclasses need their own mark.
+- optax: functions that return a transformation or a schedule, according to their return annotation.
+- jax.nn: functions that return an initializer. Its functions of arrays (`jax.nn.gelu`) may be passed as objects, but
+  are not called here.
 """
 
 import importlib
@@ -19,15 +18,15 @@ from typing import Any, TypeVar
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _MARK = "_marked_component"
-# Code in these packages needs the mark, whoever configured it in this process.
+# Code in these packages always needs the mark, even if code of this process has configured it.
 OURS = ("framework", "configs", "launch", "tools")
-# The modules of other packages in which names are looked up. They are imported anyway, so a name
-# imports nothing new.
+# Modules of other packages in which names are looked up. They are imported anyway, so resolving a name imports nothing
+# new.
 OPTAX = ("optax", "optax.contrib", "optax.schedules", "optax.transforms")
 INITIALIZERS = "jax.nn.initializers"
 FUNCTIONS = "jax.nn"
-# Functions of optax that return a transformation, and are not annotated. The code of each was read,
-# in optax 0.2.8.
+# Functions of optax that return a transformation but have no return annotation. The code of each was reviewed, in
+# optax 0.2.8.
 _NOT_ANNOTATED = {
     "monitor",
     "scale_by_factored_rms",
@@ -38,15 +37,15 @@ _NOT_ANNOTATED = {
 
 
 def component(target: Target) -> Target:
-    """Marks a component: data from outside may name the class or function, with any arguments."""
-    # The mark is the object itself: a subclass inherits it and functools.wraps copies it, and
-    # neither is then marked.
+    """Marks a component: untrusted data may name the class or function, with any arguments."""
+    # The mark is the object itself. A subclass inherits it and functools.wraps copies it, but then it is not equal to
+    # the object, so neither counts as marked.
     setattr(target, _MARK, target)
     return target
 
 
 def is_component(target: Any) -> bool:
-    """Tells whether this very class or function is marked."""
+    """Returns whether this exact class or function is marked."""
     if not callable(target):
         return False
     attributes = getattr(target, "__dict__", {})
@@ -54,21 +53,21 @@ def is_component(target: Any) -> bool:
 
 
 def is_ours(target: Any) -> bool:
-    """Tells whether a class or function is defined in a package of Plimsoll."""
+    """Returns whether a class or function is defined in a package of Plimsoll."""
     return _package(target) in OURS
 
 
 def foreign_component(module_name: str, target: Any) -> bool:
-    """Tells whether an object in a module of optax or jax.nn is a component.
+    """Returns whether an object in a module of optax or jax.nn is a component.
 
-    It is if it is a function that returns an optimizer, a schedule or an initializer.
+    Functions that return an optimizer, a schedule or an initializer are components.
     """
     package = module_name.partition(".")[0]
     if not _is_public_function(target, package):
         return False
     annotation = _return_annotation(target)
-    # Imported here, as a config alone needs neither jax nor optax, and mistakes in it are told
-    # before either is imported.
+    # Imported here, because a config by itself needs neither jax nor optax, and errors in it are reported before either
+    # is imported.
     if module_name == INITIALIZERS:
         return annotation is importlib.import_module(INITIALIZERS).Initializer
     if module_name not in OPTAX:
@@ -80,12 +79,12 @@ def foreign_component(module_name: str, target: Any) -> bool:
 
 
 def foreign_function(module_name: str, target: Any) -> bool:
-    """Tells whether an object of jax.nn may be passed without being called.
+    """Returns whether an object of jax.nn may be passed without being called.
 
-    It may if it is a function of arrays, or an initializer itself (`jax.nn.initializers.zeros`).
+    That is allowed for functions of arrays and for initializers (`jax.nn.initializers.zeros`).
     """
     if module_name == INITIALIZERS:
-        # The other initializers of that module are functions that return one.
+        # All other functions of that module return an initializer.
         is_listed = getattr(target, "__name__", "") in ("zeros", "ones")
     else:
         is_listed = module_name == FUNCTIONS
@@ -99,13 +98,13 @@ def _is_public_function(target: Any, package: str) -> bool:
 
 
 def _package(target: Any) -> str:
-    """Returns the package in which an object says that it is defined; "" if it does not say."""
+    """Returns the package of an object's `__module__`; "" if it has none."""
     module_name = getattr(target, "__module__", None) or ""
     return module_name.partition(".")[0]
 
 
 def _return_annotation(function: Callable[..., Any]) -> Any:
-    """Returns the return annotation; None where it cannot be read."""
+    """Returns the return annotation; None if it cannot be read."""
     try:
         return inspect.signature(function, eval_str=True).return_annotation
     except (TypeError, ValueError, NameError):

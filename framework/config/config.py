@@ -1,15 +1,15 @@
-"""Configs: data that says what to build. The constructor's signature is the schema.
+"""Configs: data that describes objects to build. The constructor's signature is the schema.
 
     cfg = config_for(Linear, out=8)   # Linear.__init__ gives names, types, ranges, defaults, and what is required
     cfg.out = "8"                     # FieldTypeError: Linear.out: expected an integer > 0, given '8' (str)
-    layer = cfg.instantiate(dim=4)    # late arguments; all that is missing is listed in one error
+    layer = cfg.instantiate(dim=4)    # late arguments; one error lists everything that is missing
 
-A component is any class or function that takes named arguments with type hints: no base class, no second declaration of
-the fields. A parameter whose hint mentions `Config` receives the config itself, and the component builds that child
-once it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any
-other parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed. A config owns its
-values: what is set into it is copied, so no two places share one child by accident. Follows axlearn's configs (nested,
-strict, did-you-mean) over ml_collections' ConfigDict.
+A component is any class or function that takes named arguments with type hints: it needs no base class and no second
+declaration of its fields. A parameter whose hint mentions `Config` receives the config itself. The component then
+builds that child once it knows the late arguments (`attention.instantiate(dim=dim)`), so a width is written only once.
+A config given to any other parameter (such as a schedule for optax's `learning_rate`) is built first, and the object is
+passed. A config owns its values: they are copied when set, so no two places share a child by accident. The design
+follows axlearn's configs (nested, strict, did-you-mean) on top of ml_collections' ConfigDict.
 """
 
 import functools
@@ -47,14 +47,14 @@ from framework.config.schema import (
 from framework.config.short_names import short_named
 from framework.config.texts import literal, value_of_text, without_duplicates
 
-# This many levels of JSON data are decoded; the limit comes before Python's own recursion limit.
+# Maximum depth of JSON data to decode; reached before Python's own recursion limit.
 _MAX_DEPTH = 100
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
-    """Returns a config of a class or function: its defaults, and `fields` set one by one.
+    """Returns a config of a class or function: its defaults, with `fields` set one by one.
 
-    Raises ConfigError, also for a target without a name to store or a signature to read.
+    Raises ConfigError for an invalid field, and for a target that has no name to store or no readable signature.
     """
     remember(target)
     config = Config(target)
@@ -65,7 +65,7 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
 
 @component
 def reference(name: str) -> Any:
-    """The very object of a dotted name, not what it returns: `config_for(reference, name="jax.nn.gelu")`."""
+    """Return the object with a dotted name, without calling it: `config_for(reference, name="jax.nn.gelu")`."""
     return resolve(name, passed=True)
 
 
@@ -75,35 +75,35 @@ def target_of(config: "Config") -> Callable[..., Any]:
 
 
 def schema_of(config: "Config") -> Mapping[str, Field]:
-    """Returns the fields that a config has, set or not, with their type hints and defaults."""
+    """Returns all fields of a config, set or not, with their type hints and defaults."""
     return config._schema
 
 
 @functools.cache
 def _schema_of(target: Callable[..., Any]) -> dict[str, Field]:
-    # `update` may be a field although ConfigDict has a method of that name: `memory.update` is a
-    # stable name of Plimsoll's options.
+    # `update` may be a field although ConfigDict has a method of that name, because `memory.update` is a public option
+    # of Plimsoll.
     reserved = [name for name in dir(Config) if name != "update"]
     return schema(target, reserved=reserved)
 
 
 class _Place(NamedTuple):
-    """The end of a dotted path, as `Config._walk_to` finds it."""
+    """The end of a dotted path, as returned by `Config._walk_to`."""
 
     config: "Config"  # the innermost config on the path
     field: str  # the field of that config
-    keys: list[Any]  # keys and indices that lead into that field's lists and dicts
+    keys: list[Any]  # keys and indices inside that field's lists and dicts
     value: Any
 
 
 class Config(ConfigBase):
-    """The dotted name of a class or function and its named arguments.
+    """A class or function together with its named arguments.
 
-    Every argument is checked against the signature of the class or function as it is set.
+    Every argument is checked against the signature of the class or function when it is set.
     """
 
     _schema: dict[str, Field]
-    _path: str | None  # known once an enclosing config hands this one to its constructor
+    _path: str | None  # set when an enclosing config passes this one to its constructor
 
     def __init__(
         self,
@@ -115,11 +115,11 @@ class Config(ConfigBase):
         target_schema = _schema_of(target)
         if fields is None:
             fields = {name: field.default for name, field in target_schema.items() if field.is_data}
-        # Converting also copies, so that no container or child config is shared with the caller.
+        # Converting also copies, so no container or child config is shared with the caller.
         values = {}
         for name, value in fields.items():
             values[name] = convert(target_schema[name].hint, value, name)
-        # The class's `__setattr__` would take these attributes for fields.
+        # The `__setattr__` of this class would treat these attributes as fields.
         object.__setattr__(self, "_target", target)
         object.__setattr__(self, "_schema", target_schema)
         object.__setattr__(self, "_path", path)
@@ -127,11 +127,11 @@ class Config(ConfigBase):
 
     @property
     def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The field of that name. ConfigDict's method `update` is given up for it."""
+        """The field `update`. It replaces ConfigDict's method of that name."""
         return self["update"]
 
     def _at(self, name: str) -> str:
-        """Returns a field's path as errors show it: from the root if known, else from the class."""
+        """Returns a field's path for error messages: from the root if known, else from the class."""
         parent = self._target.__name__ if self._path is None else self._path
         return join(parent, name)
 
@@ -143,7 +143,7 @@ class Config(ConfigBase):
         return self._schema[name]
 
     def __getattr__(self, name: str) -> Any:
-        # copy, pickle and inspect probe for names with an underscore, which are never fields.
+        # copy, pickle and inspect probe for names with a leading underscore, which are never fields.
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
@@ -156,15 +156,15 @@ class Config(ConfigBase):
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the field, or `default` while it is unset.
+        """Returns the field, or `default` if it is unset.
 
-        Unlike a dict's `get`, it raises FieldError for a name that is no field.
+        Unlike a dict's `get`, it raises FieldError for an unknown field.
         """
         self._field(key)
         return self._fields.get(key, default)
 
     def takes(self, name: str) -> bool:
-        """Tells whether there is a field of that name."""
+        """Returns whether there is a field of that name."""
         return name in self._schema
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -178,7 +178,7 @@ class Config(ConfigBase):
         return convert(hint, value, path or self._at(name))
 
     def __delitem__(self, key: str) -> None:
-        """Sets the field back to its default; a field without a default is unset again."""
+        """Resets the field to its default; a field without a default becomes unset."""
         field = self._field(key)
         self._fields.pop(key, None)
         if field.is_data:
@@ -186,8 +186,8 @@ class Config(ConfigBase):
 
     @property
     def _ordered_fields(self) -> dict[str, Any]:
-        # ConfigDict iterates over this. The signature's order, not that of the assignments, makes
-        # equal configs print the same JSON.
+        # ConfigDict iterates over this. Using the order of the signature, not of the assignments, makes equal configs
+        # print the same JSON.
         return {name: self._fields[name] for name in self._schema if name in self._fields}
 
     def copy(self) -> "Config":
@@ -217,17 +217,17 @@ class Config(ConfigBase):
     def missing(self, *late_names: str) -> list[str]:
         """Returns the required fields that are neither set nor among `late_names`.
 
-        Only fields of this level are listed, since a parent fills in its children.
+        Only fields of this level are listed, because a parent fills in its children.
         """
         required = [name for name, field in self._schema.items() if field.default is REQUIRED]
         return [name for name in required if name not in self._fields and name not in late_names]
 
     def instantiate(self, **late: Any) -> Any:
-        """Builds the object. `late` completes or overrides the fields, with any Python objects.
+        """Builds the object. `late` adds or overrides fields, with arbitrary Python objects.
 
-        Raises ConfigError if required fields of this level are still unset (the error lists all of
-        them), or if a constructor raised ValueError: the dotted path precedes its text, and it is
-        the cause.
+        Raises ConfigError if required fields of this level are still unset (the error lists all of them), or if a
+        constructor raised ValueError. In that case the message starts with the dotted path, and the original error is
+        chained as the cause.
         """
         target_name = name_of(self._target)
         path = self._path or ""
@@ -244,13 +244,13 @@ class Config(ConfigBase):
         try:
             return self._target(**arguments, **late)
         except ValueError as error:
-            # An error of a child has the child's path already, which is more precise than this one.
+            # An error of a child already has the child's path, which is more precise than this one.
             if isinstance(error, ConfigError) and error.path:
                 raise
             raise ConfigError(f"{target_name}: {error}", path=path) from error
 
     def _walk_to(self, path: str) -> _Place:
-        """Follows a dotted path. Raises FieldError, at the part that leads nowhere."""
+        """Follows a dotted path. Raises FieldError at the first part that does not exist."""
         config = self
         field = ""
         keys: list[Any] = []
@@ -266,7 +266,7 @@ class Config(ConfigBase):
                 default = config._field(field, walked).default
                 value = config._fields.get(field, default)
             elif isinstance(value, dict):
-                # A missing key is no error here: `set_path` may add it.
+                # A missing key is not an error here: `set_path` may add it.
                 keys.append(part)
                 value = value.get(part, REQUIRED)
             elif isinstance(value, list | tuple):
@@ -283,7 +283,7 @@ class Config(ConfigBase):
     def get_path(self, path: str) -> Any:
         """Returns the value at a dotted path such as `"model.stack.pattern.0.num_heads"`.
 
-        Names lead into configs and dicts, numbers into lists. Raises FieldError.
+        Names index configs and dicts, numbers index lists. Raises FieldError if the path does not exist or is not set.
         """
         value = self._walk_to(path).value
         if value is REQUIRED:
@@ -291,15 +291,15 @@ class Config(ConfigBase):
         return value
 
     def set_path(self, path: str, value: Any) -> None:
-        """Sets the value at a dotted path, checked as an attribute is.
+        """Sets the value at a dotted path, with the same checks as setting an attribute.
 
-        Dicts take new keys; lists keep their length. Raises ConfigError.
+        Dicts accept new keys; lists keep their length. Raises ConfigError.
         """
         self._set(self._walk_to(path), path, value)
 
     def _set(self, place: _Place, path: str, value: Any) -> None:
-        """Sets the value at a place, whose path this is."""
-        # The whole field is checked, so an error names the element's path below the field's.
+        """Sets the value at a place; `path` is the dotted path of that place."""
+        # The whole field is checked, so an error names the path of the element below the field.
         below_field = "".join(f".{key}" for key in place.keys)
         field_path = path.removesuffix(below_field)
         config = place.config
@@ -310,11 +310,16 @@ class Config(ConfigBase):
     def override(self, path: str, text: str) -> None:
         """Sets the value at a dotted path from command-line text.
 
-        The field's type decides how the text is read (see `parse_text`). Where a config may stand,
-        the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
-        defaults; so do its short name, where the field has such (`lion`), JSON with a "$class", and
-        the name alone (`JsonLines`, `cosine_decay_schedule`): of what is in the modules that this
-        config uses, of Plimsoll's components, and of optax's and jax.nn's. Raises ConfigError.
+        The field's type determines how the text is parsed (see `parse_text`). If the field accepts a config, the text
+        may name a component, which is set with its default values. It can be given as
+
+        - the dotted name of a class or function (`optax.lion`),
+        - a short name that the field defines (`lion`),
+        - JSON with a "$class",
+        - a name without its module (`JsonLines`, `cosine_decay_schedule`), which is looked up in the modules that this
+          config uses, in Plimsoll's components, and in those of optax and jax.nn.
+
+        Raises ConfigError.
         """
         place = self._walk_to(path)
         hint = place.config._field(place.field).hint
@@ -336,14 +341,14 @@ class Config(ConfigBase):
             self._set(place, path, config_for(component))
             return
         if place.keys:
-            # An element that is valid alone may not be beside the others: the field decides.
+            # An element may be valid by itself but not together with the others, so the whole field is checked.
             self._set(place, path, value)
         else:
-            # The text was read as a value of the field's type, so there is nothing left to check.
+            # The text was parsed by the field's type, so there is nothing left to check.
             place.config._fields[place.field] = value
 
     def _neighbors(self, path: str) -> list[str]:
-        """Lists the dotted names of all components in this config, that at the path first."""
+        """Lists the dotted names of all components in this config, the one at `path` first."""
         configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
         return [name_of(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
 
@@ -354,30 +359,30 @@ class Config(ConfigBase):
     ) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
-        It has the form {"$class": "framework.layers.linear.Linear", "out": 8, ...}. The parameters
-        are those of ConfigDict's method, and are ignored.
+        It has the form {"$class": "framework.layers.linear.Linear", "out": 8, ...}. The parameters exist only for
+        compatibility with ConfigDict's method, and are ignored.
         """
-        # Checked again, since a list or dict can be changed in place.
+        # Check again, because a list or dict can be changed in place.
         fields = {}
         for name, value in self._ordered_fields.items():
             fields[name] = self._checked(name, value)
-        # The way through text turns child configs, and tuples, into what a JSON file would hold.
+        # The round trip through text converts child configs and tuples to what a JSON file would contain.
         text = json.dumps(fields, default=Config.to_dict)
         return {"$class": name_of(self._target), **json.loads(text)}
 
     def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
         """Returns `to_dict` as text, indented by 2; the text is the same for equal configs.
 
-        `options` go to json.dumps.
+        `options` are passed to json.dumps.
         """
         dump_options = {"indent": 2, **options}
         return json.dumps(self.to_dict(), **dump_options)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
-        """Returns the config of what `to_dict` returned, with every field checked.
+        """Returns the config for data that `to_dict` returned, with every field checked.
 
-        Nothing is called, and nothing untrusted is imported: a "$class" that is no component (see
+        Nothing is called, and nothing untrusted is imported: a "$class" that is not a component (see
         `framework.config.components`) raises ConfigError.
         """
         config = _decode(data, "")
@@ -387,7 +392,7 @@ class Config(ConfigBase):
 
     @staticmethod
     def from_json(text: str | bytes) -> "Config":
-        """Returns `from_dict` of JSON text. Raises ConfigError, also where the text is no JSON."""
+        """Returns `from_dict` of JSON text. Also raises ConfigError if the text is not valid JSON."""
         try:
             data = json.loads(text, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError) as error:
@@ -397,13 +402,13 @@ class Config(ConfigBase):
     def walk(self) -> Iterator[tuple[str, Any]]:
         """Yields (dotted path, value), depth first in signature order.
 
-        Each config, this one included, comes before its own values. An unset field has the value
-        REQUIRED; a list of plain values is one value.
+        Each config, including this one, comes before its own values. An unset field has the value REQUIRED; a list of
+        plain values counts as one value.
         """
         return _walk("", self)
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yields what `walk` does, without the configs."""
+        """Yields the same items as `walk`, without the configs."""
         return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
 
 
@@ -423,9 +428,9 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _set_or_required(config: Config) -> list[tuple[str, Any]]:
-    """Lists (name, value) of the fields that are set, and (name, REQUIRED) of those that must be.
+    """Lists (name, value) for fields that are set, and (name, REQUIRED) for required fields that are not.
 
-    Left out are fields whose default is no data: the constructor uses its own.
+    Unset fields whose default is not data are left out: the constructor uses its own default.
     """
     items = []
     for name, field in config._schema.items():
@@ -436,26 +441,26 @@ def _set_or_required(config: Config) -> list[tuple[str, Any]]:
 
 
 def _arguments(config: Config, late: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns the fields as the constructor takes them, without those that `late` overrides."""
+    """Returns the fields as constructor arguments, without those that `late` overrides."""
     arguments = {}
     for name, value in config._ordered_fields.items():
         if name in late:
             continue
-        # Checked again, since a list or dict can be changed in place.
+        # Check again, because a list or dict can be changed in place.
         value = config._checked(name, value)
         keeps_config = mentions_config(config._schema[name].hint)
         arguments[name] = _build(value, join(path, name), keeps_config)
     for name, value in arguments.items():
-        # JSON has no integer keys, so a config stores them as text.
+        # JSON has no integer keys, so a config stores them as strings.
         if isinstance(value, dict) and has_integer_keys(config._schema[name].hint):
             arguments[name] = {int(key): item for key, item in value.items()}
     return arguments
 
 
 def _build(value: Any, path: str, keeps_config: bool) -> Any:
-    """Returns a config's value as its constructor receives it.
+    """Returns a config's value as the constructor receives it.
 
-    `value` must be a copy that belongs to the caller: its configs are given their path in place.
+    `value` must be a copy owned by the caller, because this sets the paths of its configs in place.
     """
     if isinstance(value, Config):
         object.__setattr__(value, "_path", path)
@@ -469,10 +474,10 @@ def _build(value: Any, path: str, keeps_config: bool) -> Any:
 
 
 def _component_of_text(hint: Any, text: str, path: str) -> Any:
-    """Returns the component that the text names, or JSON with components; None for other text."""
+    """Returns the component that the text names, or the decoded value of JSON with components; None for other text."""
     components = short_names(hint)
     if '"$class"' in text:
-        # As in a file: the names in it lead to components alone.
+        # As in a file, names may only refer to components.
         return _decode(literal(text), path)
     if text in components:
         return config_for(components[text])
@@ -482,14 +487,14 @@ def _component_of_text(hint: Any, text: str, path: str) -> Any:
 
 
 def _decode(data: Any, path: str, depth: int = 0) -> Any:
-    """Returns the value of JSON data; a dict with a "$class" is a config of checked fields."""
+    """Decodes JSON data; a dict with a "$class" becomes a config with checked fields."""
     if depth > _MAX_DEPTH:
         raise ConfigError(f"expected at most {_MAX_DEPTH} levels, and there are more", path=path[:80])
     if isinstance(data, list):
         return [_decode(item, join(path, i), depth + 1) for i, item in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    # The class first: importing its module is what makes the names loadable that it configures itself.
+    # Resolve the class first: importing its module registers the names that the module configures itself.
     config = Config(resolve(data["$class"], path)) if "$class" in data else None
     values = {}
     for key, item in data.items():

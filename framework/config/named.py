@@ -1,6 +1,6 @@
-"""The door to the named configs: the package `configs` that was installed with this one.
+"""Access to the named configs: the package `configs` that is installed with this one.
 
-The library imports no named config by itself; what is asked for by name is looked up here, when it is asked for.
+The library does not import any named config by itself; they are looked up here on demand.
 """
 
 import importlib
@@ -14,20 +14,21 @@ from framework.config.config import Config
 from framework.config.names import ConfigError
 
 _NAME = "configs"
-# The folder that holds this package, and that one beside it.
+# The `configs` folder next to the `framework` package.
 _FOLDER = Path(__file__).resolve().parents[2] / _NAME
 
 
 def _ignore(line: str) -> None:
-    """Drops a line."""
+    """Discards a line."""
 
 
 def named_configs() -> ModuleType:
-    """The package of the named configs. A folder `configs` on the path, such as one where a script or a notebook runs,
-    is not taken for it.
+    """Import the package of the named configs.
+
+    A different `configs` folder on sys.path, such as one in the directory of a script or notebook, is not used.
 
     Raises:
-        ConfigError: a package of that name and of somebody else's is imported already.
+        ConfigError: a different package of that name has already been imported.
     """
     module = sys.modules.get(_NAME)
     if module is None:
@@ -43,18 +44,18 @@ def named_configs() -> ModuleType:
 
 
 def load_named(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> Config:
-    """A new config by NAME, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME; arguments and errors are `configs.load`'s."""
+    """Return a new config by NAME, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME; see `configs.load`."""
     return named_configs().load(spec, tell, shape_is_enough=shape_is_enough)
 
 
 def family_module() -> ModuleType:
-    """The module that knows the families of published models, `configs.families`."""
+    """Import `configs.families`, the module with the families of published models."""
     named_configs()
     return importlib.import_module(f"{_NAME}.families")
 
 
 def _imported() -> ModuleType:
-    # By its file: the search of the path would find a folder of that name in the working directory first.
+    # Import by file path: a search of sys.path would first find a folder of that name in the working directory.
     file = _FOLDER / "__init__.py"
     spec = importlib.util.spec_from_file_location(_NAME, file, submodule_search_locations=[str(_FOLDER)])
     if spec is None or spec.loader is None or not file.is_file():

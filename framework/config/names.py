@@ -1,13 +1,11 @@
 """Errors of the config system, and the dotted names of classes and functions.
 
-A saved config and the command line are data from outside, so a name is resolved, running nothing
-on the way, only if
-1. it names a component of Plimsoll, optax or jax.nn (`framework.config.components` says which
-   those are), or
-2. this process's own code has called `config_for` on that very object (a user's config file did),
-   and it is not Plimsoll's: what is no component there stays out of reach, whoever has configured
-   it.
-No module outside those packages is ever imported for a name.
+Saved configs and the command line are untrusted input. A name is therefore resolved, without calling anything, only if
+1. it names a component of Plimsoll, optax or jax.nn (see `framework.config.components`), or
+2. code of this process has called `config_for` on that exact object (as a user's config file does), and the object is
+   not part of Plimsoll. Objects of Plimsoll that are not components stay out of reach, even if something has configured
+   them.
+Resolving a name never imports a module outside those packages.
 """
 
 import difflib
@@ -29,9 +27,9 @@ from framework.config.components import (
     is_ours,
 )
 
-# The packages into which names may lead.
+# Packages in which names may be resolved.
 TRUSTED = ("framework", "configs", "optax", "jax.nn")
-# {name that an older config, checkpoint or exported directory has: today's name}
+# {name in an older config, checkpoint or exported directory: current name}
 RENAMED = {
     "framework.compiler.Compiler": "framework.devices.compiler.Compiler",
     "framework.experiment.AcceleratorRule": "framework.program.experiment.AcceleratorRule",
@@ -45,22 +43,21 @@ RENAMED = {
     "framework.rules.Rule": "framework.learner.rules.Rule",
     "framework.trainer_options.TrainerOptions": "framework.program.options.TrainerOptions",
 }
-# Public names alone: no part begins with an underscore.
+# Public names only: no part starts with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
-# Characters of a name. importlib goes into a name of many parts recursively, so a long one from a
-# file could exhaust the stack.
+# Maximum length of a name in characters. importlib imports dotted names recursively, so a long name from a file could
+# exhaust the stack.
 _LONGEST = 200
-# The targets of config_for in this process, by name: this is how a user's own classes become
-# loadable.
+# Targets of config_for in this process, by name. This makes a user's own classes loadable.
 _configured: dict[str, Any] = {}
 
 
 class ConfigError(ValueError):
-    """A mistake in a config, in one line: expected and given value, the nearest valid choice.
+    """An error in a config, as one line: the expected and the given value, and the nearest valid choice.
 
     Args:
-        message: the text without the path.
-        path: dotted path of the field at fault, "" for the whole config.
+        message: error text without the path.
+        path: dotted path of the invalid field, "" for the whole config.
     """
 
     def __init__(self, message: str, *, path: str = ""):
@@ -71,31 +68,30 @@ class ConfigError(ValueError):
         message = self.args[0]
         if not self.path:
             return message
-        # The path may be a text from outside; what is in the message was shown by its repr.
+        # The path may be untrusted text. Values in the message are already escaped by repr.
         return f"{printable(self.path)}: {message}"
 
 
 class FieldError(ConfigError, AttributeError, KeyError):
-    """A name that the constructor does not take, a path to nowhere, or an unset required field.
+    """An unknown field, a path that does not exist, or an unset required field.
 
-    It is an AttributeError and a KeyError too, since code that probes a Config expects one of
-    these.
+    It is also an AttributeError and a KeyError, because code that probes a Config expects one of these.
     """
 
 
 class FieldTypeError(ConfigError, TypeError):
-    """A value of the wrong type; one of the right type, out of range, is a plain ConfigError."""
+    """A value of the wrong type. A value of the right type that is out of range raises a plain ConfigError."""
 
 
 def join(path: str, name: Any) -> str:
-    """Returns the dotted path of `name` under `path`; the root's path is ""."""
+    """Returns the dotted path of `name` under `path`; the path of the root is ""."""
     return f"{path}.{name}" if path else str(name)
 
 
 def printable(text: str) -> str:
-    """Makes a text from outside safe for a terminal.
+    """Makes untrusted text safe to print on a terminal.
 
-    The result is one line without control sequences, of at most 200 characters of the text.
+    The result is one line without control sequences, with at most 200 characters of the text.
     """
     cut = text if len(text) <= 200 else f"{text[:197]}..."
     characters = []
@@ -107,7 +103,7 @@ def printable(text: str) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as it stands in an error: its repr, cut at 80 characters, and its type."""
+    """Formats a value for an error message: its repr, cut to 80 characters, and its type."""
     text = repr(value)
     if len(text) > 80:
         text = f"{text[:77]}..."
@@ -115,17 +111,17 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
-    """Returns the closest of `names`, best first; an empty list when nothing is close."""
-    # Lower case, as a name in the wrong case of letters is a near miss.
+    """Returns the closest of `names`, best first; an empty list if nothing is close."""
+    # Compare in lower case, because a name in the wrong case is a near miss.
     name_by_lower = {candidate.lower(): candidate for candidate in names}
     matches = difflib.get_close_matches(name.lower(), list(name_by_lower), count, 0.6)
     return [name_by_lower[match] for match in matches]
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns the end of an error: `; did you mean 'x'?`, or all valid names when they are few.
+    """Returns a suffix for an error message: `; did you mean 'x'?`, or all valid names if there are at most 40.
 
-    Where no name is close and there are none or many, it is empty.
+    The suffix is empty if no name is close and there are no valid names, or too many.
     """
     valid_names = list(names)
     close_names = nearest(name, valid_names)
@@ -137,7 +133,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def remember(target: Callable[..., Any]) -> None:
-    """Notes that this process's own code configures `target`.
+    """Records that code of this process configures `target`.
 
     Raises ConfigError for lambdas and partials, which have no name to store.
     """
@@ -150,11 +146,11 @@ def remember(target: Callable[..., Any]) -> None:
 def name_of(target: Callable[..., Any]) -> str:
     """Returns the dotted name of a class or function.
 
-    It is where the target is defined, or the shortest public name of what a private module defines.
+    This is the name of its definition, or for an object defined in a private module, its shortest public name.
     """
     module_name = target.__module__
     name = target.__qualname__
-    # A saved config outlives the private modules of a package (optax._src.alias), which may move.
+    # Private modules (optax._src.alias) may move between versions of a package, and saved configs must still load.
     if "._" in module_name:
         public_parts = [part for part in module_name.split(".") if not part.startswith("_")]
         for length in range(1, len(public_parts) + 1):
@@ -165,7 +161,7 @@ def name_of(target: Callable[..., Any]) -> str:
 
 
 def is_trusted(name: str) -> bool:
-    """Tells whether a text could be resolved at all, going by its form and first parts."""
+    """Returns whether text could be a resolvable name, judging by its form and package prefix."""
     if name in _configured:
         return True
     is_dotted = len(name) <= _LONGEST and _DOTTED.match(name) is not None
@@ -174,16 +170,15 @@ def is_trusted(name: str) -> bool:
 
 
 def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
-    """Returns the component of a dotted name.
+    """Returns the component with a dotted name.
 
     Args:
-        name: the name as it stands in a file or on the command line.
-        path: the dotted path that an error names.
-        passed: the object itself is handed on and not called here, so that functions of arrays will
-            do (`jax.nn.gelu`).
+        name: name from a file or the command line.
+        path: dotted path to show in errors.
+        passed: the object is passed on and not called here, so functions of arrays (`jax.nn.gelu`) are allowed too.
 
     Raises:
-        ConfigError: the name is refused, or leads nowhere.
+        ConfigError: the name is refused, or does not exist.
     """
     if not isinstance(name, str) or not is_trusted(name):
         shown = show(name).removesuffix(" (str)")
@@ -198,7 +193,7 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
     name = RENAMED.get(name, name)
     module_name, _, attribute = name.rpartition(".")
     module = _module(name, module_name, path)
-    # vars and not getattr: a module's __getattr__ would run code.
+    # vars instead of getattr: a module's __getattr__ would run code.
     members = vars(module)
     if attribute in members and _may_be_named(module_name, members[attribute], passed):
         return members[attribute]
@@ -223,10 +218,9 @@ def _may_be_named(module_name: str, target: Any, passed: bool) -> bool:
 
 
 def _module(name: str, module_name: str, path: str) -> ModuleType:
-    """Imports the module that a name begins with.
+    """Imports the module of a dotted name.
 
-    Of other packages there are only the few that `framework.config.components` lists. Raises
-    ConfigError.
+    For other packages, only the few modules listed in `framework.config.components` are allowed. Raises ConfigError.
     """
     package = module_name.partition(".")[0]
     foreign_modules = (*OPTAX, INITIALIZERS, FUNCTIONS)
@@ -235,10 +229,10 @@ def _module(name: str, module_name: str, path: str) -> ModuleType:
         reason = f"of other packages names resolve in {choices}"
         raise ConfigError(f"{name!r} is refused: {reason}", path=path)
     try:
-        # `framework.x.os` is an attribute and no module, so this does not import os.
+        # `framework.x.os` is an attribute, not a module, so this does not import os.
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Where another module is missing, this one exists, and an import in it has failed.
+        # If the missing module is a different one, this one exists, and an import inside it has failed.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"{name!r} does not exist: no module {error.name!r}", path=path) from None

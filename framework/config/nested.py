@@ -1,11 +1,11 @@
-"""Plain data, as JSON has it: nested lists and dicts, and a value inside of them."""
+"""Access to values inside plain JSON-like data (nested lists and dicts)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def replaced(value: Any, keys: Sequence[Any], element: Any) -> Any:
-    """Returns a copy of nested lists and dicts in which `element` stands where `keys` lead."""
+    """Returns a copy of nested lists and dicts with `element` at the position given by `keys`."""
     if not keys:
         return element
     key, *inner_keys = keys
@@ -17,7 +17,7 @@ def replaced(value: Any, keys: Sequence[Any], element: Any) -> Any:
 
 
 def part_at(value: Any, path: str) -> Any:
-    """The part of nested lists and dicts at a dotted path, such as "rules.0.optimizer"; None where there is none."""
+    """Return the part of nested lists and dicts at a dotted path, such as "rules.0.optimizer"; None if missing."""
     for name in path.split("."):
         if isinstance(value, list) and name.isdigit() and int(name) < len(value):
             value = value[int(name)]

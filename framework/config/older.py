@@ -1,4 +1,4 @@
-"""Fields of configs that an older version of Plimsoll has stored, as today's constructors take them."""
+"""Migrates fields of configs that an older version of Plimsoll stored to the current constructors."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ _MEMORY = "framework.schedules.memory.Memory"
 
 
 def todays_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a stored config under today's names.
+    """Returns the fields of a stored config under their current names.
 
     Args:
-        name: the dotted name of the class, as it is today.
-        fields: as they were stored; what is today's already stays as it is.
+        name: current dotted name of the class.
+        fields: stored fields; those that are already current stay unchanged.
     """
     if name != _MEMORY or "hosted_layers" not in fields:
         return fields
     memory_fields = dict(fields)
-    # The number of layers is part of the placement now: pinned_host:8.
+    # The number of layers is now part of the placement: pinned_host:8.
     hosted_layers = memory_fields.pop("hosted_layers")
     if hosted_layers is not None:
         memory_fields["parameters"] = f"{memory_fields.get('parameters', 'pinned_host')}:{hosted_layers}"

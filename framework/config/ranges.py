@@ -1,4 +1,4 @@
-"""Type hints of fields: numbers in a range, and names of dtypes."""
+"""Type hints for fields: numbers in a range, and dtype names."""
 
 import math
 from typing import Annotated, Literal
@@ -12,6 +12,6 @@ NonNegativeFloat = Annotated[float, at.Ge(0)]
 Fraction = Annotated[float, at.Interval(ge=0, lt=1)]
 Probability = Annotated[float, at.Interval(ge=0, le=1)]
 FiniteNonNegative = Annotated[float, at.Interval(ge=0, lt=math.inf)]
-# jax.random.key uses 32 bits of a seed and drops higher bits without a warning.
+# jax.random.key uses 32 bits of a seed and silently drops higher bits.
 Seed = Annotated[int, at.Interval(ge=0, lt=2**32)]
 DType = Literal["float32", "bfloat16", "float16", "float64"]

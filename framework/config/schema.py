@@ -1,10 +1,9 @@
-"""The schema of a component, read from its constructor's signature, and values as it allows them.
+"""Schema of a component, read from its constructor's signature, and conversion of values according to it.
 
-Only data sits in a config (bool, int, float, str, None, list, tuple, dict with text keys, Config),
-so a hint is read as the set of data it allows. Coercion is narrow on purpose (int -> float, list
-<-> tuple): a "1e-3" that becomes a number in one place and stays text in another is how typos
-reach step 1. Alternatives of a hint that are no data (an array, a callable, a protocol) are met by
-a Config that builds such an object.
+A config holds only data (bool, int, float, str, None, list, tuple, dict with string keys, Config), so a type hint is
+interpreted as the set of data it allows. Coercion is intentionally narrow (int -> float, list <-> tuple): if "1e-3"
+became a number in one place and stayed text in another, typos would go unnoticed until step 1. If an alternative of a
+hint is not data (an array, a callable, a protocol), the field accepts a Config that builds such an object.
 """
 
 import collections.abc
@@ -35,17 +34,16 @@ LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.a
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _NONE = type(None)
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "none", str: "text"}
-# Alternatives are tried in this order: what settles the question comes first, since `str` and Any
-# take whatever is left.
+# Alternatives are tried in this order: the specific ones come first, because `str` and Any accept whatever is left.
 _ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
 class Mark(enum.Enum):
-    """Stands where there is no value.
+    """Placeholder for a missing value.
 
-    REQUIRED is an unset field without default; ABSENT is what one side of a `diff` lacks.
+    REQUIRED marks an unset field without a default; ABSENT marks a value that one side of a `diff` does not have.
     """
 
     REQUIRED = 1
@@ -57,7 +55,7 @@ ABSENT: Any = Mark.ABSENT
 
 
 class ConfigBase(ml_collections.ConfigDict):
-    """The base class of `Config`. With it this module recognises a Config without importing it."""
+    """Base class of `Config`, so that this module can recognize a Config without importing it."""
 
     _target: Callable[..., Any]
     copy: Callable[..., Any]
@@ -67,20 +65,20 @@ class ConfigBase(ml_collections.ConfigDict):
 class Field:
     """One parameter of a constructor."""
 
-    # A hint whose names cannot be resolved stays text, and accepts any data.
+    # A hint whose names cannot be resolved stays a string, and accepts any data.
     hint: Any
-    # The signature's default.
+    # The default in the signature.
     default: Any = REQUIRED
-    # Whether the default is data, so that a config holds it; else the constructor uses its own.
+    # True if the default is data, so that a config can hold it; otherwise the constructor applies the default.
     is_data: bool = False
 
 
-# Without eq, since hints are hashed and a dict of components is not hashable.
+# No eq, because hints are hashed and a dict of components is not hashable.
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShortNames:
-    """The components that text may name without their module, for one field.
+    """Components that text may name without their module, for one field.
 
-    They are part of the field's hint: `Annotated[Config, ShortNames(...)]`.
+    It is part of the field's hint: `Annotated[Config, ShortNames(...)]`.
     """
 
     components: collections.abc.Mapping[str, Callable[..., Any]]
@@ -95,7 +93,7 @@ class _Limit(NamedTuple):
 
 
 def short_names(hint: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the components that a field of this hint knows by short names."""
+    """Returns the components that a field with this hint accepts by short name."""
     components: dict[str, Callable[..., Any]] = {}
     for arm in arms(hint):
         for note in getattr(arm, "__metadata__", ()):
@@ -105,14 +103,13 @@ def short_names(hint: Any) -> dict[str, Callable[..., Any]]:
 
 
 def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[str, Field]:
-    """Returns the fields of a function, or of a class.
+    """Returns the fields of a function or class.
 
-    The fields of a class are those of its `__init__`, and of its bases' while `**kwargs` forwards
-    to them. Parameters that start with an underscore and have a default, and `*args`, are not
-    fields.
+    The fields of a class are the parameters of its `__init__`, and of those of its bases as long as `**kwargs` forwards
+    to them. `*args`, and parameters that start with an underscore and have a default, are not fields.
 
-    Raises ConfigError when there is no readable signature, for names that are `reserved`, and for a
-    default out of its own range.
+    Raises ConfigError if there is no readable signature, if a name is `reserved`, or if a default is out of its own
+    range.
     """
     owner = name_of(target)
     functions: list[Callable[..., Any]] = [target]
@@ -122,7 +119,7 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
     for function in functions:
         parameters = _signature(owner, function).parameters
         for name, parameter in parameters.items():
-            # The class nearest to the target decides on a name that several of them have.
+            # If several classes define a name, the one closest to the target wins.
             if name in fields or _is_internal(parameter):
                 continue
             _check_name(owner, parameter, reserved)
@@ -134,14 +131,14 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
 
 
 def _is_internal(parameter: inspect.Parameter) -> bool:
-    """Tells whether a parameter is no field: `*args`, `**kwargs`, or private with a default."""
+    """Returns whether a parameter is not a field: `*args`, `**kwargs`, or a private name with a default."""
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         return True
     return parameter.name.startswith("_") and parameter.default is not parameter.empty
 
 
 def _check_name(owner: str, parameter: inspect.Parameter, reserved: Collection[str]) -> None:
-    """Raises ConfigError for a parameter that no field can stand for."""
+    """Raises ConfigError for a parameter that cannot be a field."""
     name = parameter.name
     if name in reserved:
         reason = "Config needs that name itself; rename it"
@@ -156,7 +153,7 @@ def _signature(owner: str, function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, SyntaxError):
-        # Hints with names that only type checkers import stay text.
+        # Hints with names that are imported only for type checking stay strings.
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{owner} cannot be configured: {error}") from error
@@ -167,7 +164,7 @@ def _field(path: str, parameter: inspect.Parameter) -> Field:
     default = parameter.default
     if default is parameter.empty:
         return Field(hint)
-    # `x: int = None` is common in other people's code.
+    # `x: int = None` is common in third-party code.
     if default is None and not isinstance(hint, str):
         hint = Union[hint, None]  # noqa: UP007
     try:
@@ -183,14 +180,14 @@ def arms(hint: Any) -> list[Any]:
     args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if bool in args and complex in args:
-            # This is jax.typing.ArrayLike, an array or anything that becomes one: there, true would
-            # be the number 1.
+            # This is jax.typing.ArrayLike (an array or anything that converts to one), for which true would become the
+            # number 1.
             args = tuple(part for part in args if part is not bool)
         alternatives = [arm for part in args for arm in arms(part)]
         return sorted(alternatives, key=_rank)
     if origin is Annotated:
         return [Annotated[(arm, *hint.__metadata__)] for arm in arms(args[0])]
-    # A hint that nobody can resolve must not refuse a good value.
+    # A hint that cannot be resolved must not refuse a valid value.
     if hint is object or isinstance(hint, str | typing.ForwardRef | typing.TypeVar):
         return [Any]
     return [_NONE if hint is None else hint]
@@ -199,7 +196,7 @@ def arms(hint: Any) -> list[Any]:
 def split(arm: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns (origin or the type itself, arguments) of an alternative.
 
-    `list[int]` gives (list, (int,)). Annotated is looked through.
+    `list[int]` gives (list, (int,)). Annotated is unwrapped first.
     """
     while typing.get_origin(arm) is Annotated:
         arm = typing.get_args(arm)[0]
@@ -212,9 +209,9 @@ def _rank(arm: Any) -> int:
 
 
 def mentions_config(hint: Any) -> bool:
-    """Tells whether a parameter takes configs as they are.
+    """Returns whether a parameter receives configs without building them.
 
-    It does with `Config`, `Config | None`, `list[Config]` or `dict[str, Config]`.
+    That is the case for `Config`, `Config | None`, `list[Config]` or `dict[str, Config]`.
     """
     if isinstance(hint, str):
         return "Config" in hint
@@ -228,16 +225,16 @@ def mentions_config(hint: Any) -> bool:
 
 
 def accepts_config(hint: Any) -> bool:
-    """Tells whether a Config itself may stand here.
+    """Returns whether a field with this hint accepts a Config.
 
-    It may where a hint asks for one, for any data, or for what is no data.
+    It does if the hint mentions Config, allows any data, or has an alternative that is not data.
     """
-    # Any is the last kind of data in the order, so what ranks behind it is no data.
+    # Any comes last in the order of data types, so alternatives with a higher rank are not data.
     return any(_rank(arm) >= _ORDER.index(Any) for arm in arms(hint))
 
 
 def element_hint(hint: Any, key: str | int) -> Any:
-    """Returns the hint of `value[key]` for a value of this hint; Any where the hint has none."""
+    """Returns the hint of `value[key]` for a value of this hint; Any if the hint does not specify one."""
     for arm in arms(hint):
         base, args = split(arm)
         if args and (base in LISTS or (base is tuple and args[-1] is Ellipsis)):
@@ -250,9 +247,9 @@ def element_hint(hint: Any, key: str | int) -> Any:
 
 
 def has_integer_keys(hint: Any) -> bool:
-    """Tells whether a value of this hint may be a dict whose keys are integers.
+    """Returns whether a value of this hint may be a dict with integer keys.
 
-    Those of optax's piecewise schedules are steps.
+    In optax's piecewise schedules, for example, the keys are steps.
     """
     for arm in arms(hint):
         base, args = split(arm)
@@ -263,9 +260,9 @@ def has_integer_keys(hint: Any) -> bool:
 
 def expected(hint: Any) -> str:
     """Describes a hint in words: `an integer > 0 or none`."""
-    # "none" goes last, where a reader expects it.
+    # "none" goes last, where readers expect it.
     choices = sorted(arms(hint), key=lambda arm: arm is _NONE)
-    # A dict, as it drops repetitions and keeps the order.
+    # A dict removes duplicates and keeps the order.
     phrases = dict.fromkeys(map(_arm_in_words, choices))
     return " or ".join(phrases)
 
@@ -297,11 +294,11 @@ def _arm_in_words(arm: Any) -> str:
 def _limits(hint: Any) -> Iterator[_Limit]:
     """Yields each annotated-types limit. Other metadata is documentation, not a limit.
 
-    Raises ConfigError, when it comes to it, for a constraint of annotated-types that is none of
-    Gt, Ge, Lt, Le and Interval: a range that is not checked would be worse than none.
+    Raises ConfigError, on iteration, for an annotated-types constraint other than Gt, Ge, Lt, Le and Interval: a range
+    that is silently not checked would be worse than none.
     """
     for note in getattr(hint, "__metadata__", ()):
-        # An Interval is several limits.
+        # An Interval consists of several limits.
         constraints = note if isinstance(note, at.Interval) else [note]
         for constraint in constraints:
             kind = type(constraint)
@@ -316,10 +313,10 @@ def _limits(hint: Any) -> Iterator[_Limit]:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Returns `value` as a field of this hint stores it; containers and configs are copied.
+    """Converts `value` to the form that a field with this hint stores; containers and configs are copied.
 
-    Raises ConfigError at `path` when the value does not fit (FieldTypeError if by its type), or at
-    the path of the element that does not.
+    Raises ConfigError if the value does not fit (FieldTypeError if its type is wrong), with `path` or the path of the
+    element that does not fit.
     """
     failures: list[ConfigError] = []
     for arm in arms(hint):
@@ -331,8 +328,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         if isinstance(result, ConfigBase) or _is_in_range(arm, result):
             return result
         failures.append(ConfigError("", path=path))
-    # An element's own error says more than that the container does not fit. Of several nobody knows
-    # which alternative was meant.
+    # The error of an element is more precise than the error that the container does not fit. If there are several, it
+    # is unknown which alternative was meant.
     element_failures = [failure for failure in failures if failure.path != path]
     if len(element_failures) == 1:
         raise element_failures[0]
@@ -351,7 +348,7 @@ def _is_in_range(arm: Any, value: Any) -> bool:
 
 
 def _text_choices(hint: Any) -> list[str]:
-    """Returns the choices of a hint's Literals, as text."""
+    """Returns the choices of a hint's Literals, as strings."""
     choices = []
     for arm in arms(hint):
         base, args = split(arm)
@@ -361,9 +358,9 @@ def _text_choices(hint: Any) -> list[str]:
 
 
 def _convert_arm(arm: Any, value: Any, path: str) -> Any:
-    """Does `convert` for one alternative, its limits aside.
+    """Converts a value for one alternative, without checking its limits.
 
-    An error at `path` itself needs no words: `convert` has them.
+    Errors at `path` itself have no message, because `convert` writes one.
     """
     base, args = split(arm)
     if isinstance(value, ConfigBase) and accepts_config(arm):
@@ -373,8 +370,7 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
     if base is Literal:
         return _convert_choice(args, value, path)
     if base in LISTS and isinstance(value, list | tuple):
-        # A tuple becomes a list too: where the hint does not say tuple, JSON could not bring one
-        # back.
+        # Tuples become lists too: unless the hint is a tuple, reading back from JSON could not restore one.
         return _convert_elements(arm, value, path)
     if base is tuple and isinstance(value, list | tuple):
         if args and args[-1] is not Ellipsis and len(args) != len(value):
@@ -384,18 +380,18 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
         return _convert_dict(arm, value, path)
     if base in (bool, _NONE) and isinstance(value, base):
         return value
-    # True and False are integers to Python, and a mistake where a number is expected.
+    # True and False are integers in Python, but a mistake where a number is expected.
     if base is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if base in (int, str) and isinstance(value, base) and not isinstance(value, bool):
-        # Without a subclass, such as numpy's or an Enum's.
+        # Convert subclasses, such as those of numpy or Enum, to the plain type.
         return base(value)
     raise FieldTypeError("", path=path)
 
 
 def _data_type(value: Any) -> type:
-    """Returns the type of data that a value is; list for one that is no data, which then fails."""
-    # bool before int, since it is a subclass.
+    """Returns the data type of a value; list for anything that is not data, which then fails."""
+    # bool before int, because it is a subclass of int.
     for kind in (bool, int, float, str, dict, _NONE):
         if isinstance(value, kind):
             return kind
@@ -405,7 +401,7 @@ def _data_type(value: Any) -> type:
 def _convert_choice(choices: tuple[Any, ...], value: Any, path: str) -> Any:
     """Returns the choice of a Literal that equals the value."""
     for choice in choices:
-        # The types too, as 1 == True.
+        # Compare the types too, because 1 == True.
         if choice == value and type(choice) is type(value):
             return choice
     if type(value) in map(type, choices):
@@ -420,11 +416,11 @@ def _convert_elements(arm: Any, values: list[Any] | tuple[Any, ...], path: str) 
 def _convert_dict(arm: Any, value: dict[Any, Any], path: str) -> dict[str, Any]:
     keys: list[str]
     if has_integer_keys(arm):
-        # As text, since JSON has no other keys; `Config.instantiate` makes them integers again.
+        # Stored as strings, because JSON has no other keys; `Config.instantiate` converts them back to integers.
         keys = [str(key) for key in value if not isinstance(key, bool)]
         fits = len(keys) == len(value) and all(map(_INTEGER.fullmatch, keys))
     else:
-        # "$class" is what makes a dict of a JSON file a config.
+        # "$class" is reserved: it marks a dict in a JSON file as a config.
         keys = list(value)
         fits = all(isinstance(key, str) and key and not key.startswith("$") for key in keys)
     if not fits:

@@ -1,4 +1,4 @@
-"""Components by their names alone: `--config.data.source=JsonLines`, without the module."""
+"""Components by short name, without the module: `--config.data.source=JsonLines`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from framework.config.components import INITIALIZERS, OPTAX
 from framework.config.names import ConfigError, choices_in, did_you_mean, resolve
 
-# {module: the components that are marked in it}. Written down, as a search would import every module;
-# tests/config/test_short_names.py compares it with what is marked.
+# {module: the components that are marked in it}. Listed by hand, because a search would import every module;
+# tests/config/test_short_names.py compares the list with the marks.
 _COMPONENTS = {
     "framework.companions.reference": ("Reference",),
     "framework.companions.rollouts": ("Rollouts",),
@@ -80,22 +80,22 @@ _MODULES = {name: module_name for module_name, names in _COMPONENTS.items() for 
 
 
 def short_named(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
-    """Returns the component of a name without dots.
+    """Returns the component with a name without dots.
 
     Args:
-        name: such as TextFiles or cosine_decay_schedule.
-        neighbors: dotted names of components, such as framework.data.sources.JsonLines. Their modules are looked at
+        name: short name, such as TextFiles or cosine_decay_schedule.
+        neighbors: dotted names of components, such as framework.data.sources.JsonLines. Their modules are searched
             first, in this order; then Plimsoll's components, and those of optax and jax.nn.initializers.
 
     Returns:
-        (the component, or None if there is none of that name; then what may have been meant).
+        (component, ""), or (None, suggestion for the error message) if there is no component of that name.
     """
     if not name.isidentifier():
         return None, ""
     module_names = [neighbor.rpartition(".")[0] for neighbor in neighbors]
     if name in _MODULES:
         module_names.append(_MODULES[name])
-    # A config that can use them has imported them.
+    # Only imported modules are searched: a config that can use these has imported them.
     module_names += [module_name for module_name in (*OPTAX, INITIALIZERS) if module_name in sys.modules]
     choices = list(_MODULES)
     for module_name in dict.fromkeys(module_names):

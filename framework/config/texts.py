@@ -1,4 +1,4 @@
-"""Values as text: how the command line's are read by a field's type hint, and how they are shown."""
+"""Values as text: parses command-line values by the type hint of a field, and formats values for display."""
 
 import ast
 import contextlib
@@ -21,7 +21,7 @@ from framework.config.schema import (
 )
 
 _PLAIN = re.compile(r"[\w./:*+-]+\Z")
-# Words of the command line, in lower case: JSON and Python each read some of them, in one spelling.
+# Literals of the command line, in lower case. JSON and Python each parse only some of them, in a single spelling.
 _LITERALS = {
     "none": None,
     "null": None,
@@ -34,9 +34,9 @@ _LITERALS = {
 
 
 def value_of_text(hint: Any, text: str, path: str) -> Any:
-    """Returns the value that text other than a component's stands for, as a field stores it.
+    """Parses text that is not the name of a component, and returns the value as a field stores it.
 
-    Raises as `convert` does; where a component may stand, the error says how to name one.
+    Raises the same errors as `convert`. If the field accepts a component, the error also explains how to name one.
     """
     try:
         return parse_text(hint, text, path)
@@ -51,19 +51,19 @@ def value_of_text(hint: Any, text: str, path: str) -> Any:
 
 
 def parse_text(hint: Any, text: str, path: str) -> Any:
-    """Returns the value that `text` stands for under this hint.
+    """Parses `text` according to this hint.
 
-    That is `12`, `3e-4`, `true`, `none`, a choice, text with or without quotes, JSON, a Python
-    literal, or `a,b,c` where a list may stand. Raises as `convert` does.
+    Accepts `12`, `3e-4`, `true`, `none`, a choice, text with or without quotes, JSON, a Python literal, or `a,b,c` if
+    the hint allows a list. Raises the same errors as `convert`.
     """
     kinds = [split(arm) for arm in arms(hint)]
-    # A choice is taken as it is, since "none" may be one.
+    # A choice is not parsed, because "none" may be one.
     is_choice = any(base is Literal and text in choices for base, choices in kinds)
     try:
         return convert(hint, text if is_choice else literal(text), path)
     except ConfigError as error:
         failure = error
-    # Text such as 12 may also be meant as text.
+    # The field may want text, such as "12", so try the raw text as well.
     with contextlib.suppress(ConfigError):
         return convert(hint, text, path)
     takes_list = any(base in (*LISTS, tuple) for base, _ in kinds)
@@ -78,23 +78,23 @@ def parse_text(hint: Any, text: str, path: str) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Reads text as JSON, else as a Python literal, else returns the text itself.
+    """Parses text as JSON, else as a Python literal, else returns the text itself.
 
-    none, null, true, false, inf, -inf and nan are read in any case of letters.
+    none, null, true, false, inf, -inf and nan are case-insensitive.
     """
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
     for read in (json.loads, ast.literal_eval):
-        # A text of many brackets exhausts either parser's memory or stack; it is then plain text.
+        # Text with many brackets can exhaust the memory or stack of either parser; treat it as plain text.
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return read(text)
     return text
 
 
 def as_text(value: Any) -> str:
-    """Returns a value as one writes it on the command line.
+    """Formats a value as it is written on the command line.
 
-    A config goes by its name; "?" stands for an unset value, "-" for none at all.
+    A config is shown by its name; "?" stands for an unset required value, "-" for an absent one.
     """
     if isinstance(value, ConfigBase):
         return name_of(value._target)
@@ -102,16 +102,16 @@ def as_text(value: Any) -> str:
         return "?" if value is REQUIRED else "-"
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    # Text that would be read back as another value, or that a shell would take apart, is quoted.
+    # Quote text that would be parsed as another value, or that a shell would split.
     if isinstance(value, str) and literal(value) == value and _PLAIN.match(value):
         return value
     return repr(value)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dict. Raises ValueError if a key stands in it twice.
+    """Returns a JSON object as a dict. Raises ValueError if a key occurs twice.
 
-    Of two values of one key, the one that a person read might not be the one that counts.
+    With two values for a key, a reader may look at the one that is not used.
     """
     data = dict(pairs)
     if len(data) != len(pairs):

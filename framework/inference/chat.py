@@ -1,4 +1,4 @@
-"""A conversation with a model: its turns as tokens, cut from the front where they are too long; answers as text."""
+"""Chat with a model: encodes the turns as tokens, drops the oldest turns that do not fit, and streams the answers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from framework.inference.sampling import Sampling
 
 
 class Turn(NamedTuple):
-    """What the user said, and what the model answered."""
+    """A user message and the model's answer."""
 
     question: str
     answer: str
 
 
 class Prompt(NamedTuple):
-    """A conversation as the model reads it: its tokens, and how many of the oldest turns did not fit."""
+    """A conversation as model input: its tokens, and the number of oldest turns that did not fit."""
 
     tokens: list[int]
     turns_left_out: int
 
 
 class Form(Protocol):
-    """How a conversation is written as tokens.
+    """The format in which a conversation is encoded as tokens.
 
     Attributes:
-        stop_ids: tokens that end an answer, beside the tokenizer's own.
-        stops: texts that end an answer.
+        stop_ids: tokens that end an answer, in addition to the tokenizer's own.
+        stops: strings that end an answer.
     """
 
     @property
@@ -42,7 +42,7 @@ class Form(Protocol):
     def stops(self) -> Sequence[str]: ...
 
     def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
-        """Returns the tokens of a conversation, up to where the next answer begins."""
+        """Returns the tokens of a conversation, up to the start of the next answer."""
         ...
 
 
@@ -56,7 +56,7 @@ class TemplateForm:
         self.stop_ids = codec.turn_end_ids()
 
     def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
-        """Raises ValueError: the template cannot render this, as some cannot with a system message."""
+        """See `Form`. Raises ValueError if the template cannot render this; some do not support a system message."""
         messages: list[Message] = []
         if system:
             messages.append({"role": "system", "content": system})
@@ -68,7 +68,7 @@ class TemplateForm:
 
 
 class TranscriptForm:
-    """Plain text with "User:" and "Assistant:", for a model without a template: it continues texts."""
+    """A plain transcript with "User:" and "Assistant:", for a base model without a chat template."""
 
     stop_ids: Sequence[int] = ()
     stops: Sequence[str] = ("\nUser:", "\nAssistant:")
@@ -77,21 +77,21 @@ class TranscriptForm:
         self._tokenizer = tokenizer
 
     def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
-        """Returns the tokens of the transcript, opened as the documents of training are."""
+        """Returns the tokens of the transcript, which starts like a training document."""
         text = f"{system}\n\n" if system else ""
         for turn in turns:
             text += f"User: {turn.question}\nAssistant: {turn.answer}\n"
-        # No space at the end: most tokenizers join it to the next word.
+        # No trailing space: most tokenizers merge it into the next word.
         text += f"User: {question}\nAssistant:"
         return self._tokenizer.encode_prompt(text)
 
 
 def form_of(tokenizer: Tokenizer, variables: dict[str, Any]) -> Form:
-    """Returns how conversations are written for a model.
+    """Returns the conversation format of a model: its chat template, or a transcript if it has none.
 
     Args:
-        tokenizer: the model's.
-        variables: what its chat template may ask for, such as {"enable_thinking": false}.
+        tokenizer: tokenizer of the model.
+        variables: variables for the chat template, such as {"enable_thinking": false}.
     """
     if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_template is not None:
         codec = ChatCodec(tokenizer, variables)
@@ -100,11 +100,11 @@ def form_of(tokenizer: Tokenizer, variables: dict[str, Any]) -> Form:
 
 
 class Answer:
-    """An answer that is being made: iterating gives the new text of each sample.
+    """An answer in progress: iterating over it generates and yields the new text of each sample.
 
     Attributes:
-        texts: the text of each sample so far, without white space at its ends.
-        at_limit: whether it ended only because there were max_new_tokens.
+        texts: the text of each sample so far, without leading or trailing whitespace.
+        at_limit: True if the answer ended only because it reached max_new_tokens.
     """
 
     def __init__(self, steps: Iterator[list[str]], num_samples: int, max_new_tokens: int):
@@ -118,26 +118,26 @@ class Answer:
         for index, pieces in enumerate(self._steps):
             new_pieces = []
             for row, piece in enumerate(pieces):
-                # A space before the first word is the template's or the tokenizer's.
+                # A space before the first word comes from the template or the tokenizer.
                 new_piece = piece if whole_texts[row] else piece.lstrip()
                 whole_texts[row] += new_piece
                 new_pieces.append(new_piece)
             self.texts = [text.rstrip() for text in whole_texts]
-            # The last step, after that of the last token, gives the text that was held back.
+            # One more step follows the last token: it yields the text that was held back.
             self.at_limit = index == self._max_new_tokens
             yield new_pieces
 
 
 class Chat:
-    """A model that answers. It keeps no conversation, so that several can share it, one answer at a time.
+    """Answers messages. It stores no conversation, so several conversations can share it, one answer at a time.
 
     Args:
-        generator: the model.
-        tokenizer: its tokenizer.
-        form: how a conversation is written.
-        sampling: how answers are made; the seed is that of the first answer, and the next one's is one higher.
-        context: how many tokens a conversation may have, its answer included.
-        num_samples: how many answers are made to a question.
+        generator: generator of the model.
+        tokenizer: tokenizer of the model.
+        form: format of a conversation.
+        sampling: sampling settings; the seed is used for the first answer and increases by one with each answer.
+        context: maximum number of tokens of a conversation, including the answer.
+        num_samples: number of answers to generate per message.
     """
 
     def __init__(
@@ -160,22 +160,22 @@ class Chat:
         self._num_answers = 0
 
     def check_system(self, system: str | None) -> None:
-        """Raises ValueError: the template knows no system message, or it is too long for the context."""
+        """Raises ValueError if the template does not support a system message, or it is too long for the context."""
         try:
             self.prompt(system, [], "?")
         except ValueError as error:
             raise ValueError(f"the system prompt cannot be used: {error}") from None
 
     def prompt(self, system: str | None, turns: Sequence[Turn], question: str) -> Prompt:
-        """Returns what the model reads, without the oldest turns where the context has no room for them.
+        """Returns the model's input, dropping the oldest turns if they do not fit into the context.
 
         Raises:
-            ValueError: there is no room for the question itself, or it cannot be encoded.
+            ValueError: the question itself does not fit, or it cannot be encoded.
         """
         _check_text(system or "", question, *(text for turn in turns for text in turn))
         room = self.context - self._sampling.max_new_tokens
         tokens = self._form.encode(system, turns, question)
-        # The fewest turns that have to go lie between these two numbers.
+        # Binary search for the smallest number of turns to drop: more than too_few, at most enough.
         too_few, enough = 0, len(turns)
         if len(tokens) <= room:
             return Prompt(tokens, 0)
@@ -194,18 +194,18 @@ class Chat:
         return Prompt(tokens, enough)
 
     def answer(self, prompt: Prompt) -> Answer:
-        """Begins an answer; the model works while one iterates over it."""
+        """Starts an answer; the model generates it as the caller iterates over it."""
         prompts = [prompt.tokens] * self.num_samples
         seed = (self._sampling.seed + self._num_answers) % (1 << 32)
         sampling = replace(self._sampling, seed=seed)
         self._num_answers += 1
-        # The next message's prompt begins with this one and its answer.
+        # Keep the cache, because the next prompt starts with this one and its answer.
         steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keeps_cache=True)
         return Answer(steps, self.num_samples, sampling.max_new_tokens)
 
 
 def _check_text(*texts: str) -> None:
-    """Raises ValueError: a text has half a character (a lone surrogate), which no tokenizer takes."""
+    """Raises ValueError if a text has a lone surrogate (half a character), which no tokenizer accepts."""
     for text in texts:
         try:
             text.encode("utf-8")

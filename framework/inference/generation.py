@@ -1,9 +1,9 @@
-"""Generation: continues prompts with a key/value cache, and returns their text a token at a time.
+"""Generation: continues prompts with a KV cache, and returns the text one token at a time.
 
-Functions are compiled once per shape: one reads the prompts, one makes one token for each row, and one reads what
-follows a prompt that is in the cache already, as the next message of a conversation does. Prompts are padded on the
-left to a common length (of which there are few), so that all rows write the same slot of the cache, see
-layers/attention_cache.py. The cache is [U, B, C, K, H] per layer of the pattern, over data and fsdp and over model.
+Three functions are compiled once per shape: prefill reads the prompts, decode generates one token per row, and extend
+reads the tokens that follow a cached prompt, such as the next message of a conversation. Prompts are padded on the left
+to one of a few common lengths, so that all rows write the same slot of the cache; see layers/attention_cache.py. The
+cache is [U, B, C, K, H] per layer of the pattern, sharded over data and fsdp (B) and over model (K).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from framework.layout import Nested, merge
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
-# Tokens behind a cached prompt that are read at once. Their logits over the whole cache exist in float32, which is why
-# a longer text is read from the beginning, by the kernel.
+# Maximum number of tokens to read at once after a cached prompt. Their attention logits over the whole cache are
+# materialized in float32, so a longer text is read from the beginning instead, with the attention kernel.
 _MOST_NEW_TOKENS = 512
 
 
 @dataclass
 class _Kept:
-    """The cache of a prompt and its continuation, which a longer prompt may begin with.
+    """The cache of a prompt and its continuation, reused if a longer prompt starts with the same tokens.
 
     Attributes:
-        tokens: whose keys and values it has.
-        first_B: int32[B], the slot of the first of them.
-        capacity: slots.
-        cache: see `Generator`.
+        tokens: tokens whose keys and values are in the cache.
+        first_B: int32[B], the slot of the first token.
+        capacity: number of slots.
+        cache: the arrays, [U, B, C, K, H] per layer of the pattern.
     """
 
     tokens: list[int]
@@ -49,18 +49,19 @@ class _Kept:
 
 
 class Forward:
-    """A model's forward pass that brings parameters in host memory to the device. Holds no arrays: functions that are
-    compiled keep it, and would keep them.
+    """A model's forward pass that copies offloaded parameters to the device as needed.
+
+    It holds no arrays, because compiled functions keep a reference to it and would keep the arrays alive.
 
     Args:
-        program: the experiment on its mesh.
-        params: where its parameters live.
+        program: program of the experiment on its mesh.
+        params: parameters of the model; only their shardings are read.
     """
 
     def __init__(self, program: Program, params: Nested):
         self.program = program
         self.model = program.experiment.language_model
-        # Read off the arrays here, as the tracers inside jit have no shardings.
+        # Read the shardings here, because tracers inside jit have none.
         shardings = jax.tree.map(lambda x: x.sharding, params)
         self._places = self.model.stage_specs(shardings)
 
@@ -69,8 +70,10 @@ class Forward:
         arrays: tuple[Nested, Nested],
         ctx: Context,
     ) -> tuple[jax.Array, Nested, dict[str, Out]]:
-        """Inside jit: x_BSD before the head, the head's prepared weights, and the Out of each stage. Of a hosted stack
-        one unit's weights are on the device at a time."""
+        """Compute x_BSD before the head, the head's prepared weights, and the Out of each stage. Call it inside jit.
+
+        For an offloaded stack, the device holds the weights of one unit (period of the layer pattern) at a time.
+        """
         params, buffers = arrays
         x_BSD, outs = self.model.hidden(params, ctx, buffers, self._places)
         head_weights = self.model.head_weights(params, ctx, self._places)
@@ -78,27 +81,27 @@ class Forward:
 
 
 class Generator:
-    """Continues prompts; keep it for as long as its compiled functions are of use.
+    """Continues prompts; keep the instance to reuse its compiled functions.
 
     Args:
-        program: the experiment on its mesh.
-        state: with the groups parameter (or ema), frozen and buffer.
-        averaged: use the moving averages.
+        program: program of the experiment on its mesh.
+        state: state with the groups parameter (or ema), frozen and buffer.
+        averaged: use the moving averages of the weights.
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
         self._kept: _Kept | None = None
-        # Reading the property is the check.
+        # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         self._program = program
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         forward = Forward(program, weights)
-        # The cache is laid out inside, by `_placed_cache`.
+        # `_placed_cache` sets the sharding of the cache inside the functions.
         out_shardings = (program.replicated, None)
         jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
         self._prefill = jit(functools.partial(_prefill, forward))
-        # The cache is donated, so that it is updated in place: there is never a second one.
+        # The cache is donated, so it is updated in place and there is never a second one.
         self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
         self._extend = jit(functools.partial(_extend, forward), donate_argnums=2)
         self._grow = program.jit(functools.partial(_grow, forward), static_argnums=0)
@@ -120,13 +123,13 @@ class Generator:
         """Checks that the model can continue these prompts.
 
         Raises:
-            ValueError: a prompt is empty, has ids that the model has not, or needs more positions than the model has.
+            ValueError: a prompt is empty, has ids outside the vocabulary, or needs more positions than the model has.
         """
         model = self._program.experiment.language_model
         longest = max(map(len, prompts), default=0)
         if not all(prompts):
             raise ValueError("generation needs prompts of at least one token each")
-        # A lookup outside of the embedding's table would be no error in JAX.
+        # JAX does not raise an error for a lookup outside the embedding table.
         largest = max((max(row) for row in prompts), default=0)
         if largest >= model.vocab_size:
             raise ValueError(f"a prompt has the token {largest}; model.vocab_size = {model.vocab_size}")
@@ -144,16 +147,16 @@ class Generator:
         *,
         keeps_cache: bool = False,
     ) -> Iterator[list[int | None]]:
-        """Yields, per step, the next token of each row, None for rows that have ended. Ends when all have.
+        """Yields, per step, the next token of each row, or None for rows that have ended. Ends when all rows have.
 
         Args:
             prompts: token ids, of any lengths.
-            sampling: how to choose.
-            keeps_cache: of a single prompt, keep the cache for a longer one that begins with the same tokens. It stays
-                on the device until the next prompt.
+            sampling: sampling settings.
+            keeps_cache: for a single prompt, keep the cache for a later, longer prompt that starts with the same
+                tokens. The cache stays on the device until the next prompt.
 
         Raises:
-            ValueError: as `check`, and at once: not when the first token is asked for.
+            ValueError: see `check`; raised by this call, not when the first token is requested.
         """
         self.check(prompts, sampling)
         return self._steps(prompts, sampling, keeps_cache and len(prompts) == 1) if prompts else iter(())
@@ -167,14 +170,14 @@ class Generator:
         kind = _kind(sampling)
         stop_ids = set(sampling.stop_ids)
         running = [True] * len(prompts)
-        # Each is compiled when it is called for the first time with these shapes.
+        # Each function is compiled on its first call with these shapes.
         with phase("compiling and reading the prompt", patience=SHORT):
             token_B, kept, chosen = self._read(prompts, sampling, kind, keeps_cache)
             token_B.block_until_ready()
         try:
             for index in range(sampling.max_new_tokens):
                 last_B = token_B
-                # The device works on the next token while this one is looked at.
+                # Start the next token before reading this one, so that the device stays busy.
                 if index + 1 < sampling.max_new_tokens:
                     where = {
                         "slot": np.int32(kept.first_B[0] + len(kept.tokens)),
@@ -191,7 +194,7 @@ class Generator:
                             where,
                             chosen,
                         )
-                # Rows that were added to fill the mesh come last, and are left out.
+                # Rows that were added to fill the mesh come last; drop them.
                 values = np.asarray(last_B)[: len(prompts)].tolist()
                 if index + 1 < sampling.max_new_tokens:
                     kept.tokens.append(values[0])
@@ -200,7 +203,7 @@ class Generator:
                     return
                 yield [value if runs else None for runs, value in zip(running, values, strict=True)]
         finally:
-            # Also where the text is not read to its end. A program that failed has taken the cache with it.
+            # Keep the cache even if the caller stops early. If the program failed, the donated cache no longer exists.
             is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.cache))
             self._kept = kept if keeps_cache and is_whole else None
 
@@ -211,13 +214,13 @@ class Generator:
         kind: str,
         keeps_cache: bool,
     ) -> tuple[jax.Array, _Kept, dict[str, Any]]:
-        """Reads prompts: (the first new token of each row; their cache; the settings for `choose`)."""
+        """Reads prompts; returns (first new token of each row, their cache, settings for `choose`)."""
         vocab_size = self._program.experiment.language_model.vocab_size
-        # No two caches exist at a time.
+        # Drop this reference, so that two caches never exist at the same time.
         kept, self._kept = self._kept, None
         if kept is not None and keeps_cache:
             (prompt,) = prompts
-            # The last token is read in any case: the first new one is chosen by its logits.
+            # Always read the last token: its logits give the first new token.
             num_cached = min(_num_common(kept.tokens, prompt), len(prompt) - 1)
             num_new = len(prompt) - num_cached
             if num_cached and num_new <= _MOST_NEW_TOKENS:
@@ -242,7 +245,7 @@ class Generator:
         del kept
         tokens_BS, first_B = self._padded(prompts)
         num_rows, length = tokens_BS.shape
-        # One slot of the cache for each token of the prompt and each new one.
+        # One cache slot per prompt token and per new token.
         capacity = bucket(length + sampling.max_new_tokens)
         chosen = _settings(sampling, vocab_size, num_rows)
         token_B, cache = self._prefill(
@@ -255,10 +258,10 @@ class Generator:
         return token_B, _Kept(list(prompts[0]), first_B, capacity, cache), chosen
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The prompts, padded on the left: int32 [B, S], and where each begins: int32 [B]."""
+        """Pad the prompts on the left; returns tokens int32 [B, S] and the first column of each prompt, int32 [B]."""
         mesh_shape = self._program.mesh.shape
         shards = batch_shards(mesh_shape)
-        # The mesh must divide the rows: the last prompt is repeated.
+        # The number of rows must be a multiple of the batch shards, so repeat the last prompt.
         num_extra = -len(prompts) % shards
         rows = [*prompts, *[prompts[-1]] * num_extra]
         longest = max(map(len, rows))
@@ -272,7 +275,7 @@ class Generator:
 
 
 def _kind(sampling: Sampling) -> str:
-    """The `kind` of `choose`. It is static, so that only filtered draws pay for sorting the vocabulary."""
+    """Return the `kind` for `choose`. It is static, so only filtered sampling pays for sorting the vocabulary."""
     if sampling.temperature == 0.0:
         return "greedy"
     if sampling.top_k is not None or sampling.top_p < 1.0:
@@ -285,7 +288,7 @@ def _settings(
     vocab_size: int,
     num_rows: int,
 ) -> dict[str, Any]:
-    """The settings as arrays, for `choose`, so that no value of a setting is compiled into a program."""
+    """Return the settings for `choose` as arrays, so that no value is compiled into a program."""
     top_k = sampling.top_k or vocab_size
     return {
         "keys": row_keys(sampling.seed, num_rows),
@@ -308,7 +311,7 @@ def _prefill(
     first_B: Any,
     chosen: Any,
 ) -> Any:
-    """The first new token of each row, and the cache of the prompts, with room for `capacity` positions."""
+    """Compute the first new token of each row, and the cache of the prompts with room for `capacity` positions."""
     kind, capacity = static
     logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BS, first_B)
     token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
@@ -318,18 +321,18 @@ def _prefill(
 def read_prompts(
     forward: Forward, capacity: int, arrays: Any, tokens_BS: jax.Array, first_B: jax.Array
 ) -> tuple[jax.Array, Nested]:
-    """Inside jit: the logits_BV of the first new token of each row, and the cache of the prompts.
+    """Compute the logits_BV of the first new token of each row, and the cache of the prompts. Call it inside jit.
 
     Args:
-        forward: the model.
-        capacity: positions for which the cache has room.
-        arrays: its parameters and buffers.
+        forward: forward pass of the model.
+        capacity: number of positions that the cache has room for.
+        arrays: parameters and buffers of the model.
         tokens_BS: prompts, padded on the left.
-        first_B: where each begins.
+        first_B: first column of each prompt.
     """
     length = tokens_BS.shape[1]
     position_BS = jnp.arange(length) - first_B[:, None]
-    # Padding is a segment of its own, 0, so that no token of the prompt attends to it.
+    # Padding is a separate segment, 0, so that no prompt token attends to it.
     batch = {
         "tokens": tokens_BS,
         "positions": jnp.maximum(position_BS, 0),
@@ -353,7 +356,7 @@ def _decode(
     where: Any,
     chosen: Any,
 ) -> tuple[jax.Array, Nested]:
-    """One more token of each row, and the cache with the keys and values of `token_B`."""
+    """Compute the next token of each row, and the cache with the keys and values of `token_B`."""
     logits_BV, cache = read_token(forward, arrays, cache, token_B, where["first"], where["slot"])
     (kind,) = static
     token_B = choose(kind, logits_BV, chosen, where["index"])
@@ -369,7 +372,7 @@ def _extend(
     where: Any,
     chosen: Any,
 ) -> tuple[jax.Array, Nested]:
-    """The first new token of each row behind a cached prompt and `count` tokens more, and the cache of all of these."""
+    """Read `count` more tokens after a cached prompt; returns the first new token of each row, and the cache."""
     logits_BV, cache = _read_behind(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])
     (kind,) = static
     token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
@@ -379,13 +382,13 @@ def _extend(
 def read_token(
     forward: Forward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, Nested]:
-    """Inside jit: the logits_BV of the token behind `token_B`, and the cache with the keys and values of `token_B`.
+    """Compute the logits_BV after `token_B`, and the cache with the keys and values of `token_B`. Call it inside jit.
 
     Args:
         forward, arrays, first_B: as for `read_prompts`.
-        cache: of the tokens before.
-        token_B: the last token of each row.
-        slot: int32, the position of the cache where it belongs.
+        cache: cache of the preceding tokens.
+        token_B: last token of each row.
+        slot: int32, cache slot to write for `token_B`.
     """
     return _read_behind(forward, arrays, cache, token_B[:, None], first_B, slot, None)
 
@@ -399,33 +402,33 @@ def _read_behind(
     slot: jax.Array,
     count: jax.Array | None,
 ) -> tuple[jax.Array, Nested]:
-    """As `read_token`, for several tokens.
+    """Do the same as `read_token` for several tokens.
 
     Args:
         forward, arrays, first_B: as for `read_prompts`.
-        cache: of the tokens before, with room for S more.
-        tokens_BS: the tokens behind those, padded on the right.
-        slot: int32, the position of the cache where the first of them belongs.
-        count: int32, of tokens before the padding; None where there is no padding.
+        cache: cache of the preceding tokens, with room for S more.
+        tokens_BS: tokens that follow the cached ones, padded on the right.
+        slot: int32, cache slot of the first of these tokens.
+        count: int32, number of tokens before the padding; None if there is no padding.
     """
     position_BS = (slot - first_B)[:, None]
     batch = {"first": first_B, "slot": slot}
     if count is not None:
         step_S = jnp.arange(tokens_BS.shape[1])
-        # Padding has the last token's position, as a model with learned positions may have no further ones. What it
-        # leaves in the cache is beyond all visible slots, and overwritten before these are seen.
+        # Padding gets the last token's position, because a model with learned positions may have no further ones. Its
+        # cache entries are beyond all visible slots, and are overwritten before those slots become visible.
         position_BS = position_BS + jnp.minimum(step_S, count - 1)
         batch["segments"] = jnp.broadcast_to(step_S < count, tokens_BS.shape).astype(jnp.int32)
     ctx = _context(forward, {**batch, "tokens": tokens_BS, "positions": position_BS})
     params, buffers = arrays
-    # Beside the cache, the layers' own buffers.
+    # The layers read the cache together with their own buffers.
     buffers = merge(buffers, cache)
     x_BSD, head, outs = forward((params, buffers), ctx)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
 
-    # All layers write the same slots of all rows, so this is one slice and no scatter.
+    # All layers write the same slots in all rows, so this is one slice update instead of a scatter.
     cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
     last_B1D = x_BSD if count is None else jax.lax.dynamic_slice_in_dim(x_BSD, count - 1, 1, axis=1)
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
@@ -433,19 +436,19 @@ def _read_behind(
 
 
 def _grow(forward: Forward, num_more: int, cache: Nested) -> Nested:
-    """The cache with room for so many more positions, in its place on the mesh."""
+    """Grow the cache by `num_more` positions, and shard it over the mesh."""
     return _placed_cache(_with_room(cache, num_more), _context(forward, {}))
 
 
 def _with_room(cache: Nested, num_more: int) -> Nested:
-    """The cache with room for so many more positions."""
+    """Pad the cache with `num_more` positions."""
     pad = [(0, 0)] * 5
     pad[2] = (0, num_more)
     return jax.tree.map(lambda x_UBCKH: jnp.pad(x_UBCKH, pad), cache)
 
 
 def _num_common(tokens: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
+    """Return the length of the common prefix."""
     count = 0
     for token, other_token in zip(tokens, other, strict=False):
         if token != other_token:
@@ -455,13 +458,15 @@ def _num_common(tokens: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _caches(outs: dict[str, Out]) -> Nested:
-    """What later tokens need of each stack, by stage: [U, B, C, K, H], units, rows, positions, key heads, their width.
-    Latents count as one head."""
+    """Return the cache entries of each stack, by stage: [U, B, C, K, H].
+
+    The axes are units, rows, positions, key heads and head width. Latents count as one head.
+    """
     return {name: out.layer_state for name, out in outs.items() if out.layer_state}
 
 
 def _placed_cache(cache: Nested, ctx: Context) -> Nested:
-    """The cache with rows spread over the axes of batches, and heads over `model` where it can cut them."""
+    """Shard the cache: rows over the batch axes, and heads over `model` if their number is divisible by it."""
 
     def placed(x_UBCKH: jax.Array) -> jax.Array:
         num_heads = x_UBCKH.shape[3]
@@ -472,8 +477,8 @@ def _placed_cache(cache: Nested, ctx: Context) -> Nested:
 
 
 def bucket(length: int) -> int:
-    """Rounds a length up to one of few: multiples of 16, and from 128 on eight to each doubling."""
-    # A length of n bits is a multiple of 2^(n - 4): there are eight of those with n bits.
+    """Rounds a length up to one of a few: multiples of 16, and from 128 on eight lengths per doubling."""
+    # Round an n-bit length to a multiple of 2^(n - 4): there are eight such multiples with n bits.
     num_bits = (length - 1).bit_length()
     unit = 1 << max(0, num_bits - 4)
     unit = max(16, unit)
@@ -481,19 +486,19 @@ def bucket(length: int) -> int:
 
 
 class TextStream:
-    """Turns tokens into text, a token at a time: no half characters, and nothing from the first of the `stops` on."""
+    """Decodes tokens to text incrementally: never yields partial characters, or anything from the first stop on."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.ended = False
-        # Text that may turn out to be the beginning of a stop.
+        # Text that may turn out to be the beginning of a stop string.
         self._held = ""
-        # A character may be spread over tokens: the decoder waits for its last byte.
+        # A character may span several tokens: the decoder waits for its last byte.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int | None) -> str:
-        """Returns the text that is certain after this token; None ends the row."""
+        """Returns the text that is final after this token; None ends the row."""
         if self.ended:
             return ""
         data = b"" if token is None else self.tokenizer.decode_bytes([token])
@@ -506,7 +511,7 @@ class TextStream:
         if self.ended:
             end = min(stop_positions, default=len(text))
             return text[:end]
-        # The longest end of the text with which a stop begins is held back.
+        # Hold back the longest suffix of the text that is a prefix of a stop string.
         num_held = 0
         for stop in self.stops:
             for length in range(1, len(stop)):
@@ -530,13 +535,13 @@ def stream_text(
 
     Args:
         generator, prompts, sampling, keeps_cache: as for `Generator.stream`.
-        tokenizer: of the model.
-        stops: texts that end a row.
+        tokenizer: tokenizer of the model.
+        stops: strings that end a row.
     """
     streams = [TextStream(tokenizer, stops) for _ in prompts]
     for tokens in generator.stream(prompts, sampling, keeps_cache=keeps_cache):
         yield [stream.push(token) for stream, token in zip(streams, tokens, strict=True)]
-        # A stop is a matter of the text, so the generator itself would go on.
+        # The generator does not know about stop strings, so it would continue.
         if all(stream.ended for stream in streams):
             return
     yield [stream.push(None) for stream in streams]

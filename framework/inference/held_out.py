@@ -1,4 +1,4 @@
-"""Evaluation of held-out data in global batches: by a run between its steps, and by `evaluate --validation` later."""
+"""Evaluation on held-out data in global batches, for a run between its steps and for `evaluate --validation`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ def evaluated(
     averaged: bool = False,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, float] | None:
-    """The model's summary of its sums over one validation set, "loss" among them; None if it was to stop.
+    """Evaluate one validation set.
 
     Args:
-        program: the experiment on its mesh; its data is set up.
-        state: with the groups parameter (or ema), frozen and buffer.
-        name: the validation set.
-        limit: as in `Pipeline.eval_batch_numbers`.
-        averaged: use the moving averages.
-        goes_on: asked after each batch.
+        program: program of the experiment on its mesh; its data must be set up.
+        state: state with the groups parameter (or ema), frozen and buffer.
+        name: name of the validation set.
+        limit: maximum number of batches, as in `Pipeline.eval_batch_numbers`.
+        averaged: use the moving averages of the weights.
+        goes_on: called after each batch; the evaluation stops when it returns False.
+
+    Returns:
+        The model's summary of its sums over the set, which includes "loss"; None if the evaluation was stopped.
     """
     data = program.experiment.data
     num_batches = len(data.eval_batch_numbers(name, limit))
@@ -39,12 +42,12 @@ def evaluated(
     with phase(f"evaluating {name}{weights}") as evaluating, data.eval_batches(name, program.rows, limit) as batches:
         for number, batch in enumerate(batches):
             evaluating.progress(number, num_batches)
-            # The batch on the device has no name here, so that it goes before the next one comes.
+            # No variable refers to the batch on the device, so it is freed before the next one is loaded.
             batch_sums = program.evaluate(state, program.put(batch), averaged=averaged)
             buffer.put(number, batch_sums)
             if not goes_on():
                 return None
-            # One batch behind: the device always has work, and memory is bounded.
+            # Fetch one batch late: the device always has work, and memory stays bounded.
             for _, sums in buffer.take(keep=1):
                 totals.update(sums)
         for _, sums in buffer.take(keep=0):
@@ -53,7 +56,7 @@ def evaluated(
 
 
 def share_of(data: Pipeline, name: str, limit: int | None) -> str:
-    """How much of a validation set an evaluation takes, such as "20 of 106 batches"; "" for all of it."""
+    """Describe the part of a validation set that is evaluated, such as "20 of 106 batches"; "" for all of it."""
     num_batches = len(data.eval_batch_numbers(name))
     num_taken = len(data.eval_batch_numbers(name, limit))
     return f"{num_taken} of {num_batches} batches" if num_taken < num_batches else ""

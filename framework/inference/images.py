@@ -1,6 +1,6 @@
-"""Images: samples of a model of images, interpolation in its latent space, and grids of images as PNG, by Pillow.
+"""Samples images from an image model, interpolates in its latent space, and writes grids of images as PNG (Pillow).
 
-The model has sample, encode, decode and quantize as framework.models.flow.Flow.
+The model has methods sample, encode, decode and quantize, like framework.models.flow.Flow.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from framework.layout import Nested
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
-# In pixels: the height to which small images are magnified, and the gap between images.
+# In pixels: the height up to which small images are magnified, and the gap between images.
 _HEIGHT = 32
 _GAP = 2
 _DARK_GRAY = 64
 
 
 class Images:
-    """Images of a trained model; each method is compiled for the number of images that it is called with.
+    """Generates images with a trained model; each method is compiled for the number of images it is called with.
 
     Args:
-        program: the experiment on its mesh.
-        state: with the groups parameter (or ema), frozen and buffer.
-        averaged: use the moving averages.
+        program: program of the experiment on its mesh.
+        state: state with the groups parameter (or ema), frozen and buffer.
+        averaged: use the moving averages of the weights.
 
     Raises:
-        ValueError: the model draws no images.
+        ValueError: the model does not generate images.
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
@@ -42,7 +42,7 @@ class Images:
         if not self._model.draws_images:
             raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
         weights = program.weights(state, averaged=averaged)
-        # The methods of the model compute with all weights at once, so hosted ones come to the device.
+        # The methods of the model use all weights at once, so offloaded weights are copied to the device.
         self._params = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),
             weights,
@@ -50,10 +50,10 @@ class Images:
         self._jit = functools.partial(program.jit, out_shardings=program.replicated)
 
     def sample(self, num: int, temperature: float, seed: int) -> np.ndarray:
-        """Draws `num` images from latents whose standard deviation is `temperature`: uint8 [num, H, W, C]."""
+        """Samples `num` images from latents with standard deviation `temperature`: uint8 [num, H, W, C]."""
         draw = self._jit(lambda params, key, heat: self._model.sample(params, key, num, heat))
         key = jax.random.key(seed)
-        # An array, so that no temperature is compiled into the program.
+        # An array, so that the program is not recompiled for each temperature.
         heat = jnp.float32(temperature)
         with phase(f"compiling and drawing {num} images", patience=SHORT):
             return np.asarray(draw(self._params, key, heat))
@@ -64,15 +64,15 @@ class Images:
         last: np.ndarray,
         steps: int,
     ) -> np.ndarray:
-        """Interpolates between pairs of images, in equal steps on a line in latent space.
+        """Interpolates linearly between pairs of images in latent space.
 
         Args:
-            first: uint8 [N, H, W, C], the images at the beginning of each line.
-            last: uint8 [N, H, W, C], those at its end.
-            steps: images on each line, both ends included.
+            first: uint8 [N, H, W, C], the images at the start of each line.
+            last: uint8 [N, H, W, C], the images at the end of each line.
+            steps: number of images on each line, including both ends.
 
         Returns:
-            uint8 [N * steps, H, W, C].
+            The images, uint8 [N * steps, H, W, C].
         """
 
         def walk(params: Nested, first: jax.Array, last: jax.Array) -> jax.Array:
@@ -89,9 +89,9 @@ class Images:
 
 
 def _mixed(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
-    """Linear interpolation: a and b are [N, ...], parts is t [T]; (1 - t) a + t b as [N * T, ...]."""
+    """Interpolate linearly: (1 - t) a + t b as [N * T, ...], for a and b [N, ...] and t = parts [T]."""
     image_shape = a.shape[1:]
-    # t is [1, T, 1, ..., 1], to be broadcast over images and over their elements.
+    # t is [1, T, 1, ..., 1], to broadcast over the images and their elements.
     ones = (1,) * len(image_shape)
     t = parts.reshape(1, -1, *ones)
     mixed = (1.0 - t) * a[:, None] + t * b[:, None]
@@ -105,14 +105,16 @@ def save_grid(
     levels: int,
     columns: int | None = None,
 ) -> Path:
-    """Writes images, row by row, on dark gray; replaces `png_path` atomically, and returns it.
+    """Writes a grid of images, row by row, on a dark gray background; replaces `png_path` atomically and returns it.
 
     Args:
-      images: uint8 [N,H,W,C] of values 0 to levels - 1, with C = 1 (gray), 3 (RGB) or 4 (RGBA).
-      columns: images in a row; as many as there are rows, if None.
+        images: uint8 [N, H, W, C] with values 0 to levels - 1 and C = 1 (gray), 3 (RGB) or 4 (RGBA).
+        png_path: file to write.
+        levels: number of distinct values of a channel.
+        columns: number of images per row; None makes the grid as square as possible.
 
     Raises:
-      ValueError: another number of channels.
+        ValueError: the number of channels is not supported.
     """
     from PIL import Image
 
@@ -121,7 +123,7 @@ def save_grid(
         raise ValueError(f"images of {channels} channels make no PNG; expected 1, 3 or 4")
     columns = columns or math.ceil(math.sqrt(count))
     rows = -(-count // columns)
-    # A whole number, so that each value becomes a square of equal pixels.
+    # An integer, so that each pixel becomes a square of equal pixels.
     scale = max(1, _HEIGHT // height)
     cell_height = scale * height + _GAP
     cell_width = scale * width + _GAP
@@ -138,7 +140,7 @@ def save_grid(
         bottom = top + scale * height
         right = left + scale * width
         picture[top:bottom, left:right] = image
-    # Pillow knows one channel as an array without that axis.
+    # Pillow expects single-channel images without a channel axis.
     pixels = picture[..., 0] if channels == 1 else picture
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:

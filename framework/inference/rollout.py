@@ -1,7 +1,7 @@
-"""Rollout: answers to a batch of prompts, sampled by one compiled program, with the log-probability of each token.
+"""Rollout: one compiled program samples answers to a batch of prompts, with the log-probability of each token.
 
-`framework.inference.generation` looks at every token on the host, to show it. Training does not, so the loop over
-tokens is on the device. It ends when all answers have.
+`framework.inference.generation` copies every token to the host to show it. Training does not need that, so here the
+loop over tokens runs on the device. It ends when all answers have ended.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ class Answers(NamedTuple):
     """Answers to the prompts of a batch.
 
     Attributes:
-        tokens: int32[B, A]; 0 behind the end.
-        log_probs: f32[B, A], the log-probability of each token by the model that drew it; 0 behind the end.
-        counts: int32[B], tokens of each answer, the one that ends it among them.
+        tokens: int32[B, A]; 0 after the end.
+        log_probs: f32[B, A], the log-probability of each token under the model that sampled it; 0 after the end.
+        counts: int32[B], number of tokens of each answer, including the stop token.
     """
 
-    # On the devices, or on the host.
+    # Device arrays or host arrays.
     tokens: Any
     log_probs: Any
     counts: Any
 
 
 class Draws(NamedTuple):
-    """What decides the draws of a batch, so that the same state gives the same answers again.
+    """The inputs that determine the random draws of a batch, so that the same state gives the same answers again.
 
     Attributes:
         words: uint32[2], the key data of the run.
-        stream: int32, the step.
-        numbers: int32[B], of the rows.
-        greedy: bool; the likeliest tokens are taken, and nothing is drawn.
+        stream: int32, the step in training; evaluations use negative numbers.
+        numbers: int32[B], row numbers.
+        greedy: bool; take the most likely tokens instead of sampling.
     """
 
-    # Arrays, or abstract ones where the program is only compiled.
+    # Arrays, or abstract arrays if the program is only compiled.
     words: Any
     stream: Any
     numbers: Any
     greedy: Any
 
 
-# Folded into the run's key, whose other branches are the steps' dropout.
+# Folded into the run's key, to separate these draws from the dropout of the steps.
 _ROLLOUTS = 0x726F6C6C
 
 
 def rollout_jit(program: Program, weights: Nested, answer_tokens: int, stop_ids: tuple[int, ...]) -> Any:
-    """The jitted function ((weights, buffers), prompts_BS, lengths_B, Draws) -> Answers.
+    """Return the jitted function ((weights, buffers), prompts_BS, lengths_B, Draws) -> Answers.
 
     Args:
-        program: the experiment on its mesh.
-        weights: all parameters, arrays or abstract ones; where they live matters, and they are not kept.
-        answer_tokens: A, of the longest answer.
+        program: program of the experiment on its mesh.
+        weights: all parameters, as arrays or abstract arrays; only their shardings are read.
+        answer_tokens: A, maximum number of tokens of an answer.
         stop_ids: tokens that end an answer.
     """
     forward = Forward(program, weights)
@@ -76,15 +76,15 @@ def _rollout(
     lengths_B: jax.Array,
     draws: Draws,
 ) -> Answers:
-    """Continues prompts that begin in the first column. A row of length 0 has no prompt, and gets no answer."""
+    """Continues prompts that start in the first column. A row of length 0 has no prompt and gets no answer."""
     running_B = lengths_B > 0
     longest_prompt = prompts_BS.shape[1] + 1 - answer_tokens
     num_rows = prompts_BS.shape[0]
-    # A model reads at least one token.
+    # The model must read at least one token.
     lengths_B = jnp.maximum(lengths_B, 1)
     length = bucket(longest_prompt)
     first_B = length - lengths_B
-    # Column c of a prompt that is padded on the left is column c - first of the one that was given.
+    # Move the padding to the left: column c of the result is column c - first of the given prompt.
     columns_BP = jnp.arange(length) - first_B[:, None]
     shifted_BP = jnp.take_along_axis(prompts_BS, jnp.maximum(columns_BP, 0), axis=1)
     tokens_BP = jnp.where(columns_BP >= 0, shifted_BP, 0)
@@ -103,7 +103,7 @@ def _rollout(
         index, token_B, log_prob_B, running_B, cache, answers = carry
         answers = _with_column(answers, index, token_B, log_prob_B, running_B)
         running_B = running_B & ~jnp.isin(token_B, jnp.asarray(stop_ids, jnp.int32))
-        # The token of the last turn is read as well, which costs one token's time and keeps the loop simple.
+        # The last iteration also reads its token. This costs one token's time and keeps the loop simple.
         logits_BV, cache = read_token(forward, arrays, cache, token_B, first_B, length + index)
         token_B, log_prob_B = _drawn(logits_BV, keys_B, index + 1, draws.greedy)
         return index + 1, token_B, log_prob_B, running_B, cache, answers
@@ -116,7 +116,7 @@ def _rollout(
 def _with_column(
     answers: Answers, index: jax.Array, token_B: jax.Array, log_prob_B: jax.Array, running_B: jax.Array
 ) -> Answers:
-    """The answers with the token of place `index` of those that still run."""
+    """Write the tokens of column `index` into the answers that are still running."""
     column = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
     tokens_B1 = jnp.where(running_B, token_B, 0)[:, None]
     log_probs_B1 = jnp.where(running_B, log_prob_B, 0.0)[:, None]
@@ -128,14 +128,14 @@ def _with_column(
 
 
 def _row_keys(draws: Draws) -> jax.Array:
-    """The key of each row, [B]: a function of (run, stream, number of the row) alone."""
+    """Return the key of each row, [B], which depends only on (run, stream, row number)."""
     run_key = jax.random.fold_in(jax.random.wrap_key_data(draws.words), _ROLLOUTS)
     stream_key = jax.random.fold_in(run_key, draws.stream)
     return jax.vmap(functools.partial(jax.random.fold_in, stream_key))(draws.numbers)
 
 
 def _drawn(logits_BV: jax.Array, keys_B: jax.Array, index: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The token of place `index` of each row, int32[B], and its log-probability, f32[B]."""
+    """Choose the token at position `index` of each row; returns tokens int32[B] and their log-probabilities f32[B]."""
     keys_of_place_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
     drawn_B = jax.vmap(jax.random.categorical)(keys_of_place_B, logits_BV)
     likeliest_B = jnp.argmax(logits_BV, axis=-1)

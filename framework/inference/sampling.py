@@ -1,4 +1,4 @@
-"""Choice of the next token: greedy, or drawn with temperature, top-k and top-p."""
+"""Selection of the next token: greedy, or sampled with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice of tokens, and how many are made.
+    """Sampling settings.
 
     Args:
-        max_new_tokens: at most this many per row.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: only the k most likely tokens; None for all.
-        top_p: of these only the fewest most likely whose probabilities add up to p (arXiv 1904.09751).
-        stop_ids: tokens that end a row; they are not given out.
-        seed: of the draws. Row i draws by (seed, i), whatever else is in the batch.
+        max_new_tokens: maximum number of new tokens per row.
+        temperature: divisor of the logits; 0 selects the most likely token.
+        top_k: sample only from the k most likely tokens; None for all.
+        top_p: of these, sample only from the smallest set of most likely tokens whose probabilities add up to p
+            (arXiv 1904.09751).
+        stop_ids: tokens that end a row; they are not part of the output.
+        seed: random seed. Row i is sampled with (seed, i), independent of the rest of the batch.
     """
 
     max_new_tokens: int = 128
@@ -31,7 +32,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        # Comparisons with NaN are false, so that NaN is refused as well.
+        # Comparisons with NaN are false, so NaN is refused as well.
         checks = [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < math.inf, "0 or more"),
@@ -45,7 +46,7 @@ class Sampling:
 
 
 def row_keys(seed: int, rows: int) -> jax.Array:
-    """uint32[rows, 2]: the key data of each row."""
+    """Return the key data of each row, uint32[rows, 2]."""
     seed_key = jax.random.key(seed)
     fold = functools.partial(jax.random.fold_in, seed_key)
     keys = jax.vmap(fold)(jnp.arange(rows))
@@ -61,14 +62,14 @@ def choose(
     """Chooses the next token of each row: int32 [B].
 
     Args:
-        kind: "greedy"; "all", a draw from all tokens; "filtered", a draw with top_k and top_p.
-        logits_BV: the model's logits.
-        chosen: the settings as arrays: keys (key data, uint32 [B, 2]), temperature, top_k and top_p.
-        index: the number of the step, which makes the draws of a row differ.
+        kind: "greedy"; "all", to sample from all tokens; "filtered", to sample with top_k and top_p.
+        logits_BV: logits of the model.
+        chosen: settings as arrays: keys (key data, uint32 [B, 2]), temperature, top_k and top_p.
+        index: number of the decoding step, which gives each step of a row a different key.
     """
     if kind == "greedy":
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    # A key for each row and step, so that a row's draws do not depend on the others in the batch.
+    # One key per row and step, so that a row's samples do not depend on the other rows of the batch.
     fold = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))
     keys = fold(chosen["keys"])
     draw = jax.vmap(jax.random.categorical)
@@ -77,16 +78,16 @@ def choose(
         return draw(keys, logits_BV).astype(jnp.int32)
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    # A mask, and not lax.top_k: k is an array, so that one program serves all settings.
+    # A mask instead of lax.top_k: k is an array, so one program serves all settings.
     ranks_V = jnp.arange(sorted_BV.shape[-1])
     in_top_k_V = ranks_V < chosen["top_k"]
     sorted_BV = jnp.where(in_top_k_V, sorted_BV, -jnp.inf)
     p_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    # The probability of all tokens that are more likely: 0 for the first, so that one token always stays.
+    # The total probability of all more likely tokens: 0 for the first, so at least one token remains.
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
     in_top_p_BV = before_BV < chosen["top_p"]
     candidates_BV = jnp.where(in_top_p_BV, sorted_BV, -jnp.inf)
-    # A rank in the sorted row, which leads back to the token.
+    # A rank in the sorted row, which maps back to the token.
     drawn_B = draw(keys, candidates_BV)
     tokens_B1 = jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)
     return tokens_B1[:, 0].astype(jnp.int32)

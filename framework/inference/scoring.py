@@ -1,4 +1,4 @@
-"""Scoring: log-probabilities of given tokens, for perplexity, bits per byte and multiple choice."""
+"""Scoring: log-probabilities of given tokens, for perplexity, bits per byte and multiple-choice evaluation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class Score(NamedTuple):
-    """The score of a row: log-probability of its scored tokens in nats, their number, and whether each was the most
-    likely one."""
+    """The score of a row.
+
+    Attributes:
+        log_prob: total log-probability of the scored tokens, in nats.
+        tokens: number of scored tokens.
+        greedy: True if every scored token was the most likely one.
+    """
 
     log_prob: float
     tokens: int
@@ -34,7 +39,14 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class TextScore:
-    """The score of a text: predicted tokens, mean loss in nats, its exponential, and bits per byte of UTF-8."""
+    """The score of a text.
+
+    Attributes:
+        tokens: number of predicted tokens.
+        loss: mean loss in nats per token.
+        perplexity: exponential of the loss.
+        bits_per_byte: total loss in bits per UTF-8 byte of the text.
+    """
 
     tokens: int
     loss: float
@@ -43,13 +55,13 @@ class TextScore:
 
 
 class Scorer:
-    """Computes log-probabilities by a model; keep it for as long as its compiled functions are of use.
+    """Computes log-probabilities with a model; keep the instance to reuse its compiled functions.
 
     Args:
-        program: the experiment on its mesh; data.seq_len bounds what a token is predicted from.
-        state: with the groups parameter (or ema), frozen and buffer.
-        averaged: use the moving averages.
-        batch_size: rows at a time, rounded up to what the mesh divides.
+        program: program of the experiment on its mesh; data.seq_len limits the context of a prediction.
+        state: state with the groups parameter (or ema), frozen and buffer.
+        averaged: use the moving averages of the weights.
+        batch_size: number of rows to score at a time, rounded up to a multiple of the mesh's batch shards.
     """
 
     def __init__(
@@ -60,22 +72,22 @@ class Scorer:
         averaged: bool = False,
         batch_size: int = 8,
     ):
-        # Reading the property is the check.
+        # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         self.seq_len = program.experiment.data.seq_len
         shards = batch_shards(program.mesh.shape)
-        # Rounded up, as the mesh must divide the rows.
+        # The number of rows must be a multiple of the batch shards.
         self._rows = -(-batch_size // shards) * shards
         forward = Forward(program, weights)
         score = functools.partial(_score, forward)
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
-        """Yields, for each (tokens, start), the score of tokens[start:] given those before; start is at least 1.
+        """Yields, for each (tokens, start), the score of tokens[start:] given the tokens before; start is at least 1.
 
-        Of a row of more than seq_len + 1 tokens the last so many are taken.
+        Rows with more than seq_len + 1 tokens are truncated to their last seq_len + 1 tokens.
         """
         max_tokens = self.seq_len + 1
         for offset in range(0, len(rows), self._rows):
@@ -87,10 +99,10 @@ class Scorer:
                 last_tokens = tokens[-max_tokens:]
                 sequences.append(np.asarray(last_tokens, np.int32))
                 starts.append(max(1, start - num_dropped))
-            # Few lengths, as each of them is a program.
+            # Round to one of a few lengths, because each length needs its own program.
             longest = max(map(len, sequences))
             length = min(bucket(longest - 1), self.seq_len)
-            # Empty rows fill the batch, so that its number of rows is always the same.
+            # Fill the batch with empty rows, so that its number of rows is always the same.
             num_empty = self._rows - len(sequences)
             fill = [np.zeros(0, np.int32)] * num_empty
             batch = pack([*sequences, *fill], length, separators=None)
@@ -107,10 +119,16 @@ class Scorer:
                 )
 
     def text(self, tokens: Tokens, num_bytes: int) -> TextScore:
-        """Scores a token stream in windows of seq_len, as training evaluates it: every token but the first is predicted
-        once, from those of its window before it. `num_bytes` is the text's size."""
+        """Scores a token stream in windows of seq_len, as in the evaluation of training.
+
+        Every token except the first is predicted once, from the preceding tokens of its window.
+
+        Args:
+            tokens: tokens of the text.
+            num_bytes: size of the text in bytes.
+        """
         size = self.seq_len
-        # A window has one token more than it has targets: the first token is predicted from nothing.
+        # A window has one more token than targets, because its first token has no context to be predicted from.
         rows: list[tuple[Tokens, int]] = []
         for i in range(num_windows(len(tokens), size)):
             start = i * size
@@ -124,7 +142,7 @@ class Scorer:
         nll = -math.fsum(score.log_prob for score in scores)
         count = sum(score.tokens for score in scores)
         loss = nll / max(count, 1)
-        # math.exp raises for numbers beyond about 709.
+        # math.exp overflows above about 709.
         perplexity = math.exp(loss) if loss < 700 else math.inf
         bits_per_byte = nll / math.log(2) / max(num_bytes, 1)
         return TextScore(count, loss, perplexity, bits_per_byte)
@@ -135,14 +153,14 @@ def _score(
     arrays: Any,
     batch: Nested,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Per row: the sum of log-probabilities, the number of targets, and of those that are not the most likely."""
+    """Compute per row the sum of log-probabilities, the number of targets, and the number that are not the argmax."""
     ctx = forward.program.evaluation_context(batch)
     head = forward.model.language_head
     x_BSD, weights, _ = forward(arrays, ctx)
     B, S, _ = x_BSD.shape
     chunks = head.chunks(B, S, ctx).count
 
-    # Chunk by chunk, as the logits of all positions may be larger than the model.
+    # Chunk by chunk, because the logits of all positions may be larger than the model.
     def chunk(
         x_BsD: jax.Array,
         targets_Bs: jax.Array,
@@ -159,7 +177,7 @@ def _score(
             (wrong_Bs * weights_Bs).sum(1),
         )
 
-    # Slices are strided, so that each holds an equal part of every shard of the positions (as the head's loss).
+    # Slices are strided, so that each holds an equal part of every shard of the positions (as in the head's loss).
     def split(x: jax.Array) -> jax.Array:
         shape = (B, S // chunks, chunks, *x.shape[2:])
         return jnp.moveaxis(x.reshape(shape), 2, 0)
@@ -177,21 +195,21 @@ def encode_pair(
 ) -> tuple[list[int], int]:
     """Encodes a context and its continuation; returns (tokens of both, index of the continuation's first token).
 
-    Spaces at the context's end go with the continuation, as word pieces have them; where a piece covers both it counts
-    as the context's, as in lm-evaluation-harness.
+    Trailing whitespace of the context moves to the continuation, because subword tokens start with the space. A token
+    that covers both counts as context, as in lm-evaluation-harness.
 
     Raises:
-        ValueError: nothing comes before the continuation, or it has no tokens.
+        ValueError: there is nothing before the continuation, or the continuation has no tokens.
     """
     stripped_context = context.rstrip()
     spaces = context[len(stripped_context) :]
     context = stripped_context
     continuation = spaces + continuation
-    # Not the tokens of each: a tokenizer may merge the end of one with the beginning of the other.
+    # Encode both together: a tokenizer may merge the end of one with the beginning of the other.
     tokens = tokenizer.encode_prompt(context + continuation)
     start = len(tokenizer.encode_prompt(context))
     if start == 0 and tokenizer.separator_id is not None:
-        # The first token is predicted from the separator, as at the beginning of a document.
+        # Predict the first token from the separator, as at the beginning of a document.
         tokens = [tokenizer.separator_id, *tokens]
         start = 1
     if start == 0:

@@ -1,8 +1,8 @@
 """Self-attention: multi-head (Vaswani et al. 2017) and grouped-query (Ainslie et al. 2023, arXiv 2305.13245).
 
-The projections live here; softmax(QK)V is `attention_kernels.dot_product_attention`, one function for all platforms.
-Queries, keys and values are separate matrices: as fast as a fused one (faster on CPU), shardable over heads, and what
-matrix optimizers and published checkpoints expect.
+This module has the projections. `attention_kernels.dot_product_attention` computes softmax(QK)V on all platforms.
+Queries, keys and values are separate matrices: that is as fast as a fused matrix (faster on CPU), can be sharded over
+heads, and is the form that matrix optimizers and published checkpoints expect.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ class Attention(Layer):
     """Causal self-attention of x_BSD.
 
     Args:
-        dim: D, given by the parent.
-        num_heads: N.
-        num_kv_heads: K, divides N; None means K = N.
-        head_dim: H; None means D / N.
-        linear: the projections' config (bias, init); sizes are filled in.
-        output_bias: bias of the output projection; None means as the others.
-        output_init_scale: multiplies the initial output weight; given by the stack.
-        rotary: rotary positions; None for models with learned positions.
-        qk_norm: a norm applied to queries and keys before the rotation.
-        qk_norm_over: what is normed, each "head" apart or "all" heads of a token together.
-        clip_qkv: elements of queries, keys and values are clipped to [-clip_qkv, clip_qkv], after the norms.
-        window: attend to the last `window` positions only.
-        softcap: logits become softcap * tanh(logits / softcap).
-        scale: of logits; None means H ** -0.5.
-        sinks: each query head has a learned logit that joins the denominator of its softmax and has no value, so that a
-            head may attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
-        implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
-        splash: how the kernel for TPU cuts its work.
-        kernel_dtype: of queries, keys and values in the kernel, and of its result; None means model.compute_dtype. Some
-            frameworks compute attention in float32, which takes twice the bytes of bfloat16.
+        dim: D, the width of the residual stream; set by the parent.
+        num_heads: N, the number of query heads.
+        num_kv_heads: K, the number of key/value heads; divides N. None means K = N.
+        head_dim: H, channels per head; None means D / N.
+        linear: config of the projections (bias, init); their sizes are filled in.
+        output_bias: whether the output projection has a bias; None means the same as the other projections.
+        output_init_scale: factor on the initial output weight; set by the stack.
+        rotary: config of the rotary positions; None for models with learned positions.
+        qk_norm: config of a norm that is applied to queries and keys before the rotation; None for no norm.
+        qk_norm_over: normalize each "head" separately, or "all" heads of a token together.
+        clip_qkv: clip the elements of queries, keys and values to [-clip_qkv, clip_qkv], after the norms.
+        window: attend only to the last `window` positions.
+        softcap: cap the logits: softcap * tanh(logits / softcap).
+        scale: factor on the logits; None means H ** -0.5.
+        sinks: whether each query head has a learned logit that joins the denominator of its softmax but has no value,
+            so that a head can attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
+        implementation: the kernel. "auto" chooses splash on TPU, cuDNN on GPU and XLA elsewhere.
+        splash: config of the block sizes of the TPU kernel.
+        kernel_dtype: dtype of queries, keys and values in the kernel, and of its result; None means
+            model.compute_dtype. Some frameworks compute attention in float32, which takes twice the bytes of
+            bfloat16.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Attention(Layer):
         self.kernel_dtype = kernel_dtype
         query_size = num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
-        # Heads are spread over the model axis: the sum over them, in `output`, is one all-reduce.
+        # Heads are sharded over the model axis, so the sum over them in `output` is a single all-reduce.
         in_options = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
         out_options = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
         if output_bias is not None:
@@ -106,14 +107,14 @@ class Attention(Layer):
         self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=key_width)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """sinks [N], if there are any: spread over devices as the heads are."""
+        """Return the spec of `sinks` [N], sharded like the heads; {} without sinks."""
         if not self.sinks:
             return {}
         init = jax.nn.initializers.normal(0.02)
         return {"sinks": ParameterSpec((self.num_heads,), "float32", ("model",), initializer=init, roles=("heads",))}
 
     def children(self) -> dict[str, Layer]:
-        """query, key, value, output; query_norm and key_norm if there are any."""
+        """Return query, key, value and output, and query_norm and key_norm if there are any."""
         layers = {
             "query": self.query,
             "key": self.key,
@@ -126,11 +127,11 @@ class Attention(Layer):
         return layers
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises ValueError when the model axis would cut through a head."""
+        """Raise ValueError if the model axis would split a head."""
         check_axis(mesh, "model", "num_kv_heads", self.num_kv_heads)
 
     def check_platform(self, platform: str) -> None:
-        """As Layer.check_platform."""
+        """See `Layer.check_platform`."""
         check_platform(self.implementation, platform)
 
     def apply(
@@ -140,10 +141,10 @@ class Attention(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """x_BSD -> [B, S, D].
+        """Apply attention to x_BSD and return [B, S, D].
 
-        With ctx.cache, the keys and values leave as layer_state, [B, S, K, H] each. A layer_state that is passed in is
-        the cache of the tokens before x_B1D, see attention_cache.
+        With ctx.cache, the keys and values are returned as layer_state, [B, S, K, H] each. If a layer_state is passed
+        in, it is the cache of the tokens before x_BSD; see attention_cache.
         """
         batch, length, _ = carry.shape
         q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, carry, ctx)
@@ -161,7 +162,7 @@ class Attention(Layer):
         x_BSD: jax.Array,
         ctx: Context,
     ) -> Heads:
-        """q [B, S, N, H], k and v [B, S, K, H]: projected, normed, rotated, and named for remat policies."""
+        """Return q [B, S, N, H], k and v [B, S, K, H]: projected, normed, rotated, and named for remat policies."""
         batch, length, _ = x_BSD.shape
 
         def heads(layer: Linear, name: str, count: int) -> jax.Array:
@@ -173,7 +174,7 @@ class Attention(Layer):
         q_BSNH = heads(self.query, "query", self.num_heads)
         k_BSKH = heads(self.key, "key", self.num_kv_heads)
         v_BSKH = heads(self.value, "value", self.num_kv_heads)
-        # Before the rotation, as in Qwen3.
+        # The norms come before the rotation, as in Qwen3.
         if self.query_norm is not None and self.key_norm is not None:
             q_BSNH = self._normed(self.query_norm, weights["query_norm"], q_BSNH, ctx)
             k_BSKH = self._normed(self.key_norm, weights["key_norm"], k_BSKH, ctx)
@@ -182,7 +183,7 @@ class Attention(Layer):
             k_BSKH = jnp.clip(k_BSKH, -self.clip_qkv, self.clip_qkv)
             v_BSKH = jnp.clip(v_BSKH, -self.clip_qkv, self.clip_qkv)
         if self.rotary is not None:
-            # Batches of packed documents have positions, which start again with each document.
+            # Batches of packed documents carry positions, which restart at 0 with each document.
             row_positions_1S = jnp.arange(length)[None]
             positions_BS = ctx.batch.get("positions", row_positions_1S)
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
@@ -192,7 +193,7 @@ class Attention(Layer):
         return q_BSNH, k_BSKH, v_BSKH
 
     def _normed(self, norm: Any, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
-        """Queries or keys [B, S, N, H] after their norm, over H or over N and H together."""
+        """Return queries or keys [B, S, N, H] after their norm, over H or over N and H together."""
         if not self.norms_all_heads:
             return norm(weights, x_BSNH, ctx)
         batch, length, _, _ = x_BSNH.shape
@@ -208,7 +209,7 @@ class Attention(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> jax.Array:
-        """softmax(QK)V as [B, S, N, H], over the cache too if `layer_state` holds one."""
+        """Return softmax(QK)V as [B, S, N, H]; also attends to the cache if `layer_state` holds one."""
         if layer_state:
             return cached_attention(
                 q_BSNH,
@@ -225,7 +226,7 @@ class Attention(Layer):
         attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
         compute_dtype = q_BSNH.dtype
         kernel_dtype = self.kernel_dtype or compute_dtype
-        # The result has the name "attention", by which remat policies keep it.
+        # The kernels name their result "attention", so that remat policies can save it.
         y_BSNH = attend(
             q_BSNH.astype(kernel_dtype),
             k_BSKH.astype(kernel_dtype),
@@ -242,15 +243,15 @@ class Attention(Layer):
         return y_BSNH.astype(compute_dtype)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and QK and AV over the whole context: 4 N H S."""
-        # As PaLM counts (arXiv 2204.02311, appendix B): the causal mask saves nothing.
+        """Count the projections, and QK and AV over the whole context: 4 N H S."""
+        # Counted as in PaLM (arXiv 2204.02311, appendix B): the causal mask is not deducted.
         context = min(seq_len, self.window or seq_len)
         projections = super().flops_per_token(seq_len)
         return projections + 4.0 * self.num_heads * self.head_dim * context
 
 
 def _check_heads(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    """Raises ValueError when heads do not divide the width, or the heads of keys those of queries."""
+    """Raise ValueError if the heads do not divide the width, or the key/value heads do not divide the query heads."""
     if head_dim is None and dim % num_heads:
         raise ValueError(
             f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"

@@ -1,8 +1,8 @@
-"""Attention of new tokens to a key/value cache: plain XLA, as a few rows of queries leave a kernel nothing to block.
+"""Attention of new tokens to a key/value cache, in plain XLA: with few query rows, a kernel has nothing to tile.
 
 A cache holds C slots. Sequences are padded on the left, so that all rows write the same slots: row b's tokens are in
-slots [first[b], slot), and the S new tokens are yet to be written to [slot, slot + S). The cache is only read here: a
-loop over layers that wrote it would copy it.
+slots [first[b], slot), and the S new tokens will be written to [slot, slot + S). This module only reads the cache: a
+loop over layers that wrote to it would copy it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ def cached_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """The result of `dot_product_attention` for the last S positions: [B, S, N, V] in the query's dtype.
+    """Compute `dot_product_attention` for the last S positions: [B, S, N, V] in the query's dtype.
 
     Args:
-        query_BSNH: the new tokens' queries; head n uses key/value head n // (N / K).
-        key_BSKH: their keys; a new token attends to those up to its own.
-        value_BSKH: their values.
-        cache: "key" [B, C, K, H] and "value" [B, C, K, V], where V is H but in latent attention.
+        query_BSNH: queries of the new tokens; head n uses key/value head n // (N / K).
+        key_BSKH: keys of the new tokens; a new token attends to the keys up to its own.
+        value_BSKH: values of the new tokens.
+        cache: "key" [B, C, K, H] and "value" [B, C, K, V]; V equals H except in latent attention.
         first_B: int32[B], the slot of each row's first token.
-        slot: int32 scalar, the slot that the first new token will have.
-        scale: multiplies the logits, before the cap.
-        window: attend to the last `window` tokens, the new one among them; None means all.
-        softcap: logits become softcap * tanh(logits / softcap).
+        slot: int32 scalar, the slot that the first new token will be written to.
+        scale: factor on the logits, applied before the cap.
+        window: attend only to the last `window` tokens, including the new one; None means all.
+        softcap: cap the logits: softcap * tanh(logits / softcap).
         sinks_N: see `dot_product_attention`.
     """
     B, S, N, H = query_BSNH.shape
     K = key_BSKH.shape[2]
     G = N // K
     wide = jnp.promote_types(query_BSNH.dtype, jnp.float32)
-    # R = S * G rows share a key/value head, so that keys and values are not repeated. The rows of a token are together.
+    # R = S * G rows share a key/value head, so keys and values are not repeated. The rows of one token are adjacent.
     q_BKRH = query_BSNH.reshape(B, S, K, G, H).swapaxes(1, 2).reshape(B, K, S * G, H)
     steps_R = jnp.repeat(jnp.arange(S), G)
     visible_BRC = _visible_slots(cache["key"].shape[1], first_B, slot, steps_R, window)
-    # -inf cannot make a row of NaN here: a new token always sees itself.
+    # -inf cannot turn a row into NaN here: a new token always sees itself.
     cache_logits_BKRC = _logits(q_BKRH, cache["key"], scale, softcap)
     cache_logits_BKRC = jnp.where(visible_BRC[:, None], cache_logits_BKRC, -jnp.inf)
     new_logits_BKRS = _logits(q_BKRH, key_BSKH, scale, softcap)
@@ -73,8 +73,8 @@ def _mix(
     new_value_BSKV: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """[B, K, R, V]: the sum of the values of C slots and of S new tokens, by weights [B, K, R, C + S]."""
-    # The new tokens' part is added apart: joining their values to the cache would copy the cache.
+    """Sum the values of C slots and of S new tokens with weights [B, K, R, C + S]; returns [B, K, R, V]."""
+    # The new tokens are added separately: concatenating their values to the cache would copy the cache.
     num_slots = value_BCKV.shape[1]
     cache_weights_BKRC, new_weights_BKRS = jnp.split(weights, [num_slots], axis=-1)
     cache_BKRV = jnp.einsum("bkrc,bckv->bkrv", cache_weights_BKRC, value_BCKV, preferred_element_type=dtype)
@@ -89,9 +89,12 @@ def _visible_slots(
     steps_R: jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """bool [B, R or 1, C]: may the new token of that row attend to this slot? steps_R: its place among new tokens."""
+    """Return bool [B, R or 1, C]: whether a row's new token may attend to a slot.
+
+    `steps_R` is the index of each row's token among the new tokens.
+    """
     slots_C = jnp.arange(num_slots)
-    # Slots before `first` are padding, those from `slot` on are empty.
+    # Slots before `first` are padding; slots from `slot` on are empty.
     visible_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
     if window is None:
         return visible_BC[:, None]
@@ -100,7 +103,7 @@ def _visible_slots(
 
 
 def _visible_new(num_new: int, steps_R: jax.Array, window: int | None) -> jax.Array:
-    """bool [R, S]: may the new token of that row attend to this new token?"""
+    """Return bool [R, S]: whether a row's new token may attend to another new token."""
     distance_RS = steps_R[:, None] - jnp.arange(num_new)
     visible_RS = distance_RS >= 0
     if window is not None:
@@ -114,7 +117,7 @@ def _logits(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """[B, K, R, C] in float32 or wider, scaled and capped."""
+    """Return the logits [B, K, R, C] in float32 or wider, scaled and capped."""
     wide = jnp.promote_types(q_BKRH.dtype, jnp.float32)
     logits_BKRC = jnp.einsum("bkrh,bckh->bkrc", q_BKRH, keys_BCKH, preferred_element_type=wide)
     logits_BKRC = logits_BKRC * scale

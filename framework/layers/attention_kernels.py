@@ -1,4 +1,4 @@
-"""Causal softmax(QK)V behind one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters."""
+"""Causal softmax(QK)V in one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ def dot_product_attention(
     splash: SplashBlocks = SplashBlocks(),
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
+    """Compute attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
 
     Args:
-        query_BSNH: [B, S, N, H], floating.
-        key_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
-        value_BSKH: [B, S, K, V], of the query's dtype; V is H but in latent attention.
-        segments_BS: int32 [B, S]: positions attend only within their own segment. 0 is padding: it attends to itself
-            alone, and nothing attends to it.
+        query_BSNH: [B, S, N, H], floating point.
+        key_BSKH: [B, S, K, H], in the query's dtype. Position i attends to j <= i.
+        value_BSKH: [B, S, K, V], in the query's dtype; V equals H except in latent attention.
+        segments_BS: int32 [B, S]: positions attend only within their own segment. 0 is padding: it attends only to
+            itself, and nothing attends to it.
         window: position i attends to j in (i - window, i]; None means no limit.
-        softcap: logits become softcap * tanh(logits / softcap), before masking; None means they stay.
-        scale: of logits, before the cap; None means H ** -0.5.
-        implementation: "xla", "splash", "cudnn", or "auto": splash on TPU, cuDNN on GPU, each if it can serve the
-            call; else xla.
-        mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data,
-            fsdp and expert, positions over seq, heads over model. "auto" goes by its platform. None means JAX's
-            default device.
-        splash: how that kernel cuts its work.
-        sinks_N: [N], floating: the logit of each query head that joins the denominator of its softmax and has no value,
-            neither scaled nor capped; None for none.
+        softcap: cap the logits before masking: softcap * tanh(logits / softcap); None means no cap.
+        scale: factor on the logits, applied before the cap; None means H ** -0.5.
+        implementation: "xla", "splash", "cudnn", or "auto": splash on TPU and cuDNN on GPU if they support the call,
+            else xla.
+        mesh: the mesh that the arrays are sharded over, with the axes data, fsdp, expert, seq and model: batch over
+            data, fsdp and expert, positions over seq, heads over model. "auto" uses the mesh's platform. None means
+            JAX's default device.
+        splash: block sizes of the splash kernel.
+        sinks_N: [N], floating point: one logit per query head that joins the denominator of its softmax and has no
+            value; it is neither scaled nor capped. None for no sinks.
 
     Returns:
-        [B, S, N, V] in the query's dtype, named "attention" for remat policies. Logits and softmax are f32 inside
-        (f64 for f64 inputs).
+        [B, S, N, V] in the query's dtype, named "attention" for the remat policies. Logits and softmax are computed
+        in f32 (f64 for f64 inputs).
 
     Raises:
-        ValueError: arrays do not belong together, or the implementation asked for by name cannot serve them.
+        ValueError: the arrays' shapes or dtypes do not match, or the requested implementation does not support the
+            call.
     """
     call = describe_call(
         query_BSNH,
@@ -71,12 +72,12 @@ def dot_product_attention(
         sinks_N,
     )
     kernel = _KERNELS[choose_implementation(call, implementation)]
-    # Every kernel names its result "attention", so that a remat policy serves all platforms.
+    # Every kernel names its result "attention", so the same remat policy works on all platforms.
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
 
 
 def check_platform(implementation: str, platform: str) -> None:
-    """Raises ValueError: the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
+    """Raise ValueError if the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
     only_platform = _ONLY_PLATFORM.get(implementation, platform)
     if only_platform != platform:
         raise ValueError(
@@ -85,10 +86,10 @@ def check_platform(implementation: str, platform: str) -> None:
 
 
 def choose_implementation(call: AttentionCall, implementation: str = "auto") -> str:
-    """Chooses the kernel: "xla", "splash" or "cudnn". Raises ValueError as `dot_product_attention`."""
+    """Choose the kernel: "xla", "splash" or "cudnn". Raise ValueError like `dot_product_attention`."""
     if implementation == "auto":
         fastest = {"tpu": "splash", "gpu": "cudnn"}.get(call.platform, "xla")
-        # XLA serves every call, so "auto" never raises.
+        # XLA supports every call, so "auto" never raises.
         return fastest if _KERNELS[fastest].why_not(call) is None else "xla"
     if implementation not in _KERNELS:
         hint = did_you_mean(implementation, ["auto", *_KERNELS])

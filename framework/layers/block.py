@@ -1,6 +1,6 @@
 """The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-Gemma 2 norms each branch twice, before and after; OLMo 2 only after.
+Gemma 2 applies a norm before and after each branch; OLMo 2 only after.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from framework.layout import Nested
 
 @component
 class Block(Layer):
-    """One layer of a transformer. x_BSD flows through; the residual stream keeps the compute dtype.
+    """One transformer layer, applied to x_BSD; the residual stream stays in the compute dtype.
 
     Args:
-        dim: D, given by the parent.
+        dim: D, the width of the residual stream; set by the parent.
         attention: config of the first branch.
         mlp: config of the second branch.
-        norm: config of the norm before each branch; None for blocks that norm only what comes out of a branch.
-        post_norm: another norm, of each branch's output; none by default.
-        dropout: rate, on each branch's output, in training.
-        output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
+        norm: config of the norm before each branch; None for blocks that only norm the output of a branch.
+        post_norm: config of a second norm, on each branch's output; none by default.
+        dropout: dropout rate on each branch's output, in training.
+        output_init_scale: factor on the initial weight of each branch's last projection; set by the stack.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Block(Layer):
         self.dropout = dropout
 
     def children(self) -> dict[str, Layer]:
-        """The two branches and their norms."""
+        """Return the two branches and their norms."""
         layers = {
             "attention_norm": self.pre_norms.get("attention_norm"),
             "attention": self.attention,
@@ -67,7 +67,7 @@ class Block(Layer):
 
     @property
     def branches(self) -> dict[str, list[str]]:
-        """{branch: names of the children that it uses} of what is added to the residual stream, in order."""
+        """The branches in the order in which they run: {branch: names of the children that it uses}."""
         children = self.children()
         branches = {}
         for name in ("attention", "mlp"):
@@ -78,11 +78,11 @@ class Block(Layer):
     def branch(
         self, name: str, weights: Nested, x_BSD: jax.Array, ctx: Context, layer_state: Nested
     ) -> tuple[jax.Array, Out]:
-        """The output of one branch, which is added to x_BSD, in the compute dtype.
+        """Return the output of one branch in the compute dtype, to be added to x_BSD.
 
         Args:
             name: "attention" or "mlp".
-            weights: the block's; those of the children that the branch uses are enough.
+            weights: the block's weights; those of the children that the branch uses are enough.
             x_BSD: the residual stream.
             ctx: the block's context.
             layer_state: the block's buffers.
@@ -92,7 +92,7 @@ class Block(Layer):
             h_BSD = x_BSD
             if norm := self.pre_norms.get(f"{name}_norm"):
                 h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
-            # The residual stream is wider than the compute dtype where it is one of two streams.
+            # With two streams, the residual stream is wider than the compute dtype.
             h_BSD = h_BSD.astype(ctx.compute_dtype)
         with jax.named_scope(name):
             branch_state = layer_state.get(name, {})
@@ -109,7 +109,7 @@ class Block(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """x_BSD -> x_BSD."""
+        """Add both branches to x_BSD."""
         x_BSD = carry
         outs = {}
         for name in self.branches:

@@ -1,10 +1,11 @@
-"""Losses of logits that exist for one chunk of positions at a time, and log-probabilities of given tokens.
+"""Losses whose logits exist for one chunk of positions at a time, and log-probabilities of given tokens.
 
-Logits cost 4 V bytes per token, often more than everything else together. `chunked_loss` takes gradients in the forward
-pass (a scalar loss only scales them), so nothing is computed twice and no logits are kept: those of hidden states chunk
-by chunk, that of the table a group of chunks at a time. A group keeps its logits' gradients in the compute dtype, so
-that the table's is one product, reduced over the devices once. `token_log_probs` makes the logits once more in the
-backward pass, since what it returns may enter any function.
+Logits cost 4 V bytes per token, often more than everything else together. `chunked_loss` takes gradients in the
+forward pass (the loss is a scalar, so its cotangent only scales them). Nothing is computed twice and no logits are
+saved. The gradient of the hidden states is computed chunk by chunk, the gradient of the table for a group of chunks
+at a time: a group saves the gradients of its logits in the compute dtype, so that the table's gradient is one
+product, reduced over the devices once. `token_log_probs` recomputes the logits in the backward pass, because its
+result may be the input of any function.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Chunks(NamedTuple):
 
 
 def logits_product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
-    # Summed in float32, as bfloat16 has too few digits for a softmax over the vocabulary.
+    # The sum is in float32: bfloat16 has too few digits for a softmax over the vocabulary.
     dtype = jnp.promote_types(h_BSD.dtype, jnp.float32)
     return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
 
@@ -45,16 +46,16 @@ def capped(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
 def token_loss(
     product_BSV: jax.Array, inputs: tuple[jax.Array, jax.Array], *, softcap: float | None, z_loss: float
 ) -> Loss:
-    """Weighted cross-entropy of next tokens, and z-loss.
+    """Compute the weighted cross-entropy of the next tokens, and the z-loss.
 
     Args:
-        product_BSV: normed hidden states times the output table, f32 or wider: logits, but for the softcap.
+        product_BSV: normed hidden states times the output table, f32 or wider: the logits before the softcap.
         inputs: targets int32[B, S] and weights float32[B, S].
         softcap: see LMHead.
         z_loss: see LMHead.
 
     Returns:
-        (f32 scalar, metrics): sums over tokens of weight times loss. "nll" leaves the z-loss out.
+        (f32 scalar, metrics): sums over tokens of weight times loss. The metric "nll" excludes the z-loss.
     """
     targets_BS, weights_BS = inputs
     logits_BSV = capped(product_BSV, softcap)
@@ -69,17 +70,16 @@ def token_loss(
 
 @jax.custom_vjp
 def _picked(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """The logits of the targets, [B, S], with a gradient that is elementwise."""
-    # JAX's own gradient of a lookup is a scatter, which XLA keeps apart from the arithmetic before
-    # and behind it: the gradient of all logits would be written in float32, and read again, once
-    # more than necessary.
+    """Return the logits of the targets, [B, S], with an elementwise gradient."""
+    # JAX's own gradient of a lookup is a scatter, which XLA does not fuse with the arithmetic around it: the gradient
+    # of all logits would be written to memory in float32, and read again, one extra time.
     logits_BS1 = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)
     return logits_BS1[..., 0]
 
 
 def _picked_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     ids_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
-    # The ids are kept instead of the logits, which the gradient does not depend on.
+    # The ids are saved instead of the logits, which the gradient does not depend on.
     return _picked(logits_BSV, targets_BS), (ids_V, targets_BS)
 
 
@@ -103,8 +103,8 @@ def chunked_loss(
     table_VD: jax.Array,
     inputs: Any,
 ) -> Loss:
-    """The sum of `loss_of(product of hidden states and table, inputs)` over interleaved slices of positions."""
-    # custom_vjp keeps these functions beyond the trace. They may hold the mesh, not traced arrays.
+    """Sum `loss_of(product of hidden states and table, inputs)` over interleaved slices of positions."""
+    # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
     run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
 
     @jax.custom_vjp
@@ -112,7 +112,7 @@ def chunked_loss(
         return run.loss(h, table, inputs)
 
     def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
-        # With symbolic_zeros arguments know whether they are differentiated. A frozen table is not.
+        # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
         loss, h_grad, table_grad = run.loss_and_gradients(
@@ -142,9 +142,9 @@ def token_log_probs(
     targets_BS: jax.Array,
     softcap: float | None = None,
 ) -> jax.Array:
-    """The log-probability of each target, f32[B, S], in nats; differentiable in hidden states and table.
+    """Return the log-probability of each target, f32[B, S], in nats; differentiable in hidden states and table.
 
-    The backward pass makes each chunk's logits once more, so beside the arguments nothing is kept.
+    The backward pass recomputes each chunk's logits, so nothing is saved in addition to the arguments.
     """
     loss_of = partial(token_loss, softcap=softcap, z_loss=0.0)
     run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
@@ -158,16 +158,16 @@ def token_log_probs(
         return run.by_position(chunk_log_probs, h, table, targets)
 
     def forward(h: Any, table: Any, targets: Any) -> tuple[jax.Array, Any]:
-        # With symbolic_zeros arguments know whether they are differentiated. A frozen table is not.
+        # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         h, table, targets = (x.value for x in (h, table, targets))
-        # Residuals are arrays; the structure of the tree says what is trained.
+        # Residuals must be arrays, so the tree structure records whether the table is trained.
         mark = () if is_table_trained else None
         return log_probs(h, table, targets), (h, table, targets, mark)
 
     def backward(saved: Any, log_probs_ct: jax.Array) -> tuple[jax.Array, jax.Array | None, Any]:
         h, table, targets, mark = saved
-        # The loss is the sum of weight times negative log-probability, so these weights make its gradient that of
+        # The loss is the sum of weight times negative log-probability. With these weights, its gradient is that of
         # the sum of cotangent times log-probability.
         inputs = (targets, -log_probs_ct)
         _, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, of_table=mark is not None)
@@ -185,7 +185,7 @@ def by_position(
     table_VD: jax.Array,
     softcap: float | None = None,
 ) -> Any:
-    """What `values_of(logits)` gives of each position, arrays [B, S, ...] by its structure; not differentiable."""
+    """Return `values_of(logits)` for each position, arrays [B, S, ...] in its structure; not differentiable."""
 
     def chunk_values(product: jax.Array, _: tuple[()]) -> Any:
         return values_of(capped(product, softcap))
@@ -198,7 +198,7 @@ def by_position(
 
 
 class _ChunkedLoss:
-    """The loss, and its gradients, a chunk of positions at a time; see `chunked_loss`."""
+    """Computes the loss and its gradients one chunk of positions at a time; see `chunked_loss`."""
 
     def __init__(self, loss_of: Callable[..., Loss], chunks: Chunks, ctx: Context):
         self.loss_of = loss_of
@@ -206,7 +206,7 @@ class _ChunkedLoss:
         self.ctx = ctx
 
     def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
-        """The loss alone."""
+        """Return the loss without gradients."""
 
         def body(sums: Loss, chunk: Any) -> tuple[Loss, None]:
             chunk_h, chunk_inputs = chunk
@@ -223,7 +223,7 @@ class _ChunkedLoss:
     def by_position(
         self, values_of: Callable[[jax.Array, Any], Any], h: jax.Array, table: jax.Array, inputs: Any
     ) -> Any:
-        """`values_of(product of hidden states and table, inputs)` of each position, arrays [B, S, ...]."""
+        """Return `values_of(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
         if self.chunks.count == 1:
             return values_of(logits_product(h, table), inputs)
 
@@ -237,9 +237,9 @@ class _ChunkedLoss:
     def loss_and_gradients(
         self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool
     ) -> tuple[Loss, jax.Array, jax.Array | None]:
-        """(loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
+        """Return (loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
         count = self.chunks.count
-        # Groups are for the table's gradient. Without it one group of all chunks is enough.
+        # Only the table's gradient needs groups. Without it, one group of all chunks is enough.
         groups = self.chunks.groups if of_table else 1
         zeros = self._zeros(h, table, inputs)
         chunks = self._split((h, inputs))
@@ -247,7 +247,7 @@ class _ChunkedLoss:
             grad_dtype = table.dtype if of_table else None
             loss, h_grads, table_grad = self._group(zeros, chunks, table, grad_dtype)
             return loss, self._join(h_grads), table_grad
-        # In float32. A loop cannot carry partial sums, so each group's is reduced over devices.
+        # The sum is in float32. A loop cannot carry partial sums, so each group's gradient is reduced over the devices.
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
 
         def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
@@ -271,11 +271,11 @@ class _ChunkedLoss:
         table: jax.Array,
         dtype: Any,
     ) -> tuple[Loss, jax.Array, jax.Array | None]:
-        """Adds the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and takes their gradients.
+        """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
 
         Returns:
-            (the sum of losses, the gradients of the chunks' hidden states, the table's gradient in `dtype`; None where
-            that is None).
+            (sum of losses, gradients of the chunks' hidden states, gradient of the table in `dtype`, or None if
+            `dtype` is None).
         """
 
         def body(loss: Loss, chunk: Any) -> tuple[Loss, tuple[jax.Array, jax.Array | None]]:
@@ -283,7 +283,7 @@ class _ChunkedLoss:
             product = logits_product(h, table)
             loss_and_grad = jax.value_and_grad(self.loss_of, has_aux=True)
             chunk_loss, product_grad = loss_and_grad(product, inputs)
-            # In the compute dtype, as activations' gradients are everywhere.
+            # In the compute dtype, like the gradients of all activations.
             product_grad = product_grad.astype(h.dtype)
             h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
             table_factor = None if dtype is None else product_grad
@@ -298,7 +298,7 @@ class _ChunkedLoss:
             loss, (h_grads, product_grads) = jax.lax.scan(body, loss, chunks)
         if product_grads is None:
             return loss, h_grads, None
-        # One product for the whole group, so that its sum over devices is one all-reduce.
+        # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
             table_grad = jnp.einsum(
                 "cbsv,cbsd->vd",
@@ -309,14 +309,14 @@ class _ChunkedLoss:
             return loss, h_grads, self._as_table(table_grad)
 
     def _as_table(self, grad: jax.Array) -> jax.Array:
-        """Shards the gradient as the table is stored; there the devices' partial sums are added up."""
+        """Shard the gradient like the table; this adds up the devices' partial sums."""
         return self.ctx.constrain(grad, "model", "fsdp")
 
     def _split(self, tree: Any) -> Any:
-        """[B, S, ...] -> [chunks, B, S / chunks, ...]."""
+        """Split [B, S, ...] into [chunks, B, S / chunks, ...]."""
         count = self.chunks.count
 
-        # A chunk holds the positions i, i + chunks, ...: an equal part of every seq shard.
+        # A chunk holds the positions i, i + chunks, ...: an equal share of every seq shard.
         def split(x: jax.Array) -> jax.Array:
             batch, length, *inner = x.shape
             strided = x.reshape(batch, length // count, count, *inner)
@@ -328,17 +328,17 @@ class _ChunkedLoss:
 
     @staticmethod
     def _join(chunks: jax.Array) -> jax.Array:
-        """The inverse of `_split`."""
+        """Inverse of `_split`."""
         strided = jnp.moveaxis(chunks, 0, 2)
         return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
 
     def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
-        """Zeros in the structure of what `loss_of` returns."""
+        """Return zeros in the structure of the result of `loss_of`."""
 
         def whole(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
             return self.loss_of(logits_product(h, table), inputs)
 
-        # Only shapes: nothing of this enters the program.
+        # Only shapes are evaluated; none of this enters the program.
         shapes = jax.eval_shape(whole, h, table, inputs)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -348,7 +348,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _no_grad(inputs: Any) -> Any:
-    """The cotangents of inputs such as targets and weights: zeros."""
+    """Return the cotangents of inputs such as targets and weights: zeros."""
 
     def zeros(x: jax.Array) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):

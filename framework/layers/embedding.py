@@ -1,4 +1,4 @@
-"""The first stage of a language model: token embeddings, and learned positions where a model has them."""
+"""The first stage of a language model: token embeddings, and learned positions if the model has them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from framework.layout import Nested, ParameterSpec
 
 @component
 class Embedding(Layer):
-    """tokens -> x_BSD.
+    """Embeds tokens as x_BSD.
 
     Args:
-        vocab_size: V, given by the model.
-        dim: D, given by the model.
-        max_positions: number of learned positions; None for models that have none (rotary).
-        scale: multiplies the token embeddings (Gemma: sqrt(D)); None for none.
-        dropout: rate, on the sum, in training.
-        init: initializer of both tables.
+        vocab_size: V, the number of token embeddings; set by the model.
+        dim: D, the width of the residual stream; set by the model.
+        max_positions: number of learned positions; None for models without them (rotary).
+        scale: factor on the token embeddings (Gemma: sqrt(D)); None for no scaling.
+        dropout: dropout rate on the sum of embeddings, in training.
+        init: config of the initializer of both tables.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Embedding(Layer):
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """token [V, D], position [max_positions, D]."""
+        """Return the specs of token [V, D] and, if there are learned positions, position [max_positions, D]."""
         specs = {
             "token": ParameterSpec(
                 (self.vocab_size, self.dim),
@@ -63,14 +63,13 @@ class Embedding(Layer):
         return specs
 
     def check_length(self, seq_len: int) -> None:
-        """Raises ValueError when sequences are longer than there are positions."""
+        """Raise ValueError if sequences are longer than the number of positions."""
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(f"data.seq_len = {seq_len} is over model.embed.max_positions = {self.max_positions}")
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """The tables as they are stored, neither cast nor gathered."""
-        # The rows that are looked up are cast and moved between devices: they are fewer than those
-        # of the tables.
+        """Return the tables as they are stored, neither cast nor gathered."""
+        # Casting and moving only the rows that are looked up is cheaper: they are fewer than the rows of the tables.
         return {name: params[name] for name in self.own_specs()}
 
     def apply(
@@ -80,11 +79,11 @@ class Embedding(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
+        """Look up ctx.batch["tokens"] int32[B, S]: x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
         x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
         if self.scale is not None:
-            # Rounded to the compute dtype, as transformers does with Gemma's.
+            # The scale is rounded to the compute dtype, as transformers does for Gemma.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
             x_BSD = self._add_positions(weights, x_BSD, ctx)
@@ -100,7 +99,7 @@ class Embedding(Layer):
         positions_BS = ctx.batch.get("positions")
         if positions_BS is not None:
             return x_BSD + look_up(weights["position"], positions_BS, ctx, None)
-        # Every row has the positions 0, 1, ...: a slice, whose gradient needs no scatter.
+        # Every row has the positions 0, 1, ..., so this is a slice, whose gradient needs no scatter.
         length = x_BSD.shape[1]
         table_SD = weights["position"][:length]
         table_SD = ctx.constrain(table_SD, None, None)

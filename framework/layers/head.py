@@ -1,7 +1,7 @@
-"""The last stage of a language model: final norm, logits, and what is to be minimized.
+"""The last stage of a language model: final norm, logits, and the loss to minimize.
 
-By default that is the cross-entropy of next tokens. An objective (`framework.layers.objective`) takes its place: losses
-over preferences, of a teacher or of rewards.
+The default is the cross-entropy of the next tokens. An objective (`framework.layers.objective`) replaces it: a loss
+over preferences, of a teacher, or of rewards.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from framework.layout import Nested, ParameterSpec
 
 @component
 class LMHead(Layer):
-    """x_BSD -> the loss of ctx.batch["targets"], or logits.
+    """Computes the loss of ctx.batch["targets"], or logits, from x_BSD.
 
     Args:
-        vocab_size: V, given by the model.
-        dim: D, given by the model.
+        vocab_size: V, the number of logits per position; set by the model.
+        dim: D, the width of the residual stream; set by the model.
         norm: config of the final norm.
-        tied: use the embedding's table instead of one's own.
-        chunk_tokens: upper bound of tokens of one device whose logits exist at once; 0 means all.
-        gradient_tokens: upper bound of tokens of one device whose logits' gradients are kept, in the compute dtype,
-            until the table's gradient is taken of them together; at least a chunk's; 0 means all. Where there are more
-            tokens, each such group's gradient is reduced over the devices and added to a float32 sum.
+        tied: use the embedding's table instead of a separate one.
+        chunk_tokens: maximum number of tokens per device whose logits exist at once; 0 means all.
+        gradient_tokens: maximum number of tokens per device whose logits' gradients are saved, in the compute dtype,
+            until the table's gradient is computed from all of them at once; at least one chunk; 0 means all. If there
+            are more tokens, they form several groups, and each group's gradient is reduced over the devices and added
+            to a float32 sum.
         z_loss: weight of mean(logsumexp^2) (PaLM, arXiv 2204.02311).
-        softcap: logits become softcap * tanh(logits / softcap).
-        init: initializer of an own table.
-        objective: what is minimized in place of the next tokens' cross-entropy, of framework.objectives.
+        softcap: cap the logits: softcap * tanh(logits / softcap).
+        init: config of the initializer of a separate table.
+        objective: config of the loss that replaces the next tokens' cross-entropy, from framework.objectives.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class LMHead(Layer):
 
     @property
     def depends_on_microbatches(self) -> bool:
-        """Whether the objective does."""
+        """True if the objective depends on microbatches."""
         return self.objective is not None and self.objective.depends_on_microbatches
 
     def children(self) -> dict[str, Layer]:
-        """The final norm."""
+        """Return the final norm."""
         return {"norm": self.norm}
 
     def table_spec(self) -> ParameterSpec:
-        """The spec of the table that turns hidden states into logits, [V, D]."""
+        """Return the spec of the table [V, D] that maps hidden states to logits."""
         return ParameterSpec(
             (self.vocab_size, self.dim),
             "float32",
@@ -91,30 +92,30 @@ class LMHead(Layer):
         )
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """table [V, D]; {} when tied: the model declares the tie and passes the embedding's table."""
+        """Return the spec of table [V, D]; {} when tied: the model declares the tie and passes the embedding table."""
         if self.tied:
             return {}
         return {"table": self.table_spec()}
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Prepares a tied table in the same way as an own one."""
-        # Not by `own_specs`, which says nothing of a tied table.
+        """Prepare a tied table in the same way as a separate one."""
+        # `own_specs` cannot be used here: it omits a tied table.
         table = prepare_own({"table": self.table_spec()}, params, ctx)
         norm = self.norm.prepare(params["norm"], ctx)
         return {**table, "norm": norm}
 
     def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """The final norm's output, [B, S, D]."""
+        """Return the final norm's output, [B, S, D]."""
         return self.norm(weights["norm"], x_BSD, ctx)
 
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """x_BSD -> float32 logits_BSV."""
+        """Return the float32 logits_BSV of x_BSD."""
         h_BSD = self.normed(weights, x_BSD, ctx)
         product_BSV = logits_product(h_BSD, weights["table"])
         return capped(product_BSV, self.softcap)
 
     def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """x_BSD -> f32[B, S], the log-probability of each of ctx.batch["targets"]; differentiable."""
+        """Return the log-probability of each of ctx.batch["targets"], f32[B, S]; differentiable."""
         h_BSD = self.normed(weights, x_BSD, ctx)
         batch, length, _ = h_BSD.shape
         chunks = self.chunks(batch, length, ctx)
@@ -127,7 +128,10 @@ class LMHead(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[None, Out]:
-        """The mean loss over counted targets: sum of weights * nll / ctx.num_targets, and z-loss, or the objective."""
+        """Return the mean loss over counted targets.
+
+        This is the sum of weights * nll / ctx.num_targets plus the z-loss, or the objective.
+        """
         assert ctx.num_targets is not None
         if self.objective is not None:
             loss, metrics = self.objective.loss(self, weights, carry, ctx)
@@ -136,17 +140,17 @@ class LMHead(Layer):
         loss_of = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
         batch, length, _ = h_BSD.shape
         chunks = self.chunks(batch, length, ctx)
-        # Divided here by the targets of the global batch, so that microbatches add up to its mean.
+        # Divided here by the targets of the global batch, so that the microbatches add up to its mean.
         token_weights_BS = ctx.batch["weights"] / ctx.num_targets
         inputs = (ctx.batch["targets"], token_weights_BS)
         loss, metrics = chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
         return None, Out(loss=loss, metrics=metrics)
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
-        """Cuts the positions into chunks, and the chunks into groups, as few as possible of both.
+        """Split the positions into chunks, and the chunks into groups, with as few of both as possible.
 
-        The number of chunks divides a device's positions and keeps its tokens per chunk under `chunk_tokens`. The
-        number of groups divides that of chunks and keeps a device's tokens per group under `gradient_tokens`.
+        The number of chunks divides a device's positions and keeps its tokens per chunk within `chunk_tokens`. The
+        number of groups divides the number of chunks and keeps a device's tokens per group within `gradient_tokens`.
         """
         shards = {} if ctx.mesh is None else ctx.mesh.shape
         num_shards = batch_shards(shards) if shards else 1
@@ -165,12 +169,12 @@ class LMHead(Layer):
         return Chunks(count, groups)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 V D."""
+        """Count the product with the table: 2 V D."""
         return 2.0 * self.vocab_size * self.dim
 
 
 def _smallest_divisor(number: int, least: int) -> int:
-    """The smallest divisor of `number` that is at least `least`; `number` itself where `least` is more."""
+    """Return the smallest divisor of `number` that is at least `least`; `number` itself if `least` is larger."""
     for divisor in range(min(least, number), number + 1):
         if number % divisor == 0:
             return divisor

@@ -1,7 +1,7 @@
-"""Gradient checkpointing of cheap functions: the inputs are kept, and the backward pass recomputes everything else.
+"""Gradient checkpointing of cheap functions: only the inputs are saved, and the backward pass recomputes the rest.
 
-Differentiating GELU keeps six arrays of the hidden width, and differentiating a norm six float32 arrays of the model's
-width: reading them costs more time than computing them again from one input.
+Differentiating GELU saves six arrays of the hidden width, and differentiating a norm saves six float32 arrays of the
+model's width. Reading them takes more time than recomputing them from one input.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import jax
 
 
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wraps `function`, with the same values and gradients. Reverse mode only: there is no forward-mode derivative.
+    """Wrap `function` so that only its inputs are saved; values and gradients stay the same.
+
+    Reverse mode only: the result has no forward-mode derivative.
 
     Args:
-        function: of arrays, to an array; it closes over no traced array. Cheap: no products of matrices.
+        function: maps arrays to an array; it closes over no traced array. It should be cheap: no matrix products.
     """
 
     def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -26,7 +28,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
         _, pull = jax.vjp(function, *inputs)
         return pull(cotangent)
 
-    # Not `jax.checkpoint`: inside a unit that is under it too, the unit's policy would decide.
+    # Not `jax.checkpoint`: inside a layer that is itself under `jax.checkpoint`, the layer's policy would decide.
     cheap = jax.custom_vjp(function)
     cheap.defvjp(forward, backward)
     return cheap

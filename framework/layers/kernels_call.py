@@ -1,8 +1,8 @@
-"""The description of a call of attention, and code that kernels share: the mask, and their placement on a mesh.
+"""The description of an attention call, and code that the kernels share: the mask and the sharding over a mesh.
 
-Axis letters: B sequences, S queries, T keys (of the same positions), N query heads, K key/value heads, G = N / K query
-heads to a key/value head (head n uses key/value head n // G), H channels of a head of queries and keys, V of one of
-values, which are H except in latent attention.
+Axis letters: B sequences, S queries, T keys (at the same positions), N query heads, K key/value heads, G = N / K
+query heads per key/value head (head n uses key/value head n // G), H channels per head of queries and keys, V
+channels per head of values; V equals H except in latent attention.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from framework.layers.base import BATCH_AXES
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
-# The lanes of a TPU vector register; blocks of queries and keys are multiples of it.
+# The number of lanes of a TPU vector register; blocks of queries and keys are multiples of it.
 SPLASH_LANES = 128
 
-# Under this name remat policies find the result of attention. Splash also names its row sums so,
-# without which the backward pass would run the forward kernel again.
+# Remat policies refer to the result of attention by this name. Splash uses it for its row sums too; without them, the
+# backward pass would run the forward kernel again.
 SAVED_NAME = "attention"
 
 
 @component
 @dataclass(frozen=True)
 class SplashBlocks:
-    """How the splash kernel, which runs on TPU, cuts its work.
+    """Block sizes of the splash kernel, which runs on TPU.
 
     Args:
-        block_q, block_kv: upper bounds of a block's queries and keys, in both passes; the largest multiple of 128 that
-            divides the positions is taken. 512 is what fits VMEM with 256 channels, too.
-        fused_backward: one kernel for the gradients of queries, keys and values instead of two. It computes logits once
-            instead of twice, and keeps a copy of the queries' gradient per block of keys: 256 MiB more at S = 8192,
-            N = 8, H = 128, on v5e.
+        block_q, block_kv: upper bounds of a block's queries and keys, in both passes; a block has the largest
+            multiple of 128 within the bound that divides the number of positions. 512 fits into VMEM also with 256
+            channels.
+        fused_backward: use one kernel for the gradients of queries, keys and values instead of two. It computes the
+            logits once instead of twice, and stores a copy of the queries' gradient per block of keys: 256 MiB more
+            at S = 8192, N = 8, H = 128, on v5e.
     """
 
     block_q: PositiveInt = 512
@@ -57,7 +58,7 @@ class SplashBlocks:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of attention without its arrays: global sizes B, S, N, H, K, and options of `dot_product_attention`."""
+    """An attention call without its arrays: global sizes B, S, N, H, K, and options of `dot_product_attention`."""
 
     batch: int
     length: int
@@ -73,30 +74,30 @@ class AttentionCall:
     given_scale: float | None = None
     splash: SplashBlocks = SplashBlocks()
     has_sinks: bool = False
-    # V; None means that values have the heads of keys, H.
+    # V; None means that values have H channels, like keys.
     given_value_dim: int | None = None
 
     @property
     def scale(self) -> float:
-        """The factor of logits, before the cap."""
+        """The factor on the logits, applied before the cap."""
         if self.given_scale is not None:
             return self.given_scale
         return self.head_dim**-0.5
 
     @property
     def value_dim(self) -> int:
-        """V, the channels of a head of values."""
+        """V, the number of channels per head of values."""
         return self.head_dim if self.given_value_dim is None else self.given_value_dim
 
     def shards(self, *axes: str) -> int:
-        """The product of the sizes of these mesh axes."""
+        """Return the product of the sizes of these mesh axes."""
         if self.mesh is None:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def why_not_placed(self) -> str | None:
-        """Why the arrays cannot be cut into equal parts along the mesh axes, or None if they can."""
-        # Of the heads it is enough to check those of keys: they divide those of queries.
+        """Return why the mesh axes do not divide the arrays into equal shards, or None if they do."""
+        # Checking the key/value heads is enough: they divide the query heads.
         cuts = [
             ("sequences in a batch", self.batch, BATCH_AXES),
             ("positions", self.length, (LENGTH_AXIS,)),
@@ -111,9 +112,9 @@ class AttentionCall:
 
 
 def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
-    """Raises ValueError: shapes or dtypes do not belong together."""
+    """Raise ValueError if the shapes or dtypes do not match."""
     shapes = f"{q.shape}, {k.shape}, {v.shape}"
-    # The number of axes comes first: the expected shape of keys reads the four of both.
+    # The number of axes is checked first: the expected shape of keys reads all four axes of both.
     has_four_axes = len(q.shape) == len(k.shape) == 4
     fits = has_four_axes and k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
     if not fits or q.shape[2] % k.shape[2]:
@@ -144,15 +145,15 @@ def describe_call(
     splash: SplashBlocks = SplashBlocks(),
     sinks: Any = None,
 ) -> AttentionCall:
-    """Checks q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describes them.
+    """Check q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describe them.
 
     They are arrays or ShapeDtypeStructs.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together.
+        ValueError: the shapes or dtypes do not match.
     """
     _check_arrays(q, k, v, segments, sinks)
-    # The mesh decides, not the default device: a plan compiles for devices that are not present.
+    # The mesh determines the platform, not the default device: a plan compiles for devices that are not present.
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform in ("cuda", "rocm"):
         platform = "gpu"
@@ -177,11 +178,11 @@ def describe_call(
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:
-    """Gives every padding position (segment 0) a segment of its own, so that it attends to itself alone."""
+    """Give every padding position (segment 0) its own segment, so that it attends only to itself."""
     if segments_BS is None:
         return None
-    # No row of the mask is empty then, so no softmax divides by zero. Negative ids, as documents
-    # have positive ones.
+    # Then no row of the mask is empty, and no softmax divides by zero. The ids are negative, because documents have
+    # positive ones.
     is_padding = segments_BS == 0
     ids_S = -1 - jnp.arange(segments_BS.shape[1], dtype=segments_BS.dtype)
     return jnp.where(is_padding, ids_S, segments_BS)
@@ -194,7 +195,7 @@ def allowed_BST(
     row_ids_BS: Array | None,
     column_ids_BT: Array | None,
 ) -> Array:
-    """bool [B or 1, S, T]: may the query at position rows[s] attend to the key at columns[t]?
+    """Return bool [B or 1, S, T]: whether the query at position rows[s] may attend to the key at columns[t].
 
     Args:
         window: see `dot_product_attention`.
@@ -221,14 +222,14 @@ def on_each_device(
     extra: Any = None,
     extra_spec: Any = None,
 ) -> Array:
-    """Runs a kernel that the compiler cannot partition: each device has its sequences, heads and queries, and all keys.
+    """Run a kernel that the compiler cannot partition: each device has its sequences, heads and queries, and all keys.
 
     Args:
-        call: the call, of global sizes.
+        call: the call, with global sizes.
         local: the kernel, called as `local(q, k, v, row_ids, column_ids, extra)`; the ids are
             `separate_padding(segments)`, or None.
         q_BSNH, k_BSKH, v_BSKH, segments_BS: the global arrays.
-        extra: a pytree that is passed on to `local`.
+        extra: a pytree that is passed to `local`.
         extra_spec: the PartitionSpecs of `extra`.
     """
     ids_BS = separate_padding(segments_BS)
@@ -236,12 +237,12 @@ def on_each_device(
     if call.mesh is None or call.mesh.size == 1:
         return local(*arrays)
     queries = PartitionSpec(BATCH_AXES, LENGTH_AXIS, HEADS_AXIS, None)
-    # Any key may be seen by queries of later positions, so keys are gathered over seq.
+    # Queries at later positions may attend to any key, so keys are all-gathered over seq.
     keys = PartitionSpec(BATCH_AXES, None, HEADS_AXIS, None)
     row_ids = PartitionSpec(*queries[:2])
     column_ids = PartitionSpec(*keys[:2])
     specs = (queries, keys, keys, row_ids, column_ids, extra_spec)
-    # Kernels do not say over which mesh axes their outputs vary.
+    # Kernels do not declare over which mesh axes their outputs vary.
     mapped = jax.shard_map(
         local,
         mesh=call.mesh,

@@ -1,10 +1,10 @@
-"""Attention on NVIDIA GPUs: cuDNN's flash attention through jax.nn.dot_product_attention, placed on a mesh.
+"""Attention on NVIDIA GPUs: cuDNN's flash attention through jax.nn.dot_product_attention, sharded over a mesh.
 
 Follows Dao 2023 (arXiv 2307.08691).
 
-Causal masks and windows are cuDNN's own and cost no memory. Through JAX's public interface cuDNN knows no segments, and
-no mask for queries spread over seq: both go in as a bias, [B, 1, S / seq, T] in the inputs' dtype, and as much again
-for its gradient; against XLA's logits, that saves a factor of N.
+cuDNN applies causal masks and windows itself, which costs no memory. Through JAX's public interface, cuDNN supports
+neither segments nor a mask for queries sharded over seq. Both are passed as a bias, [B, 1, S / seq, T] in the inputs'
+dtype, and its gradient takes the same amount again; compared to XLA's logits, that saves a factor of N.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why cuDNN cannot serve this call and what would help, or None if it can."""
-    # 256 channels from Hopper on. JAX looks at the GPU of this process, not at the mesh: a compile
-    # for GPUs that are not here is held to 128.
+    """Return why cuDNN does not support this call and what would help, or None if it does."""
+    # 256 channels are supported from Hopper on. JAX looks at the GPU of this process, not at the mesh, so a compile
+    # for GPUs that are not present is limited to 128.
     device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
     capability = float(getattr(device, "compute_capability", 0.0))
     max_channels = 256 if capability >= 9.0 else 128
     misplaced = call.why_not_placed()
-    # find_spec does not import: the plugins load CUDA.
+    # find_spec does not import the plugins: importing them would load CUDA.
     has_cuda = any(map(importlib.util.find_spec, _PLUGINS))
     reasons = [
         (
@@ -69,12 +69,12 @@ def why_not(call: AttentionCall) -> str | None:
             f"{misplaced}; change the mesh",
         ),
     ]
-    # The first reason is the one to mend first: no length helps on the wrong platform.
+    # The first reason is the one to fix first: no length helps on the wrong platform.
     return next((reason for holds, reason in reasons if holds), None)
 
 
 def _as_wide_as_keys(call: AttentionCall, v_BSKV: Array) -> Array:
-    """[B, S, K, H]: values of as many channels as keys, which JAX's interface takes; zeros come out as zeros."""
+    """Pad values to [B, S, K, H]: JAX's interface expects the channels of keys. Zero channels give zero outputs."""
     missing = call.head_dim - call.value_dim
     return jnp.pad(v_BSKV, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v_BSKV
 
@@ -87,7 +87,7 @@ def attend(
     segments_BS: Array | None,
     sinks_N: Array | None = None,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, V]."""
+    """Return softmax(scale * q k^T) v as [B, S, N, V]."""
     assert sinks_N is None, "`why_not` refuses sinks"
     shards = call.shards(LENGTH_AXIS)
 
@@ -109,7 +109,7 @@ def attend(
             mask = mask_BST[:, None]
         elif call.window is not None:
             window = (call.window - 1, 0)
-        # cuDNN counts rows from the first one of its array, which is wrong where they start later.
+        # cuDNN numbers rows from the first one of its array, which is wrong on devices whose queries start later.
         is_causal = shards == 1
         return jax.nn.dot_product_attention(
             q,
@@ -122,7 +122,7 @@ def attend(
             is_causal=is_causal,
         )
 
-    # JAX partitions cuDNN's calls itself, but only when it finds query, key and value spread alike.
+    # JAX partitions cuDNN's calls itself, but only if query, key and value have the same sharding.
     out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, _as_wide_as_keys(call, v_BSKH), segments_BS)
     if call.value_dim < call.head_dim:
         out_BSNH = out_BSNH[..., : call.value_dim]
@@ -130,5 +130,5 @@ def attend(
 
 
 def _mask_is_bias(call: AttentionCall) -> bool:
-    """Whether the mask is more than the causal one or the window that cuDNN applies by itself."""
+    """Return whether the mask is more than the causal mask or the window that cuDNN applies itself."""
     return call.has_segments or call.shards(LENGTH_AXIS) > 1

@@ -1,9 +1,9 @@
-"""Attention on TPU: the splash kernel (block-sparse flash attention) that comes with JAX, placed on a mesh.
+"""Attention on TPU: JAX's splash kernel (block-sparse flash attention), sharded over a mesh.
 
 Follows Dao 2023 (arXiv 2307.08691); the kernel is jax.experimental.pallas.ops.tpu.splash_attention.
 
-Batch is spread over data and fsdp, heads over model, queries over seq; keys and values of all positions are gathered
-over seq. Blocks that the causal mask or the window empties are neither loaded nor computed.
+Batch is sharded over data and fsdp, heads over model, queries over seq; keys and values of all positions are gathered
+over seq. Blocks that the causal mask or the window leaves empty are neither loaded nor computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from framework.layers.kernels_call import (
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why splash cannot serve this call and what would help, or None if it can."""
+    """Return why splash does not support this call and what would help, or None if it does."""
     length = call.length
     shards = call.shards(LENGTH_AXIS)
     misplaced = call.why_not_placed()
@@ -72,8 +72,11 @@ def attend(
     sinks_N: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, V]. `interpret` runs the kernel's body on any platform: for tests."""
-    # Pallas takes a tenth of a second to import, which every command line would pay.
+    """Return softmax(scale * q k^T) v as [B, S, N, V].
+
+    With `interpret`, the kernel's body runs on any platform, for tests.
+    """
+    # Importing Pallas takes a tenth of a second, which every command line would pay for a top-level import.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     q_BSNH = _scaled(q_BSNH, call.scale)
@@ -88,11 +91,11 @@ def attend(
     ) -> Array:
         kernel, sinks = kernel_and_sinks
         heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
-        # The kernel itself reads key/value head n // G, so nothing is repeated in memory.
+        # The kernel reads key/value head n // G itself, so nothing is repeated in memory.
         segment_ids = None
         if row_ids is not None and column_ids is not None:
             segment_ids = SegmentIds(row_ids, column_ids)
-        # The kernel is for one sequence. All sequences share the sinks, each head its own.
+        # The kernel handles one sequence. All sequences share the sinks; each head has its own.
         attend_sequence: Any = jax.vmap(partial(_attend_sequence, kernel), in_axes=(0, 0, 0, 0, None))
         out_BNSH = attend_sequence(*heads_first, segment_ids, sinks)
         return out_BNSH.swapaxes(1, 2)
@@ -100,7 +103,7 @@ def attend(
     kernel = _kernel(call, interpret)
     kernel_spec = None
     if call.mesh is not None:
-        # The kernel holds tables of its blocks, arrays that are spread over seq as queries are.
+        # The kernel holds tables of its blocks: arrays that are sharded over seq like the queries.
         sharding = NamedSharding(call.mesh, PartitionSpec(None, LENGTH_AXIS))
         kernel_spec = kernel.manual_sharding_spec(sharding)
     return on_each_device(
@@ -116,19 +119,19 @@ def attend(
 
 
 def _attend_sequence(kernel: Any, q: Array, k: Array, v: Array, segment_ids: Any, sinks: Array | None) -> Array:
-    """[N, S, H] of one sequence, all heads first."""
+    """Return [N, S, H] for one sequence, with the heads first."""
     return kernel(q, k, v, segment_ids, sinks=sinks)
 
 
 def _scaled(q_BSNH: Array, scale: float) -> Array:
-    # Rounded once: in bf16 a scale that is no power of two would otherwise be rounded before the
+    # The result is rounded once: in bf16, a scale that is not a power of two would otherwise be rounded before the
     # product as well.
     scaled_BSNH = q_BSNH.astype(jnp.float32) * scale
     return scaled_BSNH.astype(q_BSNH.dtype)
 
 
 def _kernel(call: AttentionCall, interpret: bool) -> Any:
-    """The kernel for the heads of one device and, if queries are spread over seq, all their positions."""
+    """Return the kernel for the heads of one device and, if queries are sharded over seq, for all their positions."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shards = call.shards(LENGTH_AXIS)
@@ -139,7 +142,7 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
         mask = splash.LocalMask(shape, window_size=window, offset=0, shard_count=shards)
     block_q = _block(call.length // shards, call.splash.block_q)
     block_kv = _block(call.length, call.splash.block_kv)
-    # Where one kernel computes all gradients, there are no blocks for the queries' gradient alone.
+    # If one kernel computes all gradients, there are no separate blocks for the queries' gradient.
     backward = ("_dkv",) if call.splash.fused_backward else ("_dkv", "_dq")
     sizes: dict[str, Any] = {}
     for suffix in ("", *backward):
@@ -151,7 +154,7 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * num_heads),
         block_sizes=splash.BlockSizes(**sizes),
-        # All heads share the mask, so each device has the whole of it.
+        # All heads share the mask, so each device has all of it.
         head_shards=1,
         q_seq_shards=shards,
         attn_logits_soft_cap=call.softcap,
@@ -161,5 +164,5 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
 
 
 def _block(length: int, bound: int) -> int:
-    """The largest multiple of 128 up to the bound that divides the length, which is a multiple of 128 itself."""
+    """Return the largest multiple of 128 up to the bound that divides the length, itself a multiple of 128."""
     return next(size for size in range(bound, 0, -SPLASH_LANES) if length % size == 0)

@@ -1,10 +1,11 @@
-"""Attention in plain XLA operations: runs everywhere, partitions over any mesh, and is the reference for the others.
+"""Attention in plain XLA operations: runs everywhere, partitions over any mesh, and is the reference for the kernels.
 
 Follows Vaswani et al. 2017 (arXiv 1706.03762); the logit cap is Gemma 2's (arXiv 2408.00118).
 
-Queries are taken in a few blocks of rows, each against those keys alone that it may see: with a causal mask that leaves
-out nearly half of the work. Against the obvious einsum, mask, softmax, einsum, forward and backward in f32 on
-two CPU cores: 0.9x the time at [B12, S64, N4, H32], 0.5x at [8, 256, 6, 64], 0.4x at [1, 512, 12, 64].
+Queries are processed in a few blocks of rows, each only against the keys that it may attend to. With a causal mask,
+that avoids nearly half of the work. Compared to the straightforward einsum, mask, softmax, einsum, forward and
+backward in f32 on two CPU cores: 0.9x the time at [B12, S64, N4, H32], 0.5x at [8, 256, 6, 64], 0.4x at [1, 512, 12,
+64].
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from framework.layers.sinks import softmax_with_sinks
 
 
 def why_not(call: AttentionCall) -> None:
-    """It can serve every call."""
+    """Return None: XLA supports every call."""
 
 
 def attend(
@@ -30,10 +31,10 @@ def attend(
     segments_BS: Array | None,
     sinks_N: Array | None = None,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, V]; logits and softmax in f32 (f64 for f64 inputs)."""
+    """Return softmax(scale * q k^T) v as [B, S, N, V]; logits and softmax in f32 (f64 for f64 inputs)."""
     if call.shards(LENGTH_AXIS) > 1:
-        # The G queries of a key head are rows of one matrix below, which positions on several
-        # devices cannot be.
+        # Below, the G queries of a key head are rows of one matrix, which is not possible with positions on several
+        # devices.
         N = q_BSNH.shape[2]
         k_BSKH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
         v_BSKH = jnp.repeat(v_BSKH, N // v_BSKH.shape[2], axis=2)
@@ -60,17 +61,17 @@ def _attend_rows(
     first: int,
     last: int,
 ) -> Array:
-    """The rows [first, last) of the result, [B, N, last - first, V], with the keys that any of them may see."""
+    """Return rows [first, last) of the result, [B, N, last - first, V], from the keys that any of them may see."""
     B, N, _, H = q_BNSH.shape
     K = k_BKSH.shape[1]
     G = N // K
     wide = jnp.promote_types(q_BNSH.dtype, jnp.float32)
-    # Finite, so that not even a row without any key would give NaN.
+    # Finite, so that even a row without any key would not give NaN.
     never = -0.7 * float(jnp.finfo(wide).max)
     start = 0 if call.window is None else max(0, first - call.window + 1)
     k_BKTH = k_BKSH[:, :, start:last]
     v_BKTV = v_BKSH[:, :, start:last]
-    # R = G * (last - first) rows share a key head. Always four axes: with a fifth of size G, even
+    # R = G * (last - first) rows share a key head. The arrays always have four axes: with a fifth one of size G, even
     # of size 1, XLA's CPU code takes up to twice the time.
     q_BKRH = q_BNSH[:, :, first:last].reshape(B, K, -1, H)
     logits = jnp.einsum("bkrh,bkth->bkrt", q_BKRH, k_BKTH, preferred_element_type=wide)
@@ -85,12 +86,12 @@ def _attend_rows(
         row_ids_BR = jnp.tile(ids_BS[:, first:last], G)
         column_ids_BT = ids_BS[:, start:last]
     mask_BRT = allowed_BST(call.window, rows_R, columns_T, row_ids_BR, column_ids_BT)
-    # One mask for all heads.
+    # All heads share the mask.
     masked_logits = jnp.where(mask_BRT[:, None], logits, never)
     if sinks_N is None:
         weights = jax.nn.softmax(masked_logits, axis=-1)
     else:
-        # The rows of a key head are those of its first query head, then those of the next one.
+        # The rows of a key head are those of its first query head, then those of the next.
         sinks_KR = jnp.repeat(sinks_N.reshape(K, G), last - first, axis=1)
         weights = softmax_with_sinks(masked_logits, sinks_KR[:, :, None])
     weights = weights.astype(v_BKTV.dtype)
@@ -99,11 +100,11 @@ def _attend_rows(
 
 
 def _row_blocks(call: AttentionCall) -> list[tuple[int, int]]:
-    """[first, last) of each block of queries."""
-    # Cutting a dimension that is spread over devices would send every block through all of them.
+    """Return [first, last) of each block of queries."""
+    # Splitting a dimension that is sharded over devices would send every block through all of them.
     if call.shards(LENGTH_AXIS) > 1:
         return [(0, call.length)]
-    # 64 or 128 rows, but more where there would be over eight blocks: each is compiled by itself.
+    # 64 or 128 rows, but more if there would be over eight blocks: each block is compiled separately.
     rows = max(64, min(128, call.length // 4), -(-call.length // 8))
     starts = range(0, call.length, rows)
     return [(first, min(first + rows, call.length)) for first in starts]

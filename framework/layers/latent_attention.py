@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one small latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from a small latent.
 
-Each position has a latent of R channels, of which every head makes its keys and values, and one rotary key that all
-heads share. A cache for generation holds just these: R + P numbers a position, whatever the number of heads.
+Each position has a latent of R channels, from which every head computes its keys and values, and one rotary key that
+all heads share. A cache for generation holds only these: R + P numbers per position, regardless of the number of
+heads.
 
-Axis letters beside those of `attention`: R channels of the latent, P rotary channels of a head, U channels without a
-position, H = U + P of a query or key, V of a value.
+Axis letters in addition to those of `attention`: R channels of the latent, P rotary channels of a head, U channels of
+a head without positions, H = U + P channels of a query or key, V channels of a value.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class LatentAttention(Layer):
     """Causal self-attention of x_BSD, with keys and values from a latent.
 
     Args:
-        dim: D, given by the parent.
-        num_heads: N.
+        dim: D, the width of the residual stream; set by the parent.
+        num_heads: N, the number of heads.
         kv_rank: R, channels of the latent of keys and values (kv_lora_rank of a config.json).
         query_rank: channels of the latent of queries (q_lora_rank); None for queries without a latent.
-        plain_dim: U, channels of a head's query and key without a position (qk_nope_head_dim).
-        rotary_dim: P, channels of a head's query and key that turn with the position (qk_rope_head_dim).
+        plain_dim: U, channels of a head's query and key without positions (qk_nope_head_dim).
+        rotary_dim: P, channels of a head's query and key that are rotated by the position (qk_rope_head_dim).
         value_dim: V, channels of a head's value (v_head_dim).
-        linear: the projections' config (init); sizes and biases are filled in.
-        bias: bias of the projections from and to the residual stream but for the queries' own (attention_bias); those
-            from latents to heads have none.
-        output_init_scale: multiplies the initial output weight; given by the stack.
+        linear: config of the projections (init); sizes and biases are filled in.
+        bias: whether the projections from and to the residual stream have a bias, except the direct projection to
+            queries (attention_bias); projections from latents to heads have none.
+        output_init_scale: factor on the initial output weight; set by the stack.
         norm: config of the norm of each latent.
-        rotary: rotary positions of the P channels.
-        interleaved: whether a pair that is turned together are neighbours, as in published DeepSeek weights; else they
-            are P / 2 apart.
-        scale: of logits; None means H ** -0.5.
-        implementation, splash, kernel_dtype: as those of `framework.layers.attention.Attention`.
+        rotary: config of the rotary positions of the P channels.
+        interleaved: whether the two channels of a rotated pair are adjacent, as in published DeepSeek weights;
+            otherwise they are P / 2 apart.
+        scale: factor on the logits; None means H ** -0.5.
+        implementation, splash, kernel_dtype: see `framework.layers.attention.Attention`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class LatentAttention(Layer):
         self.implementation: Implementation = implementation
         self.splash: SplashBlocks = splash.instantiate()
         self.kernel_dtype = kernel_dtype
-        # Latents are whole on every device of the model axis, as all heads read them; heads are spread over it.
+        # Latents are replicated over the model axis, because all heads read them; heads are sharded over it.
         from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}
         to_heads = {"mesh_axes": ("fsdp", "model"), "roles": ("in", "heads"), "bias": False}
         query_heads = {"outputs": num_heads * self.key_dim, "num_heads": num_heads, **to_heads}
@@ -110,7 +111,7 @@ class LatentAttention(Layer):
         from_stream: dict[str, Any],
         to_heads: dict[str, Any],
     ) -> None:
-        """Makes the projection of the queries: one matrix, or two with a norm between them."""
+        """Create the projection of the queries: one matrix, or two with a norm between them."""
         self.query: Linear | None = None
         self.query_down: Linear | None = None
         self.query_up: Linear | None = None
@@ -123,7 +124,7 @@ class LatentAttention(Layer):
             self.query_up = linear.instantiate(inputs=query_rank, **to_heads)
 
     def children(self) -> dict[str, Layer]:
-        """query, or query_down, query_norm and query_up; kv_down, kv_norm, kv_up, output."""
+        """Return query, or query_down, query_norm and query_up; and kv_down, kv_norm, kv_up, output."""
         candidates = {
             "query": self.query,
             "query_down": self.query_down,
@@ -137,11 +138,11 @@ class LatentAttention(Layer):
         return {name: layer for name, layer in candidates.items() if layer is not None}
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises ValueError when the model axis would cut through a head."""
+        """Raise ValueError if the model axis would split a head."""
         check_axis(mesh, "model", "num_heads", self.num_heads)
 
     def check_platform(self, platform: str) -> None:
-        """As Layer.check_platform."""
+        """See `Layer.check_platform`."""
         check_platform(self.implementation, platform)
 
     def apply(
@@ -151,13 +152,13 @@ class LatentAttention(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """x_BSD -> [B, S, D].
+        """Apply attention to x_BSD and return [B, S, D].
 
-        With ctx.cache, the latents and rotary keys leave as layer_state, "latent" [B, S, 1, R + P]. A layer_state that
-        is passed in is the cache of the tokens before x_B1D, see attention_cache.
+        With ctx.cache, the latents and rotary keys are returned as layer_state, "latent" [B, S, 1, R + P]. If a
+        layer_state is passed in, it is the cache of the tokens before x_BSD; see attention_cache.
         """
         batch, length, _ = carry.shape
-        # Batches of packed documents have positions, which start again with each document.
+        # Batches of packed documents carry positions, which restart at 0 with each document.
         positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
         query_BSNH = self._queries(weights, carry, positions_BS, ctx)
         latent_BSR, rotary_key_BS1P = self._latents(weights, carry, positions_BS, ctx)
@@ -174,7 +175,7 @@ class LatentAttention(Layer):
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
 
     def _queries(self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context) -> jax.Array:
-        """[B, S, N, H]: projected, the last P channels rotated, and named for remat policies."""
+        """Return queries [B, S, N, H]: projected, the last P channels rotated, and named for remat policies."""
         batch, length, _ = x_BSD.shape
         with jax.named_scope("query"):
             if self.query is not None:
@@ -196,7 +197,7 @@ class LatentAttention(Layer):
     def _latents(
         self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context
     ) -> tuple[jax.Array, jax.Array]:
-        """(the normed latent [B, S, R], the rotated key of all heads [B, S, 1, P])."""
+        """Return (the normed latent [B, S, R], the rotated key shared by all heads [B, S, 1, P])."""
         with jax.named_scope("kv_down"):
             both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
             latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
@@ -205,9 +206,10 @@ class LatentAttention(Layer):
         return latent_BSR, key_BS1P
 
     def _turned(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
-        """The rotary channels of queries or keys, rotated, with the members of each pair P / 2 apart."""
+        """Rotate the rotary channels of queries or keys; in the result, the members of each pair are P / 2 apart."""
         if self.interleaved:
-            # A product of queries and keys does not depend on the order of channels, if that is the same in both.
+            # The product of a query and a key does not depend on the order of channels, as long as both have the same
+            # order.
             x_BSNP = jnp.concatenate([x_BSNP[..., 0::2], x_BSNP[..., 1::2]], axis=-1)
         (turned_BSNP,) = self.rotary(positions_BS, x_BSNP)
         return turned_BSNP
@@ -220,7 +222,7 @@ class LatentAttention(Layer):
         rotary_key_BS1P: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """softmax(QK)V as [B, S, N, V], of keys and values that are made of the latents."""
+        """Return softmax(QK)V as [B, S, N, V], with keys and values computed from the latents."""
         batch, length, _ = latent_BSR.shape
         with jax.named_scope("kv_up"):
             kv_BSE = self.kv_up(weights["kv_up"], latent_BSR, ctx)
@@ -234,7 +236,7 @@ class LatentAttention(Layer):
         attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
         compute_dtype = q_BSNH.dtype
         kernel_dtype = self.kernel_dtype or compute_dtype
-        # The result has the name "attention", by which remat policies keep it.
+        # The kernels name their result "attention", so that remat policies can save it.
         y_BSNV = attend(
             q_BSNH.astype(kernel_dtype),
             k_BSNH.astype(kernel_dtype),
@@ -252,41 +254,41 @@ class LatentAttention(Layer):
     def _attend_to_cache(
         self,
         weights: Nested,
-        q_B1NH: jax.Array,
-        new_B11C: jax.Array,
+        q_BSNH: jax.Array,
+        new_BS1C: jax.Array,
         ctx: Context,
         layer_state: Nested,
     ) -> jax.Array:
-        """softmax(QK)V of one new token as [B, 1, N, V], without the keys and values of the tokens before.
+        """Return softmax(QK)V of the new tokens as [B, S, N, V], without computing earlier tokens' keys and values.
 
-        Section 2.1.2 of the paper: q (W c) = (W^T q) c, so queries are taken to the latent, where there is one key for
-        all heads, and the sum of latents is taken to values.
+        Section 2.1.2 of the paper: q (W c) = (W^T q) c. Queries are mapped to the latent, which has one key for all
+        heads, and the weighted sum of latents is mapped to values.
         """
         up_RNE = self._up_matrix(weights, ctx).reshape(self.kv_rank, self.num_heads, -1)
         key_up_RNU, value_up_RNV = jnp.split(up_RNE, [self.plain_dim], axis=-1)
-        plain_B1NU, turned_B1NP = jnp.split(q_B1NH, [self.plain_dim], axis=-1)
-        latent_q_B1NR = jnp.einsum("bsnu,rnu->bsnr", plain_B1NU, key_up_RNU)
-        latents_B1NR = cached_attention(
-            jnp.concatenate([latent_q_B1NR, turned_B1NP], axis=-1),
-            new_B11C,
-            new_B11C[..., : self.kv_rank],
+        plain_BSNU, turned_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
+        latent_q_BSNR = jnp.einsum("bsnu,rnu->bsnr", plain_BSNU, key_up_RNU)
+        latents_BSNR = cached_attention(
+            jnp.concatenate([latent_q_BSNR, turned_BSNP], axis=-1),
+            new_BS1C,
+            new_BS1C[..., : self.kv_rank],
             {"key": layer_state["latent"], "value": layer_state["latent"][..., : self.kv_rank]},
             first_B=ctx.batch["first"],
             slot=ctx.batch["slot"],
             scale=self.scale,
         )
-        return jnp.einsum("bsnr,rnv->bsnv", latents_B1NR, value_up_RNV)
+        return jnp.einsum("bsnr,rnv->bsnv", latents_BSNR, value_up_RNV)
 
     def _up_matrix(self, weights: Nested, ctx: Context) -> jax.Array:
-        """The matrix [R, N (U + V)] that `kv_up` multiplies by."""
+        """Return the matrix [R, N (U + V)] that `kv_up` multiplies by."""
         if type(self.kv_up) is Linear:
             return weights["kv_up"]["weight"]
-        # With an adapter, or quantized, there is no such array: rows of the identity pick its rows.
+        # With an adapter, or quantized, no such array exists: applying `kv_up` to the identity gives its rows.
         identity_1RR = jnp.eye(self.kv_rank, dtype=ctx.compute_dtype)[None]
         return self.kv_up(weights["kv_up"], identity_1RR, ctx)[0]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and QK and AV over the whole context: 2 N (H + V) S."""
-        # As PaLM counts (arXiv 2204.02311, appendix B): the causal mask saves nothing.
+        """Count the projections, and QK and AV over the whole context: 2 N (H + V) S."""
+        # Counted as in PaLM (arXiv 2204.02311, appendix B): the causal mask is not deducted.
         projections = super().flops_per_token(seq_len)
         return projections + 2.0 * self.num_heads * (self.key_dim + self.value_dim) * seq_len

@@ -12,17 +12,17 @@ from framework.layout import MeshAxes, ParameterSpec
 
 @component
 class Linear(Layer):
-    """An affine map of the last axis.
+    """Applies an affine map to the last axis.
 
     Args:
         inputs: size of the input's last axis.
         outputs: size of the output's last axis.
-        bias: whether to add one.
-        init: initializer of the weight; biases start at zero.
-        init_scale: multiplies the initial weight (residual branches of deep stacks want less than 1).
+        bias: whether to add a bias.
+        init: config of the initializer of the weight; biases start at zero.
+        init_scale: factor on the initial weight (residual branches of deep stacks need less than 1).
         mesh_axes: mesh axes of the weight's (input, output) dimensions.
-        roles: the roles of those two dimensions.
-        num_heads: of queries and keys, given by the parent.
+        roles: roles of these two dimensions.
+        num_heads: number of heads, for projections to queries and keys; set by the parent.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Linear(Layer):
         self._scale = init_scale
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """weight [inputs, outputs], bias [outputs]."""
+        """Return the specs of weight [inputs, outputs] and bias [outputs]."""
 
         def initializer(key, shape, dtype):
             return self._scale * self._init(key, shape, dtype)
@@ -76,10 +76,10 @@ class Linear(Layer):
         x: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """x [..., inputs] -> [..., outputs], in x's dtype."""
+        """Map x [..., inputs] to [..., outputs], in x's dtype."""
         y = project(x, weights["weight"], ctx)
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 * inputs * outputs."""
+        """Count the matrix product: 2 * inputs * outputs."""
         return 2.0 * self.inputs * self.outputs

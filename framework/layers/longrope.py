@@ -1,8 +1,8 @@
-"""LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each rotary frequency, as Phi-3 and Phi-4-mini have it.
+"""LongRoPE (Ding et al. 2024, arXiv 2402.13753): one factor per rotary frequency, as in Phi-3 and Phi-4-mini.
 
-A model has two lists of factors. transformers takes the long one for all positions of a sequence that is longer than
-the model was pretrained with, and the short one for others. Which one a run takes is a setting here, so that no
-program depends on how long its sequences happen to be.
+A model has two lists of factors. transformers uses the long list for all positions of a sequence that is longer than
+the pretraining length, and the short list for other sequences. Here a setting selects the list, so that a program
+does not depend on the lengths of its sequences.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from framework.layers.rotary import Scaling
 
 @component
 class LongRopeScaling(Scaling):
-    """The frequencies and the attention factor of transformers' `_compute_longrope_parameters`.
+    """Computes the frequencies and attention factor of transformers' `_compute_longrope_parameters`.
 
     Args:
-        short_factor: what each frequency is divided by, [R/2] numbers.
-        long_factor: the same for long sequences.
-        original_length: positions that the model was pretrained with, above 1.
-        factor: how many times longer the context is.
-        attention_factor: multiplies cosines and sines; None computes sqrt(1 + ln(factor) / ln(original_length)).
-        use: "short" computes what transformers does for sequences of up to original_length tokens, and refuses longer
-            ones; "long" what it does for longer ones, whatever the length.
+        short_factor: divisor of each frequency, [R/2] numbers, for sequences of up to original_length tokens.
+        long_factor: divisor of each frequency, [R/2] numbers, for longer sequences.
+        original_length: number of positions that the model was pretrained with, above 1.
+        factor: ratio of the extended context to the original one.
+        attention_factor: factor on cosines and sines; None computes sqrt(1 + ln(factor) / ln(original_length)), or 1
+            if `factor` is at most 1.
+        use: "short" computes what transformers does for sequences of up to original_length tokens, and rejects longer
+            ones; "long" computes what it does for longer ones, regardless of the length.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class LongRopeScaling(Scaling):
             self.amplitude = math.sqrt(1 + math.log(factor) / math.log(original_length))
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """As Scaling.__call__.
+        """Divide each frequency by its factor; see `Scaling.__call__`.
 
         Raises:
-            ValueError: there is not one factor for each frequency.
+            ValueError: the number of factors differs from the number of frequencies.
         """
         if self.factors.shape != frequencies.shape:
             raise ValueError(f"{self.name} has {self.factors.size} numbers; expected {frequencies.size}")

@@ -1,12 +1,12 @@
-"""Look-up of a table's rows by their indices, with a gradient that is summed in float32.
+"""Lookup of a table's rows by index, with a gradient that is summed in float32.
 
-`jnp.take` has a scatter-add in the table's dtype for its gradient. In bfloat16 that loses every term that is under
-1/256 of the sum so far: a token that is 10% of 65,536 keeps 43% of its gradient's length. Here the terms are added in
+The gradient of `jnp.take` is a scatter-add in the table's dtype. In bfloat16, it loses every term below 1/256 of the
+running sum: a token that makes up 10% of 65,536 keeps 43% of its gradient's length. Here the terms are added in
 float32, over all tokens and all devices, and the sum is rounded once to the dtype in which the parameter is stored.
 
-On a mesh the table is never gathered. Each device looks up its own columns for the tokens of all devices of its fsdp
-group, and tokens and columns change places: bytes of the tokens instead of bytes of the table. The gradient goes the
-same way back, so each device sums its own shard of the table.
+On a mesh, the table is never gathered. Each device looks up its own columns for the tokens of all devices of its fsdp
+group, and the group then trades columns for tokens: this moves bytes of the tokens instead of bytes of the table. The
+gradient takes the reverse path, so each device sums its own shard of the table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from framework.layers.base import BATCH_AXES, Context, cast
 
-# Bytes of the float32 sums that may exist beside a narrower table's gradient: a larger table is
-# summed a few columns at a time.
+# Maximum bytes of float32 sums that may exist next to the gradient of a table in a narrower dtype: the gradient of a
+# larger table is summed a few columns at a time.
 SUM_BYTES = 128 << 20
-# The lanes of a TPU's registers: columns are cut at multiples where possible.
+# The number of lanes of a TPU's vector registers: columns are split at multiples of it if possible.
 _LANES = 128
-# The axes of looked-up rows [B, S]. Not fsdp: each device of an fsdp group has all of its tokens.
+# The mesh axes of looked-up rows [B, S]. Not fsdp: each device of an fsdp group has all tokens of the group.
 _TOKEN_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp"), "seq"
 
 
@@ -37,17 +37,17 @@ def look_up(
     ctx: Context,
     vocab_axis: str | None,
 ) -> jax.Array:
-    """Looks up the rows of the table that the indices name, [B, S, D] in the compute dtype.
+    """Look up the rows of the table at the given indices, [B, S, D] in the compute dtype.
 
     Args:
-        table_VD: as it is stored: neither cast nor gathered.
+        table_VD: the table as it is stored: neither cast nor gathered.
         indices_BS: int32, from 0 to V - 1.
-        ctx: the mesh and the compute dtype.
-        vocab_axis: the mesh axis of V; that of D is fsdp.
+        ctx: provides the mesh and the compute dtype.
+        vocab_axis: the mesh axis of V; D is sharded over fsdp.
     """
     if ctx.kernels is not None:
         return ctx.kernels.look_up(table_VD, indices_BS, ctx, vocab_axis)
-    # custom_vjp keeps these functions beyond the trace. They may hold the mesh, not traced arrays.
+    # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
     place = Context(batch={}, mesh=ctx.mesh)
     dtype = ctx.compute_dtype
     mesh = ctx.mesh
@@ -58,7 +58,7 @@ def look_up(
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
         table = place.constrain(table, vocab_axis, "fsdp")
         indices = place.constrain(indices, *_TOKEN_AXES)
-        # Cast after the look-up: there are fewer rows of tokens than rows of the table.
+        # The cast comes after the lookup: the tokens need fewer rows than the table has.
         rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
         return place.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
 
@@ -80,7 +80,7 @@ def look_up(
 def on_mesh(
     summed: Callable[..., jax.Array], mesh: Mesh | None, vocab_axis: str | None
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`table_gradient` on each device's shard of the table."""
+    """Return `table_gradient` for each device's shard of the table."""
     if mesh is None or mesh.size == 1:
         return summed
     token_spec = PartitionSpec(*_TOKEN_AXES)
@@ -100,20 +100,22 @@ def on_mesh(
 def shard_gradient(
     summed: Callable[..., jax.Array], indices: jax.Array, rows_grad: jax.Array, *, mesh: Any, vocab_axis: str | None
 ) -> jax.Array:
-    """Inside shard_map: the gradient of one device's shard of the table, summed over the devices with other tokens.
+    """Compute the gradient of one device's shard of the table, summed over the devices with other tokens.
+
+    This runs inside shard_map.
 
     Args:
         summed: `table_gradient` with the shape of the whole table.
-        indices: of the tokens of the device's fsdp group.
-        rows_grad: these tokens' gradients, of the device's own columns.
+        indices: row indices of the tokens of the device's fsdp group.
+        rows_grad: gradients of these tokens' rows, for the device's own columns.
         mesh, vocab_axis: see `look_up`.
     """
     num_rows, num_columns = summed.keywords["shape"]  # type: ignore[attr-defined]
     vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
     shard = (num_rows // vocab_shards, num_columns // mesh.shape["fsdp"])
     if vocab_axis is not None:
-        # Indices from the shard's first row on. Those of other shards fall outside, and are left
-        # out of the sum.
+        # Makes indices relative to the shard's first row. Those of other shards fall outside, and are left out of the
+        # sum.
         indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
     token_axes = tuple(axis for axis in (*_TOKEN_AXES[0], "seq") if mesh.shape[axis] > 1)
     if not token_axes:
@@ -130,13 +132,13 @@ def table_gradient(
     dtype: Any,
     over_devices: Callable[[jax.Array], jax.Array] = lambda sums: sums,
 ) -> jax.Array:
-    """The gradient of a table [V, D]: for each row the sum of the gradients of the tokens that looked it up.
+    """Compute the gradient of a table [V, D]: each row is the sum of the gradients of the tokens that looked it up.
 
     Args:
-        indices: [...], which row each token looked up. Indices outside of 0 to V - 1 are left out.
-        rows_grad: [..., D].
-        shape: of the table.
-        dtype: of the table. The sum is taken in float32 at least, and rounded to it once.
+        indices: [...], the row that each token looked up. Indices outside of 0 to V - 1 are ignored.
+        rows_grad: [..., D], the gradients of the looked-up rows.
+        shape: shape of the table.
+        dtype: dtype of the table. The sum is taken in float32 or wider, and rounded to this dtype once.
         over_devices: adds up the sums of devices with other tokens, in the dtype of the sum.
     """
     num_rows, num_columns = shape
@@ -165,18 +167,18 @@ def table_gradient(
 
 
 def _columns_at_once(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """The largest divisor of the number of columns of which sums are under SUM_BYTES; a multiple of 128 if there is."""
+    """Return the largest divisor of num_columns whose sums fit into SUM_BYTES, preferring multiples of 128."""
     widths = []
     for width in range(1, num_columns + 1):
         if num_columns % width == 0 and num_rows * width * itemsize <= SUM_BYTES:
             widths.append(width)
     aligned_widths = [width for width in widths if width % _LANES == 0]
-    # One column where not even that is under the bound.
+    # One column if not even that is within the bound.
     return max(aligned_widths or widths or [1])
 
 
 def _drop_outside(indices: jax.Array, num_rows: int) -> jax.Array:
-    """The indices, with `num_rows` for those outside of 0 to num_rows - 1: a scatter in mode "drop" leaves it out."""
+    """Replace indices outside of 0 to num_rows - 1 by `num_rows`, which a scatter in mode "drop" ignores."""
     # A negative index would wrap around.
     is_row = (indices >= 0) & (indices < num_rows)
     return jnp.where(is_row, indices, num_rows)

@@ -1,9 +1,9 @@
-"""LoRA: low-rank adapters beside linear layers with frozen weights (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA: low-rank adapters for linear layers with frozen weights (Hu et al. 2021, arXiv 2106.09685).
 
     y = x W + (alpha / rank) dropout(x) A B,    W [in, out] frozen, A [in, rank] random, B [rank, out] zeros
 
-W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py. Each expert of a mixture has an A and a B of its own,
-see layers/experts/stored.py.
+W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py. Each expert of a mixture has its own A and B, see
+layers/experts/stored.py.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from framework.layout import Nested, ParameterSpec
 
 @component
 class LoRA:
-    """Adapters for the linear layers of a model; all else is frozen.
+    """Adapters for the linear layers of a model; all other parameters are frozen, except those of a score head.
 
     Args:
         rank: inner size of an adapter's product.
         alpha: the product is scaled by alpha / rank.
-        dropout: rate, on the adapters' input, in training.
-        targets: a regex, searched in the paths of linear layers, such as "stack/block0/attention/query"; "." is all.
-            The experts of a mixture (stack/block0/mlp/experts/gate, up and down) are meant only by a regex that has
-            the word `experts`: "experts|." is everything, "experts/" the experts alone. Their adapters have no dropout.
-        base: how the weights of those layers are stored: a dtype, int8 with a scale per output, or nf4, 4 bits with a
+        dropout: dropout rate on the adapters' input, in training.
+        targets: a regex, searched in the paths of linear layers, such as "stack/block0/attention/query"; "." matches
+            all. It matches the experts of a mixture (stack/block0/mlp/experts/gate, up and down) only if it contains
+            the word `experts`: "experts|." is everything, "experts/" only the experts. Adapters of experts have no
+            dropout.
+        base: storage of the weights of those layers: a dtype, int8 with a scale per output, or nf4, 4 bits with a
             scale per 64 weights; None means model.param_dtype.
-        base_targets: a regex of further linear layers, experts too, whose weights are stored so, without an adapter;
-            "." is all.
-        dtype: of the adapters, whatever model.param_dtype is.
+        base_targets: a regex for further linear layers, including experts, whose weights use this storage without an
+            adapter; "." matches all.
+        dtype: dtype of the adapters, independent of model.param_dtype.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class LoRA:
         self.storage: Storage | None = base if base in ("int8", "nf4") else None
 
     def wrap(self, layers: Mapping[str, Layer]) -> None:
-        """Replaces Linears below `layers` by LoRALinears and FrozenLinears, and says how experts are stored.
+        """Replace Linears below `layers` by LoRALinears and FrozenLinears, and set the storage of experts.
 
-        Raises ValueError when there is no target, or when adapters of experts should have dropout.
+        Raise ValueError if there is no target, or if adapters of experts would have dropout.
         """
         linears = []
         experts = []
@@ -87,7 +88,7 @@ class LoRA:
                 f"lora.dropout = {self.dropout}: adapters of experts have none (peft has none there either), and "
                 f"lora.targets = {self.targets.pattern!r} matches {min(expert_paths)}; expected 0"
             )
-        # Only now, as replacing a layer changes the children that `_linears` walks over.
+        # Only now: replacing a layer changes the children that `_linears` walks over.
         for site in linears:
             linear = getattr(site.parent, site.attribute)
             if site.path in target_paths:
@@ -101,7 +102,7 @@ class LoRA:
                 site.layer.stored[site.name] = StoredMatrix(site.path, self.base, rank, self.scale, self.dtype)
 
     def _stores(self, path: str) -> bool:
-        """Whether the weight at a path is stored as `base` says, without an adapter."""
+        """Return whether the weight at a path is stored in the `base` format without an adapter."""
         return self.base_targets is not None and self.base_targets.search(path) is not None
 
 
@@ -113,7 +114,7 @@ def _pattern(name: str, text: str) -> re.Pattern[str]:
 
 
 class _LinearSite(NamedTuple):
-    """The place of a Linear in a model: `getattr(parent, attribute)`."""
+    """The location of a Linear in a model: `getattr(parent, attribute)`."""
 
     path: str
     parent: Layer
@@ -124,7 +125,7 @@ def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
     for name, child in parent.children().items():
         child_path = f"{path}/{name}"
         if isinstance(child, Linear):
-            # A child's name in paths need not be the name of its attribute.
+            # A child's name in paths may differ from the name of its attribute.
             attribute = next(key for key, value in vars(parent).items() if value is child)
             yield _LinearSite(child_path, parent, attribute)
         else:
@@ -132,7 +133,7 @@ def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
 
 
 class _ExpertSite(NamedTuple):
-    """A matrix of all experts of a layer, by its name there."""
+    """One matrix of all experts of a layer, with its name in that layer."""
 
     path: str
     layer: Experts
@@ -150,7 +151,7 @@ def _experts(parent: Layer, path: str) -> Iterator[_ExpertSite]:
 
 
 class FrozenLinear(Layer):
-    """A Linear whose weight is stored as `LoRA.base` says."""
+    """A Linear whose weight is stored in the format `LoRA.base`."""
 
     def __init__(self, linear: Linear, lora: LoRA, path: str):
         self.linear = linear
@@ -158,7 +159,7 @@ class FrozenLinear(Layer):
         self.path = path
 
     def own_specs(self) -> dict[str, Any]:
-        """The Linear's own; a quantized weight is a dict."""
+        """Return the specs of the Linear; a quantized weight is a dict."""
         specs: dict[str, Any] = self.linear.own_specs()
         weight: ParameterSpec = specs["weight"]
         if self.lora.storage is not None:
@@ -168,31 +169,31 @@ class FrozenLinear(Layer):
         return specs
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [..., inputs] -> [..., outputs], in x's dtype."""
+        """Map x [..., inputs] to [..., outputs], in x's dtype."""
         if self.lora.storage is None:
             return self.linear(weights, x, ctx)
         y: Any = matmul(self.lora.storage, x, weights["weight"])
         return add_shared(y, weights["bias"]) if self.linear.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The operations of the Linear."""
+        """Count the operations of the Linear."""
         return self.linear.flops_per_token(seq_len)
 
 
 class LoRALinear(FrozenLinear):
-    """A FrozenLinear and its adapter. Only adapters have an axis of the role "rank", and only they are trained."""
+    """A FrozenLinear with an adapter. Only adapters have an axis with the role "rank", which marks them as trained."""
 
     def own_specs(self) -> dict[str, Any]:
-        """The FrozenLinear's own, lora_a [inputs, rank] and lora_b [rank, outputs]."""
+        """Return the specs of the FrozenLinear, of lora_a [inputs, rank] and of lora_b [rank, outputs]."""
         specs = super().own_specs()
         weight: ParameterSpec = self.linear.own_specs()["weight"]
-        # U(-1/sqrt(in), 1/sqrt(in)), as the authors' code has it.
+        # U(-1/sqrt(in), 1/sqrt(in)), as in the authors' code.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         inputs, outputs = weight.shape
         in_axis, out_axis = weight.mesh_axes
         in_role, out_role = weight.roles
         rank = self.lora.rank
-        # Without an initializer lora_b starts at zero, and so does the adapter's product.
+        # Without an initializer, lora_b starts at zero, and so does the adapter's product.
         specs["lora_a"] = ParameterSpec(
             (inputs, rank),
             dtype=self.lora.dtype,
@@ -211,34 +212,34 @@ class LoRALinear(FrozenLinear):
         return specs
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [batch, ..., inputs] -> [batch, ..., outputs], in x's dtype."""
+        """Map x [batch, ..., inputs] to [batch, ..., outputs], in x's dtype."""
         y = super().__call__(weights, x, ctx)
-        # The path makes each adapter's mask its own: layers of a block share a random stream.
+        # The path gives each adapter its own mask: the layers of a block share a random stream.
         dropped = ctx.dropout(x, self.lora.dropout, self.path)
         low = dropped @ weights["lora_a"]
-        # Scaled in float32: the compute dtype would round a scale that is no power of two.
+        # Scaled in float32: the compute dtype would round a scale that is not a power of two.
         wide = jnp.promote_types(low.dtype, jnp.float32)
         scaled = (self.lora.scale * low.astype(wide)).astype(low.dtype)
         return y + scaled @ weights["lora_b"]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The operations of the Linear and of the adapter."""
+        """Count the operations of the Linear and of the adapter."""
         adapter = 2.0 * self.lora.rank * (self.linear.inputs + self.linear.outputs)
         return super().flops_per_token(seq_len) + adapter
 
 
 def merge_adapters(model: Any, params: Nested) -> Nested:
-    """Turns all parameters of a model with LoRA into those of the same model without it: W + (alpha / rank) A B.
+    """Convert the parameters of a model with LoRA to those of the same model without it: W + (alpha / rank) A B.
 
-    This is computed in float32 (or wider, as the weights are) and cast to the model's `param_dtype`. Other leaves come
-    back as they are.
+    The sum is computed in float32 (or wider, if the weights are) and cast to the model's `param_dtype`. Other leaves
+    are returned unchanged.
     """
     lora: LoRA | None = model.lora
     if lora is None or not isinstance(params, dict):
         return params
     merged = {}
     for name, leaf in params.items():
-        # A Linear's adapter has its names to itself; each matrix of experts puts its own before them.
+        # The adapter of a Linear is called lora_a and lora_b; experts prefix these names with the name of the matrix.
         prefix = "" if name == "weight" else f"{name}_"
         adapter = [params.get(f"{prefix}lora_{letter}") for letter in "ab"]
         if name.endswith(("lora_a", "lora_b")):
@@ -255,7 +256,7 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _merged(lora: LoRA, weight: Any, lora_a: jax.Array | None, lora_b: jax.Array | None) -> jax.Array:
-    """W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
+    """Return W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
     if _is_quantized(weight):
         assert lora.storage is not None
         weight = dequantize(weight, lora.storage, jnp.float32)

@@ -1,4 +1,4 @@
-"""The feed-forward block: plain (GELU, ReLU^2) and gated (SwiGLU and its kin, Shazeer 2020, arXiv 2002.05202)."""
+"""The feed-forward block: plain (GELU, ReLU^2) or gated (SwiGLU and related, Shazeer 2020, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from framework.layout import Nested
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
-    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
+    """Compute max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -32,15 +32,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @component
 class MLP(Layer):
-    """down(act(up(x))), or gated: down(act(gate(x)) * up(x)).
+    """Computes down(act(up(x))), or gated: down(act(gate(x)) * up(x)).
 
     Args:
-        dim: D, given by the parent.
+        dim: D, the width of the residual stream; set by the parent.
         hidden: F, the inner width.
-        activation: "gelu" is exact, "gelu_tanh" the approximation that GPT-2 uses; "silu" with `gated` is SwiGLU.
+        activation: "gelu" is exact, "gelu_tanh" is the approximation that GPT-2 uses; "silu" with `gated` is SwiGLU.
         gated: whether there is a gate.
-        linear: the projections' config (bias, init); sizes are filled in.
-        output_init_scale: multiplies the initial `down` weight; given by the stack.
+        linear: config of the projections (bias, init); their sizes are filled in.
+        output_init_scale: factor on the initial `down` weight; set by the stack.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MLP(Layer):
         linear: Config = config_for(Linear),
         output_init_scale: float = 1.0,
     ):
-        # F is spread over the model axis, and D over fsdp, in both directions.
+        # F is sharded over the model axis and D over fsdp, in both directions.
         in_options = {
             "inputs": dim,
             "outputs": hidden,
@@ -72,7 +72,7 @@ class MLP(Layer):
         self.down: Linear = linear.instantiate(init_scale=output_init_scale, **out_options)
 
     def children(self) -> dict[str, Layer]:
-        """up, down, and gate when gated."""
+        """Return up and down, and gate when gated."""
         gate: dict[str, Layer] = {} if self.gate is None else {"gate": self.gate}
         return {**gate, "up": self.up, "down": self.down}
 
@@ -83,7 +83,7 @@ class MLP(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """x_BSD -> [B, S, D]."""
+        """Apply the block to x_BSD and return [B, S, D]."""
 
         def hidden(layer: Linear, name: str) -> jax.Array:
             with jax.named_scope(name):
@@ -92,8 +92,7 @@ class MLP(Layer):
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
         up_BSF = hidden(self.up, "up")
-        # The activation's intermediates would take more memory than its input, see
-        # `keeping_inputs`.
+        # The activation's intermediates would take more memory than its input, see `keeping_inputs`.
         if self.gate is None:
             h_BSF = keeping_inputs(self.activation)(up_BSF)
         else:

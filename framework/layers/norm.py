@@ -1,6 +1,6 @@
 """LayerNorm (Ba et al. 2016, arXiv 1607.06450) and RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-Both compute in float32 whatever the input's dtype.
+Both compute in float32 regardless of the input's dtype.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from framework.layout import ParameterSpec
 
 @component
 class RMSNorm(Layer):
-    """x / sqrt(mean(x^2) + eps) * scale, over the last axis.
+    """Computes x / sqrt(mean(x^2) + eps) * scale, over the last axis.
 
     Args:
         dim: size of the last axis.
         eps: added under the root.
-        zero_centered: what is stored is scale - 1, as in Gemma: weight decay pulls to the identity.
+        zero_centered: whether scale - 1 is stored instead of scale, as in Gemma; weight decay then pulls to the
+            identity.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class RMSNorm(Layer):
     ):
         self.dim = dim
         self.eps = eps
-        # The stored scale lacks this much.
+        # The amount to add to the stored scale.
         self.offset = int(zero_centered)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """scale [dim]: ones at first, or zeros if zero_centered."""
+        """Return the spec of scale [dim]: initially ones, or zeros if zero_centered."""
         initializer = jax.nn.initializers.constant(1 - self.offset)
         return {
             "scale": ParameterSpec(
@@ -54,21 +55,21 @@ class RMSNorm(Layer):
         x: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """x [..., dim] -> the same shape and dtype."""
+        """Normalize x [..., dim]; the result has the same shape and dtype."""
         return keeping_inputs(self._normalize)(x, weights["scale"])
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         y = x32 * jax.lax.rsqrt(mean_square + self.eps)
-        # The scale is applied in float32 too, and the result is rounded once.
+        # The scale is also applied in float32, and the result is rounded once.
         full_scale = self.offset + scale.astype(y.dtype)
         return (y * full_scale).astype(x.dtype)
 
 
 @component
 class LayerNorm(Layer):
-    """(x - mean) / sqrt(var + eps) * scale + bias, over the last axis.
+    """Computes (x - mean) / sqrt(var + eps) * scale + bias, over the last axis.
 
     Args:
         dim: size of the last axis.
@@ -88,7 +89,7 @@ class LayerNorm(Layer):
         self.bias = bias
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """scale [dim], ones; bias [dim], zeros."""
+        """Return the specs of scale [dim], ones, and bias [dim], zeros."""
         ones = jax.nn.initializers.ones
         scale = ParameterSpec((self.dim,), "float32", initializer=ones, roles=("channel",))
         if not self.bias:
@@ -102,7 +103,7 @@ class LayerNorm(Layer):
         x: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """x [..., dim] -> the same shape and dtype."""
+        """Normalize x [..., dim]; the result has the same shape and dtype."""
         normalize = keeping_inputs(self._normalize)
         if not self.bias:
             return normalize(x, weights["scale"])
@@ -115,7 +116,7 @@ class LayerNorm(Layer):
         bias: jax.Array | None = None,
     ) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        # The variance is that of centered values: mean(x^2) - mean(x)^2 would cancel.
+        # The variance is computed from centered values: mean(x^2) - mean(x)^2 would suffer from cancellation.
         centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
         y = centered * jax.lax.rsqrt(variance + self.eps)

@@ -1,7 +1,7 @@
-"""Objective: what the head of a language model minimizes in place of the next tokens' cross-entropy.
+"""Objective: the loss that replaces the next tokens' cross-entropy in the head of a language model.
 
-The head knows this interface alone; `framework.objectives` has the objectives. One objective is a function of all
-positions of a microbatch, so it may add up the log-probabilities of a sequence, or compare two sequences of a row.
+The head knows only this interface; `framework.objectives` has the objectives. An objective is a function of all
+positions of a microbatch, so it can sum the log-probabilities of a sequence, or compare two sequences of a row.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from framework.layout import Nested
 
 
 class Head(Protocol):
-    """What an objective may ask of the head; see `framework.layers.head.LMHead`."""
+    """The part of the head that an objective uses; see `framework.layers.head.LMHead`."""
 
     softcap: float | None
 
     def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """f32[B, S], the log-probability of each target."""
+        """Return the log-probability of each target, f32[B, S]."""
         ...
 
     def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """The final norm's output, [B, S, D]."""
+        """Return the final norm's output, [B, S, D]."""
         ...
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
-        """The chunks in which logits of [batch, length] positions are made."""
+        """Return the chunks in which logits of [batch, length] positions are computed."""
         ...
 
 
 class Objective:
-    """The base of objectives.
+    """Base class of objectives.
 
     Attributes:
-        arrays: names of the batch's arrays that it reads, beside tokens, targets and weights.
-        unit: of the loss that is reported, such as "nats per pair".
-        depends_on_microbatches: another learner.accumulate is another loss, beyond rounding; see `Layer`.
-        reads_scores: it is for a `framework.layers.score_head.ScoreHead`, not for the head of a language model.
+        arrays: names of the batch's arrays that it reads, in addition to tokens, targets and weights.
+        unit: unit of the reported loss, such as "nats per pair".
+        depends_on_microbatches: whether learner.accumulate affects the loss beyond rounding; see `Layer`.
+        reads_scores: whether it is for a `framework.layers.score_head.ScoreHead` instead of a language model's head.
     """
 
     arrays: tuple[str, ...] = ()
@@ -49,31 +49,34 @@ class Objective:
     reads_scores: bool = False
 
     def check_labels(self, num_labels: int) -> None:
-        """Raises ValueError where it is not for a score head of so many labels."""
+        """Raise ValueError if the objective is not for a score head with this number of labels."""
         raise ValueError(
             f"objective = {type(self).__name__} is for a language model's head; expected one of "
             "framework.objectives.rewards for a score head"
         )
 
     def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Numbers of a global batch that its loss or metrics are divided by, beside counted targets and sequences.
+        """Return numbers of a global batch that the loss or metrics are divided by.
+
+        These are in addition to counted targets and sequences.
 
         Returns:
-            {name: f32 scalar}: a training step hands them to `loss` as ctx.counts, each 1 at least; an evaluation adds
-            them up for `summary`. The names differ from those of metrics.
+            {name: f32 scalar}: a training step passes them to `loss` as ctx.counts, each at least 1; an evaluation
+            sums them for `summary`. The names differ from those of metrics.
         """
         return {}
 
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The loss of ctx.batch, and metrics by name.
+        """Return the loss of ctx.batch, and metrics by name.
 
         Args:
-            head: whose input this is.
-            weights: the head's, prepared.
-            x_BSD: what the last layer gives.
+            head: the head, whose input is x_BSD.
+            weights: the head's prepared weights.
+            x_BSD: the output of the last layer.
             ctx: losses and metrics are divided by ctx.num_targets (counted tokens of the global batch), by
                 ctx.num_sequences (counted sequences of the global batch) or by one of ctx.counts, so microbatches add
-                up to their batch. In an evaluation the first two are 1 and ctx.counts is empty: sums leave.
+                up to their batch. In an evaluation the first two are 1 and ctx.counts is empty, so the results are
+                sums.
 
         Returns:
             (f32 scalar, {name: f32 scalar}); metrics have no gradient.
@@ -81,10 +84,10 @@ class Objective:
         raise NotImplementedError
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """What an evaluation reports, "loss" among it.
+        """Return the values that an evaluation reports, including "loss".
 
         Args:
-            totals: sums over the evaluated batches of the metrics, of "loss", of "tokens" and "sequences", the
-                numbers of those that count, and of `counts`.
+            totals: sums over the evaluated batches: the metrics, "loss", "tokens" and "sequences" (the numbers of
+                counted tokens and sequences), and `counts`.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A pull-back of `jax.vjp` without the arrays that are at hand anyway, so that a loop over layers stacks no copies."""
+"""The pullback of `jax.vjp` without arrays that are available anyway, so that a loop over layers stacks no copies."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ import jax
 
 @dataclass(frozen=True)
 class PullBack:
-    """A pull-back of `jax.vjp` without the arrays that it holds.
+    """A pullback of `jax.vjp` without the arrays that it holds.
 
     Attributes:
-      sources: for each of these arrays, which leaf of the function's arguments it is; None for a residual.
-      structure: the treedef of the pull-back.
+        sources: for each of these arrays, the index of the leaf of the function's arguments that it is; None for a
+            residual.
+        structure: the treedef of the pullback.
     """
 
     sources: tuple[int | None, ...]
-    # It holds jaxprs, which equal nothing but themselves. The layers of a stack are alike, so what was traced for
-    # one of them serves all: the sources alone tell one kind of pull-back from another.
+    # It holds jaxprs, which are equal only to themselves. The layers of a stack are alike, so the trace of one of
+    # them works for all: `sources` is enough to tell different pullbacks apart.
     structure: Any = field(compare=False, repr=False)
 
     @staticmethod
     def split(pull: Any, arguments: Any) -> tuple[PullBack, list[Any]]:
-        """Takes a pull-back apart: (what is not an array, the residuals).
+        """Split a pullback into (the part without arrays, the residuals).
 
         Args:
-            pull: from jax.vjp; a pytree whose leaves are what it holds.
-            arguments: a pytree: the same arrays, not equal ones, are found in `pull`.
+            pull: from jax.vjp; a pytree whose leaves are the arrays that it holds.
+            arguments: a pytree of the function's arguments. They are found in `pull` by identity, not by value.
         """
         leaves, structure = jax.tree.flatten(pull)
         argument_leaves = jax.tree.leaves(arguments)
-        # jax.vjp keeps an argument as it is, so it is the same object among the pull-back's leaves.
+        # jax.vjp does not copy an argument, so the same object is among the pullback's leaves.
         position = {id(leaf): i for i, leaf in enumerate(argument_leaves)}
         sources = tuple(position.get(id(leaf)) for leaf in leaves)
         residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
         return PullBack(sources, structure), residuals
 
     def joined(self, arguments: Any, residuals: list[Any]) -> Callable[[Any], Any]:
-        """The inverse of `split`."""
+        """Inverse of `split`."""
         argument_leaves = jax.tree.leaves(arguments)
         next_residual = iter(residuals)
         pull_leaves = []

@@ -1,11 +1,11 @@
-"""Quantized storage of weights that do not learn: int8, and the 4-bit NormalFloat of QLoRA (arXiv 2305.14314).
+"""Quantized storage of frozen weights: int8, and the 4-bit NormalFloat of QLoRA (arXiv 2305.14314).
 
-A weight [..., in, out] becomes codes, and scales [..., in / block, out], the largest magnitudes of blocks, in float32.
-The weight's mesh axes apply to both.
-    int8   uint32 [..., in / 4, out], four codes round(127 w / scale) in a word; a block is a column, one output channel
-    nf4    uint32 [..., in / 8, out], eight codes of the nearest of 16 values in a word; a block is 64 rows, which eight
-           rows of words hold; scales are not quantized again
-Which rows share a word, and why there are words at all, is in `framework.layout.words`.
+A weight [..., in, out] is stored as codes and scales. The scales [..., in / block, out] are the largest magnitudes of
+the blocks, in float32. The weight's mesh axes apply to both.
+    int8   uint32 [..., in / 4, out], four codes round(127 w / scale) per word; a block is a column, one output channel
+    nf4    uint32 [..., in / 8, out], eight codes of the nearest of 16 values per word; a block is 64 rows, which are
+           stored in eight rows of words; scales are not quantized again
+`framework.layout.words` explains which rows share a word, and why the codes are packed into words.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from framework.layout import Nested, ParameterSpec, words
 
 Storage = Literal["int8", "nf4"]
-# The weights that share a scale in nf4.
+# The number of weights that share a scale in nf4.
 BLOCK = 64
 _BITS = {"int8": 8, "nf4": 4}
 _CODES_IN_WORD = {"int8": 4, "nf4": 8}
-# Appendix E of the paper: quantiles of a normal distribution, divided by the largest.
+# Appendix E of the paper: quantiles of a normal distribution, divided by the largest one.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -34,10 +34,10 @@ NF4 = (
 
 
 def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[str, ParameterSpec]:
-    """The specs {"codes", "scales"} of the weight [..., in, out] at `path`, both drawn by its own initializer.
+    """Return the specs {"codes", "scales"} of the weight [..., in, out] at `path`, both using its own initializer.
 
-    Raises ValueError when 64 does not divide nf4's `in`, or 4 int8's. A mesh that would cut a block, or through words,
-    is refused by the layout.
+    Raise ValueError if `in` is not a multiple of 64 for nf4, or of 4 for int8. The layout rejects a mesh that would
+    split a block or a word.
     """
     *stack, inputs, outputs = weight.shape
     *stack_axes, in_axes, out_axes = weight.mesh_axes
@@ -49,11 +49,11 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
 
     def part(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
         def initialize(key: jax.Array, *_: Any) -> jax.Array:
-            # Codes and scales get the same key (see layout.initial): both belong to one draw.
+            # Codes and scales get the same key (see layout.initial), so both belong to the same random weight.
             drawn = weight.initializer(key, weight.shape, jnp.float32)
             return quantize(drawn, storage)[name]
 
-        # A single row of scales, or a single run of words, cannot be cut.
+        # A single row of scales, or a single run of words, cannot be sharded.
         row_axes = in_axes if rows > run else None
         return ParameterSpec(
             (*stack, rows, outputs),
@@ -73,17 +73,23 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
 
 
 def _tile_rows(num_words: int) -> int:
-    """The rows of words that share their rows of the weight. A shard of whole such groups has the same number."""
+    """Return the number of rows of words that share their rows of the weight.
+
+    A shard that consists of whole such groups has the same number.
+    """
     return math.gcd(num_words, words.TILE_ROWS)
 
 
 def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
-    """A weight [..., in, out] of any float dtype as {"codes", "scales"}; `in` is a multiple of 64 (int8: of 4)."""
+    """Quantize a weight [..., in, out] of any float dtype to {"codes", "scales"}.
+
+    `in` is a multiple of 64 (for int8: of 4).
+    """
     *stack, inputs, outputs = weight.shape
     block = BLOCK if storage == "nf4" else inputs
     blocks = weight.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
     scales = jnp.max(jnp.abs(blocks), axis=-2)
-    # A block of zeros has the scale 0.
+    # The scale of a block of zeros is 0.
     divisors = jnp.where(scales == 0, 1, scales)
     units = blocks / divisors[..., None, :]
     if storage == "int8":
@@ -100,7 +106,7 @@ def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
 
 
 def unpacked_codes(packed: jax.Array, storage: Storage) -> jax.Array:
-    """The codes [..., in, out] of the words [..., in / 4 or in / 8, out]: int8, or for nf4 uint8 of 0 to 15."""
+    """Unpack the codes [..., in, out] from words [..., in / 4 or in / 8, out]: int8, or for nf4 uint8 from 0 to 15."""
     num_words = packed.shape[-2]
     inputs = num_words * _CODES_IN_WORD[storage]
     codes = words.unpack(packed, inputs, _BITS[storage], _tile_rows(num_words))
@@ -108,7 +114,7 @@ def unpacked_codes(packed: jax.Array, storage: Storage) -> jax.Array:
 
 
 def dequantize(parts: Nested, storage: Storage, dtype: Any) -> jax.Array:
-    """The inverse of `quantize`: [..., in, out], computed in float32 and cast to `dtype`."""
+    """Inverse of `quantize`: returns [..., in, out], computed in float32 and cast to `dtype`."""
     codes = unpacked_codes(parts["codes"], storage)
     scales = parts["scales"]
     *stack, rows, outputs = codes.shape
@@ -120,10 +126,10 @@ def dequantize(parts: Nested, storage: Storage, dtype: Any) -> jax.Array:
 
 
 def _look_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
-    """values[codes], by selecting between halves of the values, one bit of the codes at a time."""
-    # TPUs are slow at looking up.
+    """Return values[codes], by selecting between halves of the values, one bit of the codes at a time."""
+    # Lookups are slow on TPUs.
     if len(values) == 2:
-        # A sum rather than a choice between constants: XLA may hold arrays full of them.
+        # A sum instead of a selection between constants: XLA may store arrays filled with such constants.
         odd = (codes & 1).astype(jnp.float32)
         return odd * values[1] + (1 - odd) * values[0]
     half = len(values) // 2
@@ -135,8 +141,8 @@ def _look_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(storage: Storage, x: jax.Array, parts: Nested) -> jax.Array:
-    """x [..., in] @ the weight [in, out] that `parts` store, in x's dtype."""
-    # The backward pass dequantizes again, and so keeps nothing else, under any memory.remat.
+    """Multiply x [..., in] by the weight [in, out] that is stored in `parts`, in x's dtype."""
+    # The backward pass dequantizes again, so nothing else is saved, regardless of memory.remat.
     return x @ dequantize(parts, storage, x.dtype)
 
 

@@ -1,19 +1,21 @@
-"""Gradient checkpointing: `memory.remat` and its policies, whose names are known here alone.
+"""Gradient checkpointing: the policies of `memory.remat`. Only this module knows their names.
 
-none            every activation is kept, the weights' casts and gathers are not
-full            only each unit's input is kept
-sqrt, sqrt:G    only the input of each group of G units, about the square root of their number; the backward pass
-                runs a group forward to keep its units' inputs, and each of these once more (arXiv 1604.06174)
-dots            the results of matrix products are kept
-dots_no_batch   the same, but not of products with a batch dimension (attention scores)
-save:A,B        only the activations with these names: query, key, value, attention, output, mlp_gate, mlp_up, mlp_down.
-                MaxText's "minimal" is all of them but attention
-offload         only each unit's input is kept, in host memory
-invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
-                layers that can be run so (framework.layers.reversible)
-offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
-                on the device); with more names on the device: save:A;offload:B
-POLICY:N,...    the policy of the first N layers, of the next ones, and so on; the last one needs no number:
+A unit is one iteration of a stack's layer pattern, usually a single layer.
+
+none            save every activation, but not the casts and gathers of weights
+full            save only each unit's input
+sqrt, sqrt:G    save only the input of each group of G units, by default about the square root of their number; the
+                backward pass runs a group forward to save its units' inputs, and each unit once more (arXiv 1604.06174)
+dots            save the results of matrix products
+dots_no_batch   the same, except products with a batch dimension (attention scores)
+save:A,B        save only the activations with these names: query, key, value, attention, output, mlp_gate, mlp_up,
+                mlp_down. MaxText's "minimal" is all of them except attention
+offload         save only each unit's input, in host memory
+invert          save nothing but the stack's output: each unit's input is computed from its output, in reverse order.
+                Needs layers that support it (framework.layers.reversible)
+offload:A,B     save the activations with these names in host memory ("input" is the unit's input, which is otherwise
+                saved on the device); to save others on the device: save:A;offload:B
+POLICY:N,...    the policy of the first N layers, of the next ones, and so on; the last policy needs no number:
                 full:20,dots:12; sqrt:4:20,save:query,mlp_up:12; full:20,dots
 """
 
@@ -29,20 +31,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from framework.layout import nearest_divisors
 
-# A unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
+# The name of a unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"
 ACTIVATION_NAMES = ("query", "key", "value", "attention", "output", "mlp_gate", "mlp_up", "mlp_down")
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
-# The name of prepared weights, which no policy keeps.
+# The name of prepared weights, which no policy saves.
 _WEIGHTS = "weights"
 
 
 class Span(NamedTuple):
-    """Layers that follow each other and have the same policy.
+    """Consecutive layers with the same policy.
 
     Attributes:
-      policy: one policy.
-      layers: their number; None for all that are left.
+        policy: one policy.
+        layers: the number of layers; None for all remaining ones.
     """
 
     policy: str
@@ -50,15 +52,15 @@ class Span(NamedTuple):
 
 
 def spans(remat: str) -> list[Span]:
-    """What a setting says of the layers, from the first on; one policy alone is that of all layers.
+    """Parse a setting into the policies of consecutive layers; a single policy applies to all layers.
 
     Raises:
-        ValueError: it is no policy, and no list of policies with numbers of layers.
+        ValueError: the setting is neither a policy nor a list of policies with numbers of layers.
     """
     if _is_policy(remat):
         return [Span(remat, None)]
     listed_spans = []
-    # Commas separate the names of one policy, too, so words are gathered until a policy and its number are there.
+    # Commas also separate the names within one policy, so words are collected until they form a policy and its number.
     gathered = ""
     for word in remat.split(","):
         gathered = f"{gathered},{word}" if gathered else word
@@ -79,11 +81,11 @@ def spans(remat: str) -> list[Span]:
 
 
 def _is_policy(remat: str) -> bool:
-    """Whether `remat` is one policy."""
+    """Return whether `remat` is a single policy."""
     saved, offloaded = _names(remat)
     names = saved + offloaded
     valid_names = {INPUT, *ACTIVATION_NAMES}
-    # A name stands once: its activation is either saved or offloaded.
+    # A name may occur only once: its activation is either saved or offloaded.
     are_unique = len(set(names)) == len(names)
     is_list_of_names = bool(names) and are_unique and valid_names.issuperset(names)
     has_group_size = re.fullmatch("sqrt:[1-9][0-9]*", remat) is not None
@@ -91,7 +93,7 @@ def _is_policy(remat: str) -> bool:
 
 
 def check_platform(remat: str, platform: str) -> None:
-    """Raises ValueError when the policy would give wrong gradients on this platform (tpu, gpu or cpu)."""
+    """Raise ValueError if the policy would give wrong gradients on this platform (tpu, gpu or cpu)."""
     offloads = any(_names(span.policy)[1] for span in spans(remat))
     if platform == "gpu" and offloads:
         raise ValueError(
@@ -101,9 +103,10 @@ def check_platform(remat: str, platform: str) -> None:
 
 
 def group_size(remat: str, num_units: int) -> int | None:
-    """The number of units in a group of which only the input is kept; each unit is then recomputed as under `full`.
+    """Return the number of units in a group that saves only its input; each unit is then recomputed as under `full`.
 
-    None for policies without groups, and where a group would be one unit or all of them: both are as `full`.
+    Return None for policies without groups, and if a group would be one unit or all of them: both are the same as
+    `full`.
 
     Raises:
         ValueError: the size in sqrt:G does not divide the number of units.
@@ -125,18 +128,18 @@ def group_size(remat: str, num_units: int) -> int | None:
 
 
 def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
-    """`unit` under jax.checkpoint with the policy of that name. The unit names its prepared weights by `tag_weights`.
+    """Wrap `unit` in jax.checkpoint with this policy. The unit names its prepared weights with `tag_weights`.
 
     Args:
         unit: any function; its first argument is its input.
-        remat: the policy; under sqrt, that of a unit within its group.
-        unrolled: units stand one after the other, in no loop.
+        remat: the policy; under sqrt, the policy of a unit within its group.
+        unrolled: whether the units run one after the other, without a loop.
     """
     policies = jax.checkpoint_policies
     saved, offloaded = _names(remat)
     if remat == "none":
-        # A policy too: casts and gathered weights must not be kept for the backward pass, or fsdp
-        # would hold a whole gathered model there.
+        # "none" needs a policy too: casts and gathered weights must not be saved for the backward pass, or with fsdp
+        # each device would hold the whole gathered model.
         policy = _all_but_weights
     elif remat == "dots":
         policy = policies.dots_saveable
@@ -155,14 +158,14 @@ def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..
     def named(carry: Any, *unit_args: Any) -> Any:
         return unit(_tag(carry, INPUT), *unit_args)
 
-    # Without a loop XLA would merge what the backward pass recomputes with the forward pass, and so
-    # keep it, unless barriers stop it (prevent_cse). In a loop they are not needed.
+    # Without a loop, XLA would merge what the backward pass recomputes with the forward pass, and so save it, unless
+    # barriers prevent that (prevent_cse). A loop needs no barriers.
     function = named if INPUT in offloaded else unit
     return jax.checkpoint(function, policy=policy, prevent_cse=unrolled)
 
 
 def _names(remat: str) -> tuple[list[str], list[str]]:
-    """The names of activations that are kept on the device, and of those that are kept in host memory."""
+    """Return the names of activations that are saved on the device, and of those that are saved in host memory."""
     if remat == "offload":
         return [], [INPUT]
     match = re.fullmatch("(?:save:([^;]+))?(?:(?:^|;)offload:([^;]+))?", remat)
@@ -175,11 +178,11 @@ def _names(remat: str) -> tuple[list[str], list[str]]:
 
 
 def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keeps everything but prepared weights: neither values with their name, nor casts and gathers before the name."""
+    """Save everything except prepared weights: neither values with their name, nor casts and gathers before it."""
     if primitive.name == "name":
         return params["name"] != _WEIGHTS
-    # Casts and constraints of activations are computed again from their operands, which are kept.
-    # A custom_vjp_call stands where nothing is differentiated: a frozen weight that is gathered.
+    # Casts and constraints of activations are recomputed from their operands, which are saved. A custom_vjp_call
+    # occurs where nothing is differentiated: a frozen weight that is gathered.
     recomputed = (
         "convert_element_type",
         "sharding_constraint",
@@ -190,7 +193,7 @@ def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def tag_weights(weights: Any) -> Any:
-    """Names prepared weights, so that no policy keeps them."""
+    """Name prepared weights, so that no policy saves them."""
     return _tag(weights, _WEIGHTS)
 
 

@@ -1,7 +1,7 @@
-"""Layers that run backwards: the input is computed from the output, so nothing is kept for the backward pass.
+"""Reversible layers: the input is computed from the output, so nothing is saved for the backward pass.
 
-`Reversible` is the protocol; `TwoStream` makes it of any block with residual branches (Gomez et al. 2017, RevNets,
-arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
+`Reversible` is the protocol; `TwoStream` makes any block with residual branches reversible (Gomez et al. 2017,
+RevNets, arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import jax.numpy as jnp
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested, filled, floats
 
-# Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits are left for the integer part.
+# Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits remain for the integer part.
 FRACTION_BITS = 12
 
 
 class Reversible(Layer):
-    """A layer whose input can be found from its output."""
+    """A layer whose input can be computed from its output."""
 
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """Runs the layer backwards. Inverse and gradient share one evaluation of the expensive part.
+        """Run the layer backwards. Inverse and gradient share one evaluation of the expensive part.
 
         Args:
-            weights: prepared, as `apply` has them.
+            weights: prepared weights, as in `apply`.
             carry: the output of `apply`.
-            cts: the cotangents of that carry, and of Out.loss (None where there is no loss).
-            ctx, layer_state: as `apply` had them: random draws are repeated by the same keys.
+            cts: the cotangents of that carry and of Out.loss (None if there is no loss).
+            ctx, layer_state: the same as in `apply`; the same keys repeat the random draws.
 
         Returns:
-            (the carry that `apply` was given, the gradients of the weights, the cotangent of that carry).
+            (the input carry of `apply`, the gradients of the weights, the cotangent of that input).
         """
         raise NotImplementedError(f"{type(self).__name__}.reverse")
 
 
 class TwoStream(Reversible):
-    """A block whose branches are added to two streams in turn: x1 += F(x2), x2 += G(x1), and so on.
+    """A block whose branches are added to two streams alternately: x1 += F(x2), x2 += G(x1), and so on.
 
-    Subtracting the branches again, in reverse order, gives the input: to rounding with streams in float32, bit for bit
-    in "fixed" point. That is float32 too: branches are rounded to multiples of 2^-12, of which float32 holds and adds
-    those below 2^12 exactly. Above that it is as good as float32; the metric `out_of_range` counts such elements. The
-    gradient passes the rounding as if there was none.
+    Subtracting the branches again, in reverse order, recovers the input: up to rounding with streams in float32, bit
+    for bit in "fixed" point. Fixed point also uses float32: branches are rounded to multiples of 2^-12, which float32
+    represents and adds exactly below 2^12. Above that, it is as accurate as float32; the metric `out_of_range` counts
+    such elements. The gradient ignores the rounding.
 
     Args:
-        block: has `branches` and `branch`, see framework.layers.block.
+        block: a layer with `branches` and `branch`, see framework.layers.block.
         streams: "float32" or "fixed".
     """
 
@@ -57,19 +57,19 @@ class TwoStream(Reversible):
         self.fixed = streams == "fixed"
 
     def children(self) -> dict[str, Layer]:
-        """The block's children: parameters have the same paths as without streams."""
+        """Return the block's children: parameters have the same paths as without streams."""
         return self.block.children()
 
     def enter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Makes the carry of the stack from its input: two equal streams, in float32 or wider."""
+        """Create the stack's carry from its input: two equal streams, in float32 or wider."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
-            # A zero comes back without a sign.
+            # The inverse returns zeros without a sign.
             x = without_signed_zeros(rounded(x))
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
-        """Makes the output of the stack from its carry: the mean of both streams."""
+        """Create the stack's output from its carry: the mean of both streams."""
         first, second = carry
         mean = 0.5 * (first + second)
         return mean.astype(ctx.compute_dtype)
@@ -82,9 +82,9 @@ class TwoStream(Reversible):
         ctx: Context,
         state: Nested,
     ) -> tuple[jax.Array, Out]:
-        """The output of one branch in the dtype of the streams, rounded where they are in fixed point."""
-        # Barriers set the branch apart from the code around it: were it merged with that, the same
-        # sums might be rounded in other ways forward and backward.
+        """Return the output of one branch in the dtype of the streams, rounded if they are in fixed point."""
+        # Barriers isolate the branch from the surrounding code: if XLA fused them, the same sums might be rounded
+        # differently in the forward and backward pass.
         if self.fixed:
             x = jax.lax.optimization_barrier(x)
         h, out = self.block.branch(name, weights, x, ctx, state)
@@ -100,11 +100,11 @@ class TwoStream(Reversible):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Any, Out]:
-        """Both streams x_BSD -> both streams."""
+        """Add the branches to both streams of x_BSD."""
         streams = list(carry)
         outs = {}
         for i, name in enumerate(self.block.branches):
-            # A branch reads the stream that it is not added to, so that it can be subtracted again.
+            # A branch reads the stream that it is not added to, so that it can be recomputed and subtracted.
             source = 1 - i % 2
             target = i % 2
             h, outs[name] = self._branch(name, weights, streams[source], ctx, layer_state)
@@ -119,7 +119,7 @@ class TwoStream(Reversible):
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """See `Reversible`."""
+        """See `Reversible.reverse`."""
         streams = list(carry)
         stream_cts = list(cts[0])
         loss_ct = cts[1]
@@ -138,9 +138,8 @@ class TwoStream(Reversible):
             branch_loss_ct = None if loss is None else loss_ct
             weights_ct, source_ct = pull((stream_cts[target], branch_loss_ct))
             stream_cts[source] = stream_cts[source] + source_ct
-            # This branch's gradients are done before the next one's activations exist: a compiler
-            # might keep both. The order in which they stand here is that of v5e's schedule too
-            # (tests/tools/test_memory_vs_depth.py).
+            # The barrier finishes this branch's gradients before the next one's activations exist: a compiler might
+            # hold both. v5e's schedule also follows the order of this code (tests/tools/test_memory_vs_depth.py).
             barrier_inputs = (streams, stream_cts, floats(weights_ct))
             streams, stream_cts, float_cts = jax.lax.optimization_barrier(barrier_inputs)
             grads |= filled(float_cts, weights_ct)
@@ -149,13 +148,13 @@ class TwoStream(Reversible):
 
 @jax.custom_jvp
 def rounded(x: jax.Array) -> jax.Array:
-    """Rounds x to a multiple of 2^-12; the derivative is taken to be 1."""
+    """Round x to a multiple of 2^-12; the derivative is defined as 1."""
     units = jnp.round(x * 2.0**FRACTION_BITS)
     return units * 2.0**-FRACTION_BITS
 
 
 def _count_out_of_range(x: jax.Array) -> jax.Array:
-    """The number of elements of 2^12 or more, whose sums in fixed point are not exact; f32 scalar."""
+    """Count the elements of magnitude 2^12 or more, whose sums in fixed point are not exact; f32 scalar."""
     bound = 2.0 ** (24 - FRACTION_BITS)
     return jnp.sum(jnp.abs(x) >= bound, dtype=jnp.float32)
 
@@ -165,7 +164,7 @@ rounded.defjvps(lambda tangent, out, x: tangent)
 
 @jax.custom_jvp
 def without_signed_zeros(x: jax.Array) -> jax.Array:
-    """Replaces negative zeros in x by zeros; the derivative is 1, at zero too."""
+    """Replace negative zeros in x by zeros; the derivative is 1, also at zero."""
     return jnp.where(x == 0.0, jnp.zeros_like(x), x)
 
 

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
-The halves convention of Hugging Face and GPT-NeoX: element i turns with element i + R/2, where the first R of a head's
-H elements turn. Other scalings are in files of their own, as `yarn.py`.
+This uses the half-split convention of Hugging Face and GPT-NeoX: element i rotates with element i + R/2, where the
+first R of a head's H elements rotate. Other scalings are in separate files, such as `yarn.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from framework.config import Config, PositiveFloat, PositiveInt, component
 
 
 class Scaling:
-    """What stretches rotary positions to longer contexts.
+    """Scaling of rotary frequencies to longer contexts.
 
     Attributes:
-        amplitude: multiplies cosines and sines.
-        max_positions: the longest sequence that the frequencies are for; None for any.
+        amplitude: factor on cosines and sines.
+        max_positions: the longest sequence that the frequencies support; None for any.
     """
 
     amplitude: float = 1.0
     max_positions: int | None = None
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Angular frequencies [R/2] of base theta, radians per position -> the scaled ones."""
+        """Scale angular frequencies [R/2] of base theta, in radians per position."""
         raise NotImplementedError
 
 
@@ -35,8 +35,9 @@ class Scaling:
 class Llama3Scaling(Scaling):
     """Stretches the low frequencies so that a model trained at one context length can be used at a longer one.
 
-    As in Llama 3.1's reference code: wavelengths over `original_length / low_freq_factor` are slowed by `factor`, those
-    under `original_length / high_freq_factor` stay, and the ones between are interpolated.
+    As in Llama 3.1's reference code: frequencies with a wavelength over `original_length / low_freq_factor` are
+    divided by `factor`, those with a wavelength under `original_length / high_freq_factor` stay, and those between
+    are interpolated.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Llama3Scaling(Scaling):
         self.length = original_length
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """As Scaling.__call__."""
+        """See `Scaling.__call__`."""
         wavelengths = 2 * math.pi / frequencies
         turns = self.length / wavelengths
         # 0 for the low frequencies, which are divided by the factor, and 1 for the high ones.
@@ -63,25 +64,25 @@ class Llama3Scaling(Scaling):
 
 @component
 class LinearScaling(Scaling):
-    """All positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+    """Divides all positions by `factor` (position interpolation, arXiv 2306.15595)."""
 
     def __init__(self, *, factor: PositiveFloat):
         self.factor = factor
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """As Scaling.__call__."""
+        """See `Scaling.__call__`."""
         return frequencies / self.factor
 
 
 @component
 class Rotary:
-    """Turns pairs of elements of queries and keys by angles proportional to the position.
+    """Rotates pairs of elements of queries and keys by angles proportional to the position.
 
     Args:
-        head_dim: H.
+        head_dim: H, channels per head.
         theta: base of the geometric series of frequencies.
-        scaling: e.g. `config_for(Llama3Scaling)`; None keeps the frequencies.
-        rotary_dim: R, even: only the first R elements of each head turn; None means all, so H is even.
+        scaling: config of a frequency scaling, e.g. `config_for(Llama3Scaling)`; None for no scaling.
+        rotary_dim: R, even: only the first R elements of each head rotate; None means all, so H is even.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Rotary:
         frequencies = theta**-exponents
         self.amplitude = 1.0
         self.max_positions: int | None = None
-        # In float64 until they are used: a late position multiplies their error.
+        # The frequencies stay in float64 until they are used: a late position multiplies their error.
         if scaling is not None:
             stretch: Scaling = scaling.instantiate()
             frequencies = stretch(frequencies, theta)
@@ -110,7 +111,7 @@ class Rotary:
         self.frequencies = frequencies
 
     def check_length(self, seq_len: int) -> None:
-        """Raises ValueError for sequences that are longer than the frequencies are for."""
+        """Raise ValueError if sequences are longer than the frequencies support."""
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(
                 f"sequences of {seq_len} tokens are over rotary.scaling.original_length = {self.max_positions}; "
@@ -118,14 +119,14 @@ class Rotary:
             )
 
     def __call__(self, positions_BS: jax.Array, *arrays_BSNH: jax.Array) -> tuple[jax.Array, ...]:
-        """Turns each [B, S, N, H] array by positions [B, S] or [1, S], and keeps its dtype; angles are in float32.
+        """Rotate each [B, S, N, H] array by positions [B, S] or [1, S], and keep its dtype; angles are in float32.
 
         Raises:
-            ValueError: the rows are longer than the frequencies are for.
+            ValueError: the rows are longer than the frequencies support.
         """
         self.check_length(positions_BS.shape[1])
         dtype = jnp.promote_types(arrays_BSNH[0].dtype, jnp.float32)
-        # bfloat16 could not even tell neighboring positions beyond 256 apart.
+        # bfloat16 cannot even distinguish neighboring positions beyond 256.
         positions_BS11 = positions_BS[:, :, None, None].astype(dtype)
         angles = positions_BS11 * jnp.asarray(self.frequencies, dtype)
         cos = jnp.cos(angles)

@@ -1,8 +1,8 @@
-"""The last stage of a model that scores sequences: final norm, and a number for each label, read at a sequence's end.
+"""The last stage of a model that scores sequences: final norm, and one score per label, read at a sequence's end.
 
-A reward model has one label, a classifier one for each class. The head gives scores of all positions; the objective
-reads them where ctx.batch["ends"] is 1, at the last token of each sequence, as transformers'
-...ForSequenceClassification does at the last token that is no padding.
+A reward model has one label; a classifier has one per class. The head returns the scores of all positions. The
+objective reads them where ctx.batch["ends"] is 1, at the last token of each sequence; transformers'
+...ForSequenceClassification reads them at the last non-padding token.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from framework.layers.chunked_loss import logits_product
 from framework.layers.norm import RMSNorm
 from framework.layout import Nested, ParameterSpec
 
-# The role of the axis of labels. A parameter that has it learns also where all else but adapters is frozen.
+# The role of the label axis. A parameter with this role is trained even if everything else except adapters is frozen.
 LABEL = "label"
 
 
 @component
 class ScoreHead(Layer):
-    """x_BSD -> the loss of the scores of ctx.batch's sequences, or the scores.
+    """Computes the loss of the scores of ctx.batch's sequences, or the scores, from x_BSD.
 
     Args:
-        vocab_size: V, given by the model, which has no use for it here.
-        dim: D, given by the model.
-        num_labels: C; 1 for a reward model.
+        vocab_size: V, set by the model; not used here.
+        dim: D, the width of the residual stream; set by the model.
+        num_labels: C, the number of scores; 1 for a reward model.
         norm: config of the final norm.
         bias: whether a bias is added; published models have none.
-        dtype: of the weight and its bias; None means model.param_dtype.
-        init: initializer of the weight.
-        objective: what is minimized, of framework.objectives.rewards; to be asked for scores alone, a model
-            needs none.
+        dtype: dtype of the weight and its bias; None means model.param_dtype.
+        init: config of the initializer of the weight.
+        objective: config of the loss, from framework.objectives.rewards. A model that only computes scores needs none.
     """
 
-    # As of a head of a language model: there is no table that could be the embedding's.
+    # Language model heads have this attribute too. A score head has no table to tie to the embedding.
     tied = False
 
     def __init__(
@@ -59,17 +58,17 @@ class ScoreHead(Layer):
         self.dtype = dtype
         self.norm = norm.instantiate(dim=dim)
         self._init = init.instantiate()
-        # Of framework.objectives.rewards, which imports this file.
+        # A class of framework.objectives.rewards, which imports this file.
         self.objective: Any = None if objective is None else objective.instantiate()
         if self.objective is not None:
             self.objective.check_labels(num_labels)
 
     def children(self) -> dict[str, Layer]:
-        """The final norm."""
+        """Return the final norm."""
         return {"norm": self.norm}
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """score [C, D], and score_bias [C] where there is one."""
+        """Return the specs of score [C, D] and, with a bias, score_bias [C]."""
         score = ParameterSpec(
             (self.num_labels, self.dim),
             "float32",
@@ -85,11 +84,11 @@ class ScoreHead(Layer):
         return {name: replace(spec, dtype=self.dtype, own_dtype=True) for name, spec in specs.items()}
 
     def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """The final norm's output, [B, S, D]."""
+        """Return the final norm's output, [B, S, D]."""
         return self.norm(weights["norm"], x_BSD, ctx)
 
     def scores(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """x_BSD -> the scores of all positions [B, S, C], float32 or wider; differentiable."""
+        """Return the scores of all positions [B, S, C], float32 or wider; differentiable."""
         h_BSD = self.normed(weights, x_BSD, ctx)
         scores_BSC = logits_product(h_BSD, weights["score"])
         if not self.bias:
@@ -103,7 +102,7 @@ class ScoreHead(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[None, Out]:
-        """The objective's loss and metrics.
+        """Return the objective's loss and metrics.
 
         Raises:
             ValueError: there is no objective.
@@ -117,5 +116,5 @@ class ScoreHead(Layer):
         return None, Out(loss=loss, metrics=metrics)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 C D."""
+        """Count the product with the weight: 2 C D."""
         return 2.0 * self.num_labels * self.dim

@@ -1,7 +1,7 @@
-"""A section of a stack: units that follow each other, live in the same places and are recomputed alike.
+"""A section of a stack: consecutive layers that share the same placement and recomputation settings.
 
-Where placement or recomputation changes from one layer to the next, the loop over the layers is cut. Each section then
-is a stage of the model, and its arrays are arrays of their own, so nothing is sliced out of a longer stack.
+Where these settings change from one layer to the next, the loop over layers is split. Each section is then a stage of
+the model with its own arrays, so nothing is sliced out of a longer stack.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Section:
-    """Some units of a stack.
+    """A range of the units of a stack.
 
     Attributes:
-      home: the name of the stack in the model, and in checkpoints.
-      first: the index of the first unit.
-      count: the number of units.
-      total: the units of the whole stack.
-      remat: what the backward pass recomputes of these units.
-      offloads: whether what is kept of them for the backward pass goes to host memory.
+        home: the name of the stack in the model, and in checkpoints.
+        first: the index of the first unit.
+        count: the number of units.
+        total: the number of units of the whole stack.
+        remat: which activations of these units the backward pass recomputes.
+        offloads: whether the residuals of these units are offloaded to host memory.
     """
 
     home: str
@@ -31,15 +31,15 @@ class Section:
 
     @property
     def end(self) -> int:
-        """The index behind the last unit."""
+        """The index after the last unit."""
         return self.first + self.count
 
     @property
     def is_whole(self) -> bool:
-        """Whether the section is all of the stack."""
+        """True if the section is the whole stack."""
         return self.count == self.total
 
     @property
     def name(self) -> str:
-        """The name of the stage: that of the stack, with the units of which it has but some, as in stack.0-19."""
+        """The name of the stage: the stack's name, followed by the range of units if partial, as in stack.0-19."""
         return self.home if self.is_whole else f"{self.home}.{self.first}-{self.end - 1}"

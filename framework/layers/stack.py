@@ -1,7 +1,7 @@
-"""Stack: L units of layers, whose parameters are stacked on a leading axis and scanned.
+"""Stack: L units of layers, with parameters stacked on a leading axis and a scan over the units.
 
-A unit is one period of `pattern`, a list of layer configs, so different layers may alternate. One `forward(fetch)`
-serves every use: training, evaluation with averaged weights, sampling.
+A unit is one iteration of `pattern`, a list of layer configs, so different layers may alternate. One `forward(fetch)`
+serves every use: training, evaluation with averaged weights, and sampling.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from framework.layers.section import Section
 from framework.layers.unit import Unit
 from framework.layout import Nested, TensorSpec, filled, floats
 
-# A loop's body: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
+# The body of a loop: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
 
 
 @component
 class Stack(Layer):
-    """num_layers layers, following `pattern` over and over.
+    """A stack of num_layers layers that repeat `pattern`.
 
     Args:
-        dim: D, given by the parent.
-        num_layers: a multiple of the pattern's length.
-        pattern: the layers' configs; one entry means that all layers are alike.
-        shared: positions in the pattern, from 0, of layers whose parameters all units share: there is one copy, whose
-            gradient is the sum over its uses (Zamba's attention block, arXiv 2405.16712).
+        dim: D, the width of the residual stream; set by the parent.
+        num_layers: number of layers, a multiple of the pattern's length.
+        pattern: configs of the layers; with a single entry, all layers are alike.
+        shared: positions in the pattern, from 0, of layers whose parameters all units share: there is one copy, and
+            its gradient is the sum over its uses (Zamba's attention block, arXiv 2405.16712).
         depth_scaled_init: divide the initial output projections by sqrt(2 * num_layers), as GPT-2 does.
-        streams: "float32" or "fixed" adds the blocks' branches to two streams in turn instead of to one, so that the
-            stack can be run backwards (memory.remat = invert), see `framework.layers.reversible.TwoStream`: another
-            function of the same parameters. Blocks' branches only.
-        depth: layers of the whole model, given by the parent where there are others; None means num_layers.
-        is_first: whether the stack stands before another one whose first layer says where its arrays live, see
-            `CausalLM`; given by the parent.
-        unroll: how many units one iteration of the loop holds. 0 means all: no loop, compile time grows with depth, and
-            on CPU, where a loop copies the weights that it slices, the step is about 10% faster. With any memory.remat
-            but none there is a loop all the same: without one XLA recomputes all units at once, or merges that with the
-            forward pass, and not a byte is saved (compiled for CPU and H200).
+        streams: "float32" or "fixed" adds the blocks' branches to two streams alternately instead of to one, which
+            makes the stack reversible (memory.remat = invert), see `framework.layers.reversible.TwoStream`. This is a
+            different function of the same parameters. All layers need branches, as `Block` has.
+        depth: number of layers of the whole model, set by the parent if there are other stacks; None means num_layers.
+        is_first: whether the stack precedes another one whose first layer determines where its arrays are stored, see
+            `CausalLM`; set by the parent.
+        unroll: number of units per iteration of the loop. 0 means all: there is no loop and compile time grows with
+            depth. On CPU, where a loop copies the weights that it slices, the step is then about 10% faster. With any
+            memory.remat except none, there is a loop anyway: without one, XLA recomputes all units at the same time,
+            or merges the recomputation with the forward pass, and not a byte is saved (compiled for CPU and H200).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Stack(Layer):
         if not 0 <= unroll <= self.num_units:
             raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
         self.unroll = unroll or self.num_units
-        # Every layer adds to the residual stream, so its variance would grow with depth.
+        # Every layer adds to the residual stream, so without this factor its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
         self.is_first = is_first
         layers = [
@@ -100,17 +100,17 @@ class Stack(Layer):
         self._section: Section | None = None
 
     def in_section(self, section: Section) -> Stack:
-        """The same layers, as the stack of some of the units; see `framework.layers.section`."""
+        """Return a stack with the same layers for some of the units; see `framework.layers.section`."""
         part = copy.copy(self)
         part.num_units = section.count
-        # All units in one iteration stay all units.
+        # If all units are in one iteration, they stay in one.
         part.unroll = section.count if self.unroll == self.num_units else min(self.unroll, section.count)
         part._section = section
         return part
 
     @property
     def section(self) -> Section | None:
-        """Which units of a whole stack these are; None for a whole stack."""
+        """The range of units of the whole stack that this is; None for a whole stack."""
         return self._section
 
     @property
@@ -119,32 +119,32 @@ class Stack(Layer):
         return 0 if self._section is None else self._section.first
 
     def policy(self, remat: str) -> str:
-        """What the backward pass recomputes: as the section says; for a whole stack `remat`, of the context."""
+        """Return the remat policy: the section's if there is one, else `remat`, the context's."""
         if self._section is not None:
             return self._section.remat
-        # Groups are of the stack behind; of the few layers before it each is one.
+        # Groups apply to the main stack. In the small stack before it, each unit is a group.
         return "full" if self.is_first and remat.startswith("sqrt") else remat
 
     def context(self, name: str, ctx: Context) -> Context:
-        """The stack's context, from that of the model; `name` is the stack's, as a stage.
+        """Return the stack's context, derived from the model's; `name` is the stack's name as a stage.
 
-        The random stream of a section is that of the whole stack.
+        A section uses the random stream of the whole stack.
         """
         home = name if self._section is None else self._section.home
         return replace(ctx.fold(home), remat=self.policy(ctx.remat))
 
     def unit_context(self, ctx: Context, index: jax.Array) -> Context:
-        """The context of the unit at `index` (of these units), from that of the stack."""
+        """Return the context of the unit at `index` (among these units), derived from the stack's."""
         if self._first_unit:
             index = index + self._first_unit
         return ctx.fold_index(index)
 
     def children(self) -> dict[str, Layer]:
-        """None: the unit's specs are stacked instead."""
+        """Return {}: the unit's specs are stacked instead."""
         return {}
 
     def parameter_specs(self) -> Nested:
-        """The parameters of which each unit has its own, with a leading axis of num_units."""
+        """Return the specs of the parameters that each unit has separately, with a leading axis of num_units."""
         unit_specs = {}
         for name, specs in self.unit.parameter_specs().items():
             if name not in self.shared:
@@ -152,7 +152,10 @@ class Stack(Layer):
         return jax.tree.map(lambda spec: spec.stacked(self.num_units), unit_specs)
 
     def shared_specs(self) -> Nested:
-        """The parameters that all units share, by layer; they are passed beside the stack's, as `shared`."""
+        """Return the specs of the parameters that all units share, by layer.
+
+        They are passed separately from the stack's parameters, as `shared`.
+        """
         shared_specs = {}
         for name, specs in self.unit.parameter_specs().items():
             if name in self.shared:
@@ -160,7 +163,7 @@ class Stack(Layer):
         return shared_specs
 
     def buffer_specs(self) -> Nested:
-        """The unit's buffers with a leading axis of num_units."""
+        """Return the specs of the unit's buffers, with a leading axis of num_units."""
 
         def stacked(spec: TensorSpec) -> TensorSpec:
             shape = (self.num_units, *spec.shape)
@@ -170,8 +173,8 @@ class Stack(Layer):
         return jax.tree.map(stacked, self.unit.buffer_specs())
 
     def check_remat(self, policy: str) -> None:
-        """Raises ValueError when the stack cannot do what the remat policy, one for all units, says."""
-        # The call is made for its check of sqrt:G; it gives None for policies without groups.
+        """Raise ValueError if the stack does not support the remat policy, one for all units."""
+        # Called for its check of sqrt:G; it returns None for policies without groups.
         remat.group_size(policy, self.num_units)
         if policy != "invert":
             return
@@ -183,27 +186,27 @@ class Stack(Layer):
                 )
 
     def is_unrolled(self, remat: str) -> bool:
-        """Whether there is no loop under this remat policy of the context."""
+        """Return whether there is no loop under this remat policy of the context."""
         remat = self.policy(remat)
         if self.unroll != self.num_units:
             return False
-        # Without a loop XLA would merge what is recomputed with the forward pass, and save nothing.
+        # Without a loop, XLA would merge the recomputation with the forward pass, and save nothing.
         return remat == "none" or (self.num_units == 1 and remat != "invert")
 
     def enter(self, x: Any) -> Any:
-        """Makes the carry of the units from the input of the stack."""
-        # Between sections flows what flows between units.
+        """Create the carry of the units from the input of the stack."""
+        # The carry between sections is the same as between units.
         is_inner = self._first_unit > 0
         return x if self.streams is None or is_inner else self.streams.enter(x)
 
     def leave(self, carry: Any, ctx: Context) -> Any:
-        """Makes the output of the stack from the carry of the units."""
+        """Create the output of the stack from the carry of the units."""
         is_inner = self._section is not None and self._section.end < self._section.total
         return carry if self.streams is None or is_inner else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
-        """Takes stacked parameters apart into a list with the parameters of each unit."""
-        # Outside of differentiation, this makes each unit's gradient an array of its own: that of a
+        """Split stacked parameters into a list with the parameters of each unit."""
+        # Outside of the differentiated function, this makes each unit's gradient a separate array. The gradient of a
         # slice would be added into zeros of the size of the stack.
         return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_units)]
 
@@ -216,15 +219,15 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
         shared: Nested | None = None,
     ) -> tuple[Any, Out]:
-        """Runs all units in turn; each prepares its weights when its turn comes.
+        """Run all units in order; each prepares its weights just before it runs.
 
         Args:
-            params: stacked parameters, each [num_units, ...], or the list that `split` makes of them.
-            carry: what flows through, x_BSD.
+            params: stacked parameters, each [num_units, ...], or the list that `split` returns.
+            carry: the input of the stack, x_BSD.
             ctx: the context; the unit's index is folded into its random stream.
             layer_state: stacked buffers.
-            fetch: brings one unit's parameters, the shared ones among them, to where they are computed with.
-            shared: as `shared_specs`.
+            fetch: moves one unit's parameters, including the shared ones, to the device that computes.
+            shared: the shared parameters, in the structure of `shared_specs`.
         """
         carry = self.enter(carry)
         if ctx.training and ctx.remat == "invert":
@@ -232,7 +235,7 @@ class Stack(Layer):
             carry, outs = run(params, carry, shared or {})
             return self.leave(carry, ctx), self.combine(outs)
         unit = self.unit_function(params, ctx, fetch)
-        # The gradient of a shared parameter is a sum over units: taps take that sum in float32.
+        # The gradient of a shared parameter is a sum over units; taps compute this sum in float32.
         taps = sums.taps(shared or {})
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
@@ -254,14 +257,17 @@ class Stack(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Any, Out]:
-        """Scans the units: (carry, the units' Outs, stacked). With groups, a loop over units in a loop over groups."""
+        """Scan the units and return (carry, the units' Outs, stacked).
+
+        With groups, a loop over units runs inside a loop over groups.
+        """
         xs = (jnp.arange(self.num_units), params, layer_state)
         group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
         if group is None:
             unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
             return jax.lax.scan(body, carry, xs, unroll=unroll)
         grouped_xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
-        # Only a group's input is kept: the backward pass runs the inner loop forward once more.
+        # Only a group's input is saved: the backward pass runs the inner loop forward once more.
         run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
         carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
         outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
@@ -273,9 +279,9 @@ class Stack(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> Callable[..., Any]:
-        """(stacked parameters, carry, shared parameters) -> (carry, the units' Outs).
+        """Return a function (stacked parameters, carry, shared parameters) -> (carry, the units' Outs).
 
-        The function is differentiated by running the units backwards. Its arguments are exactly what is differentiated.
+        Its backward pass runs the units backwards. All of its arguments are differentiated, and nothing else is.
         """
         indices = jnp.arange(self.num_units)
 
@@ -292,7 +298,7 @@ class Stack(Layer):
         def forward(*args: Any) -> Any:
             params, _, shared = args
             y, outs = whole(*args)
-            # The output is kept in place of the input, which the backward pass computes from it.
+            # The output is saved instead of the input, which the backward pass computes from it.
             return (y, outs), (params, y, shared)
 
         def backward(residuals: Any, cts: Any) -> Any:
@@ -314,11 +320,13 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested],
         ctx: Context,
     ) -> tuple[Nested, Any, Nested]:
-        """Runs all units backwards: (gradients of stacked parameters, the input's cotangent, gradients of `shared`).
+        """Run all units backwards.
+
+        Return (gradients of the stacked parameters, cotangent of the input, gradients of `shared`).
 
         Args:
             y: the output of the last unit.
-            ct: its cotangent.
+            ct: the cotangent of y.
             shared: the parameters that all units share.
             xs: (index, parameters, buffers, cotangent of the loss) of the units, stacked.
             fetch: see `forward`.
@@ -329,8 +337,7 @@ class Stack(Layer):
             y, ct, shared_sum = carry
             index, unit_params, state, loss_ct = xs
 
-            # Only floats are differentiated. Integers, such as codes of quantized weights, are
-            # filled in again.
+            # Only floats are differentiated. Integers, such as codes of quantized weights, are filled in again.
             def join(unit_floats: Nested, shared_floats: Nested) -> Nested:
                 return fetch({**filled(unit_floats, unit_params), **filled(shared_floats, shared)})
 
@@ -340,7 +347,7 @@ class Stack(Layer):
             unit_grads, shared_grads = grads
             return (y, ct, sums.add(shared_sum, shared_grads)), unit_grads
 
-        # The sum over units is float32: see `sums`.
+        # The sum over units is in float32: see `sums`.
         start = (y, ct, sums.zeros(floats(shared)))
         end, grads = jax.lax.scan(body, start, xs, reverse=True, unroll=self._loop_unroll)
         _, ct, shared_sum = end
@@ -348,8 +355,8 @@ class Stack(Layer):
 
     @property
     def _loop_unroll(self) -> int:
-        """How many units one iteration holds where there has to be a loop."""
-        # With all units in one iteration no loop would be left.
+        """The number of units per iteration where a loop is required."""
+        # With all units in one iteration, there would be no loop.
         return 1 if self.unroll == self.num_units else self.unroll
 
     def reverse_unit(
@@ -361,27 +368,27 @@ class Stack(Layer):
         ctx: Context,
         cts: tuple[Any, Any],
     ) -> tuple[Any, tuple[Nested, Nested], Any]:
-        """Runs one unit backwards: (its input, gradients of `trained`, the input's cotangent).
+        """Run one unit backwards and return (its input, gradients of `trained`, cotangent of the input).
 
         Args:
             carry: the unit's output.
-            trained: what is differentiated: of the unit's own parameters, and of those that all units share.
-            join: makes all of the unit's parameters of these.
-            state, ctx: the unit's.
-            cts: the cotangents of the output and of the loss (None for none).
+            trained: what is differentiated: parameters of this unit, and parameters that all units share.
+            join: combines these into all parameters of the unit.
+            state, ctx: the unit's buffers and context.
+            cts: the cotangents of the output and of the loss (None for no loss).
         """
 
         def prepared(*trained: Nested) -> Nested:
             return self.unit.prepare(join(*trained), ctx)
 
-        # The unit gives gradients of prepared weights; `pull` takes them through casts and gathers.
+        # The unit returns gradients of prepared weights; `pull` takes them through casts and gathers.
         weights, pull = jax.vjp(prepared, *trained)
         carry, grads, ct = self.unit.reverse(weights, carry, cts, ctx, state)
         return carry, pull(grads), ct
 
     @staticmethod
     def combine(outs: Out) -> Out:
-        """The stack's Out from its units', stacked: losses added, metrics averaged, buffers as they are."""
+        """Combine the stacked Outs of the units: losses are added, metrics averaged, buffers unchanged."""
         loss = None if outs.loss is None else jnp.sum(outs.loss)
         metrics = {name: jnp.mean(values) for name, values in outs.metrics.items()}
         return Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
@@ -389,13 +396,13 @@ class Stack(Layer):
     def unit_function(
         self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
     ) -> Callable[..., tuple[Any, Out]]:
-        """The function of one unit, under the remat policy in training.
+        """Return the function of one unit, wrapped in the remat policy in training.
 
-        It maps (carry, the unit's own parameters, those that all units share ({} for none), its buffers, its context)
-        to (carry, Out).
+        It maps (carry, the unit's own parameters, the parameters that all units share ({} for none), its buffers, its
+        context) to (carry, Out).
 
         Args:
-            params: all units' parameters, as `forward` takes them; their kind and dtypes decide.
+            params: all units' parameters, as passed to `forward`; only their structure and dtypes matter.
             ctx: the stack's context.
             fetch: see `forward`.
         """
@@ -413,18 +420,18 @@ class Stack(Layer):
             return self.unit.apply(weights, carry, ctx, state)
 
         weights_are_made = _makes_weights(params, ctx)
-        # "none" too needs a policy, lest casts or gathered weights be kept for the backward pass.
+        # "none" needs a policy too, or casts and gathered weights would be saved for the backward pass.
         if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or weights_are_made):
             unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
         return unit
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The operations of all units."""
+        """Count the operations of all units."""
         return self.num_units * self.unit.flops_per_token(seq_len)
 
 
 def _makes_weights(params: Any, ctx: Context) -> bool:
-    """Whether `prepare` computes anything: a cast, or a gather over fsdp."""
+    """Return whether `prepare` computes anything: a cast, or a gather over fsdp."""
     gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
 
@@ -435,11 +442,11 @@ def _run_unrolled(
     carry: Any,
     layer_state: Nested,
 ) -> tuple[Any, Out]:
-    """Runs the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
+    """Run the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
     unit_outs = []
     for index, unit_params in enumerate(params):
         unit_state = jax.tree.map(lambda s, i=index: s[i], layer_state)
-        # An array, as in a loop, so that folding it into a key is the same operation.
+        # The index is an array, as in a loop, so that folding it into a key is the same operation.
         xs = (jnp.asarray(index), unit_params, unit_state)
         carry, out = body(carry, xs)
         unit_outs.append(out)
@@ -448,7 +455,7 @@ def _run_unrolled(
 
 
 def _two_streams(layers: list[Any], streams: Literal["float32", "fixed"]) -> list[TwoStream]:
-    """The layers, each made reversible by two streams. Raises ValueError for a layer without branches."""
+    """Make each layer reversible with two streams. Raise ValueError for a layer without branches."""
     for i, layer in enumerate(layers):
         if not layer.branches:
             raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
@@ -456,7 +463,7 @@ def _two_streams(layers: list[Any], streams: Literal["float32", "fixed"]) -> lis
 
 
 def _layer(config: Config, number: int, **options: Any) -> Layer:
-    """A layer of the pattern, with those of the stack's options that its constructor takes."""
+    """Create a layer of the pattern, with those options of the stack that its constructor accepts."""
     accepted = {}
     for name, value in options.items():
         # A layer of a flow has no output_init_scale, for example.

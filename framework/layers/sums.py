@@ -1,6 +1,6 @@
-"""Sums of gradients over the uses of a parameter, in float32 whatever its dtype.
+"""Sums of gradients over the uses of a parameter, in float32 or wider regardless of the parameter's dtype.
 
-A layer that all units share has one gradient for each use. Differentiating a loop adds them up in the parameter's own
+A layer that all units share has one gradient per use. Differentiating a loop adds them up in the parameter's own
 dtype, and in bfloat16 each addition loses up to 1/512 of the sum.
 """
 
@@ -15,29 +15,29 @@ from framework.layout import Nested
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which gradients of parameters of this dtype are added up: float32 at least."""
+    """Return the dtype for summing gradients of parameters of this dtype: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def zeros(params: Nested) -> Nested:
-    """The first value of a sum of gradients of these parameters."""
+    """Return zeros for the gradient sums of these parameters."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), params)
 
 
 def add(sums: Nested, grads: Nested) -> Nested:
-    """Adds one more use's gradients to the sums."""
+    """Add the gradients of one more use to the sums."""
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
 
 def rounded(sums: Nested, params: Nested) -> Nested:
-    """Casts sums to the dtypes of their parameters."""
+    """Cast sums to the dtypes of their parameters."""
     return jax.tree.map(lambda total, param: total.astype(param.dtype), sums, params)
 
 
 def taps(params: Nested) -> Nested:
-    """An array for each parameter, through which its gradient comes back in the dtype of sums: see `tapped`.
+    """Return an array for each parameter, through which its gradient returns in the dtype of sums: see `tapped`.
 
-    {} where gradients are added up in float32 in any case. The arrays' values are zeros that nothing reads.
+    Return {} if gradients are summed in float32 anyway. The arrays' values are zeros that nothing reads.
     """
     leaves = jax.tree.leaves(params)
     float_leaves = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -47,13 +47,14 @@ def taps(params: Nested) -> Nested:
 
 
 def tapped(params: Nested, taps: Nested) -> Nested:
-    """The parameters for one use of them in a loop: the gradient of this use goes to the taps.
+    """Return the parameters for one use in a loop; the gradient of this use goes to the taps.
 
-    There it is added to the gradients of further uses, in their dtype. Without taps, the parameters as they are.
+    There it is added to the gradients of other uses, in the taps' dtype. Without taps, the parameters are returned as
+    they are.
     """
     if not taps:
         return params
-    # An integer has None for a tap, which counts as a leaf.
+    # The tap of an integer parameter is None, which has to count as a leaf.
     return jax.tree.map(_use, taps, params, is_leaf=lambda tap: tap is None)
 
 
@@ -62,7 +63,7 @@ def _tap(x: jax.Array) -> jax.Array | None:
         return None
     dtype = x.dtype
 
-    # The tap is a function of the parameter, to which the sum of gradients flows on.
+    # The tap is a function of the parameter, so the summed gradient flows on to the parameter.
     @jax.custom_vjp
     def tap(x: jax.Array) -> jax.Array:
         return jnp.zeros(x.shape, wide(dtype))
@@ -83,5 +84,5 @@ _pass.defvjp(lambda x, tap: (x, None), lambda _, grad: (None, grad.astype(wide(g
 def _use(tap: jax.Array | None, x: jax.Array) -> jax.Array:
     if tap is None:
         return x
-    # The parameter's own gradient would be summed in its narrow dtype.
+    # stop_gradient, because the parameter's own gradient would be summed in its narrow dtype.
     return _pass(jax.lax.stop_gradient(x), tap)

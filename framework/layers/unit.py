@@ -1,4 +1,4 @@
-"""A unit of a stack: one period of its pattern of layers."""
+"""A unit of a stack: one iteration of its pattern of layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from framework.layout import Nested
 
 
 class Unit(Reversible):
-    """One period of the pattern: its layers in order, under the names block0, block1, ...
+    """One iteration of the pattern: its layers in order, with the names block0, block1, ...
 
-    A unit can be run backwards if all of its layers can.
+    A unit is reversible if all of its layers are.
     """
 
     def __init__(self, layers: list[Any]):
         self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
 
     def children(self) -> dict[str, Layer]:
-        """The layers of the period."""
+        """Return the layers of the unit."""
         return dict(self.layers)
 
     def apply(
@@ -29,7 +29,7 @@ class Unit(Reversible):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Any, Out]:
-        """Runs the layers one after the other."""
+        """Run the layers one after the other."""
         outs = {}
         for name, layer in self.layers.items():
             layer_weights = weights.get(name, {})
@@ -41,13 +41,13 @@ class Unit(Reversible):
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """Runs the layers backwards, from the last to the first; see Reversible."""
+        """Run the layers backwards, from the last to the first; see `Reversible.reverse`."""
         ct, loss_ct = cts
         grads = {}
         for name, layer in reversed(self.layers.items()):
             layer_weights = weights.get(name, {})
             buffers = layer_state.get(name, {})
-            # Losses of layers are added up, so every layer gets the cotangent of their sum.
+            # The losses of layers are summed, so every layer gets the cotangent of the sum.
             layer_cts = (ct, loss_ct)
             carry, grad, ct = layer.reverse(
                 layer_weights,
@@ -56,7 +56,7 @@ class Unit(Reversible):
                 ctx.fold(name),
                 buffers,
             )
-            # Gradients have the structure of the weights: a layer without any has no entry.
+            # Gradients have the structure of the weights: a layer without weights has no entry.
             if name in weights:
                 grads[name] = grad
         return carry, grads, ct

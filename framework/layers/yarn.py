@@ -1,8 +1,8 @@
-"""YaRN (Peng et al. 2023, arXiv 2309.00071): rotary positions stretched to a longer context, as transformers has it.
+"""YaRN (Peng et al. 2023, arXiv 2309.00071): rotary positions stretched to a longer context, as in transformers.
 
-Frequencies that turn often within the original length stay, those that hardly turn are divided by `factor`, and the
-ones between are interpolated. Cosines and sines are multiplied by the attention factor, so that logits of attention
-between turned elements are multiplied by its square.
+Frequencies that turn often within the original length stay, those that hardly turn are divided by `factor`, and those
+between are interpolated. Cosines and sines are multiplied by the attention factor, so attention logits between
+rotated elements are multiplied by its square.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from framework.config import PositiveFloat, PositiveInt, component
 from framework.layers.rotary import Scaling
 
-# Keeps the ramp finite where both of its ends are the same index, as in transformers.
+# Keeps the ramp finite if both of its ends are the same index, as in transformers.
 _SHORTEST_RAMP = 0.001
 
 
 def attention_scale(factor: float, mscale: float = 1.0) -> float:
-    """Returns 0.1 mscale ln(factor) + 1, by which the paper scales cosines and sines; 1 if nothing is stretched."""
+    """Return 0.1 mscale ln(factor) + 1, the paper's factor on cosines and sines; 1 if nothing is stretched."""
     if factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0
@@ -27,18 +27,18 @@ def attention_scale(factor: float, mscale: float = 1.0) -> float:
 
 @component
 class YarnScaling(Scaling):
-    """The frequencies and the attention factor of transformers' `_compute_yarn_parameters`.
+    """Computes the frequencies and attention factor of transformers' `_compute_yarn_parameters`.
 
     Args:
-        factor: how many times longer the context is than `original_length`.
-        original_length: positions that the model was pretrained with.
+        factor: ratio of the extended context to `original_length`.
+        original_length: number of positions that the model was pretrained with.
         beta_fast: frequencies that turn at least this often within `original_length` stay.
         beta_slow: frequencies that turn at most this often are divided by `factor`.
-        attention_factor: multiplies cosines and sines; None computes it from `factor` and the two fields below.
+        attention_factor: factor on cosines and sines; None computes it from `factor` and the two fields below.
         mscale: with `mscale_all_dim`, the attention factor is `attention_scale(factor, mscale)` divided by
-            `attention_scale(factor, mscale_all_dim)`. Without either, it is `attention_scale(factor)`.
+            `attention_scale(factor, mscale_all_dim)`. If either is None, it is `attention_scale(factor)`.
         mscale_all_dim: see `mscale`.
-        truncate: whether the ends of the ramp between kept and divided frequencies are rounded to whole indices.
+        truncate: whether the ends of the ramp between unchanged and divided frequencies are rounded to whole indices.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class YarnScaling(Scaling):
             self.amplitude = attention_scale(factor)
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Angular frequencies [H/2] of base theta, radians per position -> the scaled ones.
+        """Scale angular frequencies [R/2] of base theta, in radians per position.
 
         Raises:
-            ValueError: theta is at most 1, so that frequencies do not fall with the index.
+            ValueError: theta is at most 1, so frequencies do not fall with the index.
         """
         if theta <= 1:
             raise ValueError(f"theta = {theta}; expected more than 1 with YarnScaling, which needs falling frequencies")
@@ -77,15 +77,15 @@ class YarnScaling(Scaling):
         start, end = self._ramp_ends(2 * count, theta)
         if start == end:
             end += _SHORTEST_RAMP
-        # 0 for the fast frequencies, which are kept, and 1 for the slow ones, which are divided.
+        # 0 for the fast frequencies, which stay, and 1 for the slow ones, which are divided.
         ramp = np.clip((np.arange(count) - start) / (end - start), 0.0, 1.0)
         return frequencies / self.factor * ramp + frequencies * (1 - ramp)
 
     def _ramp_ends(self, rotary_dim: int, theta: float) -> tuple[float, float]:
-        """Returns the indices of the frequencies at which the ramp starts and ends."""
+        """Return the indices of the frequencies at which the ramp starts and ends."""
 
         def index_of(turns: float) -> float:
-            """Returns the index of the frequency that turns so often within the original length, as a fraction."""
+            """Return the fractional index of the frequency that turns this often within the original length."""
             return rotary_dim * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         start = index_of(self.beta_fast)

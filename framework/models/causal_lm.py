@@ -1,7 +1,7 @@
 """CausalLM: a decoder-only language model as a chain of stages, embed -> stack -> head.
 
-A model whose first layers are unlike the others, as DeepSeek's without experts, has these in a stack of their own,
-`first`, between embed and stack: so the pattern of the others stays short.
+If the first layers of a model differ from the others, like DeepSeek's dense layers, they form a separate stack,
+`first`, between embed and stack. This keeps the pattern of the other layers short.
 
 The carry is x_BSD.
 """
@@ -9,6 +9,7 @@ The carry is x_BSD.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from framework.layers.embedding import Embedding
 from framework.layers.experts.moe import MoE
 from framework.layers.head import LMHead
 from framework.layers.latent_attention import LatentAttention
+from framework.layers.rotary import Rotary
 from framework.layers.score_head import ScoreHead
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
@@ -30,17 +32,18 @@ from framework.models.chain import Chain, Places
 
 @component
 class CausalLM(Chain):
-    """Predicts each next token; with a ScoreHead, what a sequence is worth or which class it is of.
+    """Predicts each next token; with a ScoreHead, the score or the class of a sequence.
 
     Args:
         dim: D, width of the residual stream.
-        vocab_size: V.
-        embed: first stage.
-        first: a `Stack` of layers before those of `stack`, of another kind than these; none by default. Settings of
-            config.memory that count layers count those of `stack`, and these live as its first one does.
-        stack: the layers between.
-        head: last stage, an LMHead or a ScoreHead.
-        lora: adapters, beside which all else is frozen; none by default.
+        vocab_size: V, number of token ids that the model has rows for.
+        embed: config of the first stage.
+        first: config of a `Stack` of different layers that precede those of `stack`; none by default. Settings of
+            config.memory that count layers count those of `stack`; the layers of `first` are stored like the first
+            layer of `stack`.
+        stack: config of the stack of all other layers.
+        head: config of the last stage, an LMHead or a ScoreHead.
+        lora: config of the adapters, which freeze everything else except a score head; none by default.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
     """
@@ -75,18 +78,18 @@ class CausalLM(Chain):
             self.stack = stack.instantiate(dim=dim, depth=depth)
         self.head: LMHead | ScoreHead = head.instantiate(dim=dim, vocab_size=vocab_size)
         self.stages = {"embed": self.embed, **self._stacks(), "head": self.head}
-        # By path. Taken before the adapters replace layers: published weights have none.
+        # By path. These are collected before the adapters replace layers: published weights have no adapters.
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
-            # A stack has no children: its layers are those of its unit.
+            # A stack has no children; its layers are those of its unit.
             units = {name: stack.unit for name, stack in self._stacks().items()}
             self.lora.wrap({**self.stages, **units})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
 
     @property
     def language_head(self) -> LMHead:
-        """The head of a language model. Raises ValueError: the model scores sequences, and predicts no tokens."""
+        """The head of a language model. Raises ValueError if the model scores sequences and predicts no tokens."""
         if not isinstance(self.head, LMHead):
             raise ValueError(
                 f"model.head is a {type(self.head).__name__}, which predicts no tokens; expected an LMHead "
@@ -96,7 +99,7 @@ class CausalLM(Chain):
 
     @property
     def score_head(self) -> ScoreHead:
-        """The head that scores sequences. Raises ValueError: the model has another."""
+        """The head that scores sequences. Raises ValueError if the model has another head."""
         if not isinstance(self.head, ScoreHead):
             raise ValueError(
                 f"model.head is a {type(self.head).__name__}, which scores no texts; expected a ScoreHead: of a "
@@ -105,14 +108,14 @@ class CausalLM(Chain):
         return self.head
 
     def _stacks(self) -> dict[str, Stack]:
-        """The whole stacks by stage, in order, also where sections of them run."""
+        """Return the whole stacks by stage, in order, even if sections of them run."""
         first = {} if self.first is None else {"first": self.first}
         return {**first, "stack": self.stack}
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
-        """Raises ValueError when the model does not fit the mesh or the data.
+        """Raise ValueError if the model does not fit the mesh or the data.
 
-        It does not fit when the mesh cuts through a head, axes are unused, sequences are too long, or the data has more
+        It does not fit if the mesh splits a head, axes are unused, sequences are too long, or the data has more token
         ids than the vocabulary.
         """
         if getattr(data, "tokenizer", None) is None:
@@ -124,9 +127,9 @@ class CausalLM(Chain):
             for layer in stack.unit.walk():
                 if isinstance(layer, Attention | LatentAttention | MoE):
                     layer.check_mesh(mesh)
-                if isinstance(layer, Attention) and layer.rotary is not None:
-                    layer.rotary.check_length(seq_len)
-        # An axis that no parameter uses would let devices compute the same thing.
+        for rotary in self._rotaries():
+            rotary.check_length(seq_len)
+        # With an axis that no parameter uses, several devices would compute the same thing.
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
             raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
         seq_shards = mesh.shape["seq"]
@@ -135,7 +138,7 @@ class CausalLM(Chain):
                 f"mesh.seq = {seq_shards} does not divide data.seq_len = {seq_len}; "
                 f"nearest that do: {nearest_divisors(seq_len, seq_shards)}"
             )
-        # A vocabulary may be padded: more rows than ids do no harm.
+        # A vocabulary may be padded: more rows than ids are fine.
         self._check_classes(data)
         if vocab_size > self.vocab_size:
             raise ValueError(
@@ -144,7 +147,7 @@ class CausalLM(Chain):
             )
 
     def _check_classes(self, data: Any) -> None:
-        """Raises ValueError when a score head is given sequences without their last token, or other classes."""
+        """Raise ValueError if a score head gets sequences without their last token, or another number of classes."""
         if isinstance(self.head, ScoreHead) and getattr(data, "scored_source", self) is None:
             source = type(data.train_leaves[0].source).__name__
             raise ValueError(
@@ -161,17 +164,21 @@ class CausalLM(Chain):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the positions of the model are for; None for any."""
-        limits = [self.embed.max_positions]
-        for layer in self.stack.unit.walk():
-            if isinstance(layer, Attention) and layer.rotary is not None:
-                limits.append(layer.rotary.max_positions)
+        """The longest sequence that the model's positions support; None for any."""
+        limits = [self.embed.max_positions, *(rotary.max_positions for rotary in self._rotaries())]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def _rotaries(self) -> Iterator[Rotary]:
+        """Yield the rotary positions of all attention layers, of every stack."""
+        for stack in self._stacks().values():
+            for layer in stack.unit.walk():
+                if isinstance(layer, Attention | LatentAttention) and layer.rotary is not None:
+                    yield layer.rotary
 
     def hidden(
         self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None
     ) -> tuple[jax.Array, dict[str, Out]]:
-        """Runs everything before the head: x_BSD, and the Out of each stage; `specs` as for `run`."""
+        """Run everything before the head; returns x_BSD, and the Out of each stage. For `specs` see `run`."""
         outs: dict[str, Out] = {}
         carry, outs["embed"] = self.run("embed", params, None, ctx, buffers, specs)
         for name in self._stacks():
@@ -184,20 +191,20 @@ class CausalLM(Chain):
         ctx: Context,
         specs: Places | None = None,
     ) -> Nested:
-        """The head's prepared weights; `specs` as for `run`."""
+        """Return the head's prepared weights. For `specs` see `run`."""
         head_params = self.stage_params(params, "head")
         if specs is not None:
             head_params = fetch_tree(specs["head"], head_params)
         return self.head.prepare(head_params, ctx)
 
     def logits(self, params: Nested, ctx: Context, buffers: Nested) -> jax.Array:
-        """float32 logits_BSV of ctx.batch["tokens"]: for sampling and tests; training never holds them."""
+        """Return the float32 logits_BSV of ctx.batch["tokens"], for sampling and tests; training never holds them."""
         carry, _ = self.hidden(params, ctx, buffers)
         weights = self.head_weights(params, ctx)
         return self.language_head.logits(weights, carry, ctx)
 
     def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> jax.Array:
-        """f32[B, S], the log-probability of each of ctx.batch["targets"]; `specs` as for `run`."""
+        """Return the log-probability of each of ctx.batch["targets"], f32[B, S]. For `specs` see `run`."""
         carry = None
         for name in self.stages:
             if name != "head":
@@ -207,12 +214,12 @@ class CausalLM(Chain):
         return self.language_head.log_probs(weights, carry, ctx)
 
     def counts(self, batch: Nested) -> dict[str, jax.Array]:
-        """Those of the head's objective."""
+        """Return the counts of the head's objective."""
         objective = self.head.objective
         return {} if objective is None else objective.counts(batch)
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
-        """Nats over counted targets, their number, and their bytes if the batch has those.
+        """Return nats over counted targets, their number, and their bytes if the batch has those.
 
         With an objective: its loss and metrics, the numbers of counted targets and sequences, and its own counts.
         """
@@ -231,13 +238,15 @@ class CausalLM(Chain):
         return sums
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """{"loss": nats per token, "perplexity": its exponential, "tokens": ..., and where tokens stand for text
-        "bits_per_byte": ...}; with an objective what that reports."""
+        """Return {"loss": nats per token, "perplexity": exp(loss), "tokens": their number}.
+
+        If tokens stand for text, "bits_per_byte" is added. With an objective, the result is the objective's summary.
+        """
         if self.head.objective is not None:
             return self.head.objective.summary(totals)
-        # The maximum is for an evaluation without any counted target.
+        # The maximum avoids 0 / 0 in an evaluation without any counted target.
         loss = totals["nll"] / max(totals["tokens"], 1.0)
-        # Beyond that, a float64 has no room for the exponential.
+        # The exponential of more than that does not fit into a float64.
         perplexity = math.inf if loss > 700 else math.exp(loss)
         row = {"loss": loss, "perplexity": perplexity, "tokens": totals["tokens"]}
         if totals.get("bytes"):

@@ -1,7 +1,7 @@
-"""Chain: a model as stages one after the other. What flows between them is one pytree, the carry.
+"""Chain: a model as a sequence of stages. The carry, one pytree, flows between them.
 
-The chain is what lets a schedule stop the backward pass between stages, and within a Stack between its units, so
-nothing here differentiates.
+The chain allows a schedule to stop the backward pass between stages, and within a Stack between its units, so nothing
+here differentiates.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from framework.layers.section import Section
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
 
-# {stage: {path: spec}}; instead of a spec, anything with a memory_kind will do.
+# {stage: {path: spec}}; instead of a spec, anything with a memory_kind works.
 Places = dict[str, dict[str, Any]]
 
 
 class Chain:
-    """The base of models. A subclass's constructor sets these; the first stage is given no carry (None), the last
-    returns none, and the loss.
+    """Base class of models. A subclass's constructor sets these attributes.
+
+    The first stage gets no carry (None); the last returns no carry, and the loss.
 
     Attributes:
-        stages: in order. A `Stack` is run unit by unit, any other in one piece.
-        ties: {path where a stage reads: path where the parameter lives}. The gradient of a tie is the sum of its uses'.
-        lora: adapters, beside which all else is frozen.
+        stages: the stages in order. A `Stack` runs unit by unit, any other stage as a whole.
+        ties: {path at which a stage reads: path at which the parameter is stored}. The gradient of a tied parameter
+            is the sum over its uses.
+        lora: adapters, which freeze everything else except a score head.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
-        calibrates: it has `calibrate`, which sets first values by the first batch (a flow's ActNorm).
-        draws_images: it has `sample`, `encode`, `decode` and `quantize` (a flow).
+        calibrates: whether it has `calibrate`, which initializes parameters from the first batch (a flow's ActNorm).
+        draws_images: whether it has `sample`, `encode`, `decode` and `quantize` (a flow).
     """
 
     stages: dict[str, Layer]
@@ -59,9 +61,12 @@ class Chain:
         return stacks
 
     def in_sections(self, sections: Iterable[Section]) -> Chain:
-        """The same model with sections in the place of stacks, each a stage; those of one stack are given in order."""
+        """Return the same model with sections instead of stacks, each as a stage.
+
+        The sections of a stack are given in order.
+        """
         chain = copy.copy(self)
-        # What was computed of the whole stacks is computed again.
+        # The cached property of the whole stacks must be recomputed.
         chain.__dict__.pop("stacks", None)
         chain.stages = {}
         sections_by_home: dict[str, list[Section]] = {}
@@ -76,7 +81,7 @@ class Chain:
         return chain
 
     def merged(self, outs: dict[str, Out]) -> Out:
-        """The Out of the model from those of its stages. The metrics of sections are those of their stack."""
+        """Merge the Outs of the stages into that of the model. The metrics of sections become those of their stack."""
         out = Out.merge(outs)
         metrics: dict[str, jax.Array] = {}
         for name, stage_out in outs.items():
@@ -93,21 +98,21 @@ class Chain:
         return replace(out, metrics=metrics)
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
-        """Raises ValueError when model, mesh and data (a pipeline) do not fit each other."""
+        """Raise ValueError if model, mesh and data (a pipeline) do not fit each other."""
         raise NotImplementedError
 
     def check_platform(self, platform: str) -> None:
-        """Raises ValueError when a layer asks by name for a kernel of another platform (tpu, gpu or cpu) than this."""
+        """Raise ValueError if a layer requests a kernel for another platform (tpu, gpu or cpu) than this one."""
         for stack in self.stacks.values():
             for layer in stack.unit.walk():
                 layer.check_platform(platform)
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
-        """The values that an evaluation sums over batches, inside jit; `out` was made with ctx.training False."""
+        """Return the values that an evaluation sums over batches, inside jit; `out` is from ctx.training = False."""
         raise NotImplementedError
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """The figures that an evaluation reports, "loss" among them, from sums of `scores`."""
+        """Return the figures that an evaluation reports, including "loss", from sums of `scores`."""
         raise NotImplementedError
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -117,40 +122,43 @@ class Chain:
         shared = {}
         for stack in self.stacks.values():
             shared |= stack.shared_specs()
-        # Not within the stack: a stack's parameters have a leading axis of units.
+        # Separate from the stack: a stack's parameters have a leading axis of units.
         specs["shared"] = shared
         return {name: spec for name, spec in specs.items() if spec}
 
     def parameter_specs(self) -> Nested:
-        """{stage: nested dict of ParameterSpec} in `param_dtype`; the stage "shared" is of all units of a stack."""
+        """Return {stage: nested dict of ParameterSpec} in `param_dtype`.
+
+        The stage "shared" has the parameters that all units of a stack share.
+        """
 
         def in_model(spec: ParameterSpec) -> ParameterSpec:
             if not spec.own_dtype:
                 spec = replace(spec, dtype=self.param_dtype)
             if self.lora is None:
                 return spec
-            # Adapters alone are trained, and they alone have an axis of the role "rank"; and a score head, which is
-            # new where a base is adapted (peft's modules_to_save).
+            # Only adapters are trained, which are the only ones with an axis of the role "rank", and a score head,
+            # which is new when a base model is adapted (peft's modules_to_save).
             return replace(spec, trainable=not {"rank", LABEL}.isdisjoint(spec.roles))
 
         return jax.tree.map(in_model, self._specs())
 
     def buffer_specs(self) -> Nested:
-        """{stage: nested dict of TensorSpec}, stages without buffers left out."""
+        """Return {stage: nested dict of TensorSpec}; stages without buffers are left out."""
         specs = {name: stage.buffer_specs() for name, stage in self.stages.items()}
         return {name: spec for name, spec in specs.items() if spec}
 
     def split_units(self, params: Nested, remat: str) -> Nested:
-        """Takes the parameters of unrolled stacks apart into lists of their units', the best form to differentiate."""
+        """Split the parameters of unrolled stacks into lists per unit, the best form for differentiation."""
         split = {}
         for name, stack in self.stacks.items():
-            # The parameters may be those of some stages only.
+            # The parameters may be those of only some stages.
             if stack.is_unrolled(remat) and name in params:
                 split[name] = stack.split(params[name])
         return {**params, **split}
 
     def join_units(self, grads: Nested) -> Nested:
-        """The inverse of `split_units`, for gradients."""
+        """Inverse of `split_units`, for gradients."""
 
         def joined(stage: Any) -> Any:
             if not isinstance(stage, list):
@@ -160,18 +168,21 @@ class Chain:
         return {name: joined(stage) for name, stage in grads.items()}
 
     def stage_params(self, params: Nested, stage: str) -> Nested:
-        """A stage's parameters, those included that it reads by a tie."""
+        """Return a stage's parameters, including those that it reads through a tie."""
         stage_params = params.get(stage, {})
         for reader, home in self.ties.items():
             if reader.startswith(f"{stage}/"):
                 name = reader.split("/", 1)[1]
                 tied_param = flatten(params)[home]
-                # A new dict: the caller's must not get a second path to the parameter.
+                # A new dict, so that the caller's dict does not get a second path to the parameter.
                 stage_params = {**stage_params, name: tied_param}
         return stage_params
 
     def stage_specs(self, *groups: Nested) -> Places:
-        """{stage: {path: spec}} of all parameters that it reads, from the specs of some groups (trained, frozen)."""
+        """Return {stage: {path: spec}} of all parameters that each stage reads, from the specs of some groups.
+
+        The groups are, for example, trained and frozen parameters.
+        """
         spec_by_path = {}
         for group in groups:
             spec_by_path |= flatten(group)
@@ -179,15 +190,15 @@ class Chain:
         stage_names = (*self.stages, "shared")
         return {stage: flatten(self.stage_params(specs, stage)) for stage in stage_names}
 
-    # --- computing ---------------------------------------------------------------------------------------------------
+    # --- execution ---------------------------------------------------------------------------------------------------
 
     def run(
         self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested, specs: Places | None = None
     ) -> tuple[Any, Out]:
-        """Runs one stage: (carry, Out).
+        """Run one stage and return (carry, Out).
 
-        Parameters that `specs` (of `stage_specs`) have in host memory are moved to the device; those of a stack a
-        unit at a time.
+        Parameters that are in host memory according to `specs` (from `stage_specs`) are moved to the device; those of
+        a stack one unit at a time.
         """
 
         def fetch(stage: str, tree: Nested) -> Nested:
@@ -196,7 +207,7 @@ class Chain:
         stage = self.stages[name]
         stage_params = self.stage_params(params, name)
         state = buffers.get(name, {})
-        # Scopes give the compiler's buffers the names of layers.
+        # Scopes name the compiler's buffers after layers.
         with jax.named_scope(name):
             if not isinstance(stage, Stack):
                 weights = stage.prepare(fetch(name, stage_params), ctx)
@@ -218,7 +229,10 @@ class Chain:
             )
 
     def counts(self, batch: Nested) -> dict[str, jax.Array]:
-        """{name: f32 scalar} of a global batch, which the loss is divided by beside counted targets and sequences."""
+        """Return {name: f32 scalar}: numbers of a global batch that the loss is divided by.
+
+        These are in addition to counted targets and sequences.
+        """
         return {}
 
     def loss(
@@ -228,13 +242,13 @@ class Chain:
         buffers: Nested,
         specs: Places | None = None,
     ) -> tuple[jax.Array, Out]:
-        """The objective of ctx.batch, and everything that leaves the model besides.
+        """Return the objective for ctx.batch, and everything else that the model returns.
 
         Args:
-            params: nested dict of arrays as `parameter_specs()`.
-            ctx: with batch and num_targets.
-            buffers: nested dict of arrays as `buffer_specs()`.
-            specs: as for `run`.
+            params: nested dict of arrays, in the structure of `parameter_specs()`.
+            ctx: context with batch and num_targets.
+            buffers: nested dict of arrays, in the structure of `buffer_specs()`.
+            specs: see `run`.
 
         Returns:
             (f32 scalar, Out): losses are divided by ctx.num_targets, so microbatches add up to their batch.
@@ -248,14 +262,14 @@ class Chain:
         return out.loss, out
 
     def forward_flops_per_token(self, seq_len: int) -> float:
-        """The forward pass's matrix products."""
+        """Count the forward pass's matrix products."""
         return sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
+        """Count forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
         forward = self.forward_flops_per_token(seq_len)
         if self.lora is None:
             return 3.0 * forward
-        # Frozen weights have no gradient. A context of 0 leaves the products with weights.
+        # Frozen weights have no gradient. With a context of 0, only the products with weights are counted.
         weight_products = self.forward_flops_per_token(0)
         return 3.0 * forward - weight_products

@@ -1,8 +1,8 @@
 """Flow: a normalizing flow over images as a chain of stages, data -> (squeeze, level, split) ... -> prior.
 
-Each level is a Stack of invertible layers; between levels half of the channels leave for their prior (Dinh et al. 2016,
-RealNVP, arXiv 1605.08803; Kingma and Dhariwal 2018, Glow, arXiv 1807.03039). Latents are standardized by their priors,
-so that what is drawn is always a standard Gaussian.
+Each level is a Stack of invertible layers; between levels, half of the channels leave for their prior (Dinh et al.
+2016, RealNVP, arXiv 1605.08803; Kingma and Dhariwal 2018, Glow, arXiv 1807.03039). Latents are standardized by their
+priors, so samples are always drawn from a standard Gaussian.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Flow(Chain):
 
     Args:
         image_shape: (H, W, C).
-        levels: values are integers from 0 to levels - 1.
-        stacks: one for each level; its layers get dim = the level's channels: 4 C at the first, twice as many at each
-            further one.
-        preprocess: the first stage.
-        split: between levels.
-        prior: the last stage.
-        param_dtype: float64 is for tests.
-        compute_dtype: of the nets in couplings; what flows between layers is float32 at least.
+        levels: number of values of a channel: integers from 0 to levels - 1.
+        stacks: configs of the stacks, one per level; their layers get dim = the level's channels: 4 C at the first
+            level, twice as many at each following one.
+        preprocess: config of the first stage.
+        split: config of the stage between levels.
+        prior: config of the last stage.
+        param_dtype: dtype of the parameters; float64 is for tests.
+        compute_dtype: dtype of the nets in couplings; the carry between layers is float32 or wider.
     """
 
     calibrates = True
@@ -63,9 +63,9 @@ class Flow(Chain):
         height, width, channels = self.image_shape
         self.preprocess: Preprocess = preprocess.instantiate(levels=levels)
         self.stages: dict[str, Layer] = {"data": self.preprocess}
-        # Of split0, split1, ..., prior.
+        # Shapes (h, w, c) of the latents of split0, split1, ..., prior.
         self.latent_shapes: list[tuple[int, int, int]] = []
-        # Positions (height * width) of each stage that has matrix products, to count these.
+        # Positions (height * width) of each stage with matrix products, for counting these.
         self._positions: dict[str, int] = {}
         for i, config in enumerate(stacks):
             if height % 2 or width % 2:
@@ -78,7 +78,7 @@ class Flow(Chain):
             self.stages[f"squeeze{i}"] = Squeeze()
             self.stages[f"level{i}"] = stack
             self._positions[f"level{i}"] = height * width
-            # Everything that is left after the last level goes to the prior.
+            # Everything that remains after the last level goes to the prior.
             if i + 1 < len(stacks):
                 self._positions[f"split{i}"] = height * width
                 self.stages[f"split{i}"] = split.instantiate(dim=channels)
@@ -89,7 +89,7 @@ class Flow(Chain):
         self.latent_shapes.append((height, width, channels))
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
-        """Raises ValueError when the data are no such images, or the mesh has axes that a flow has no use for."""
+        """Raise ValueError if the data has different images, or the mesh has axes that a flow does not use."""
         for name in ("image_shape", "levels"):
             expected = getattr(self, name)
             actual = getattr(data, name, None)
@@ -104,7 +104,7 @@ class Flow(Chain):
                 raise ValueError(f"mesh.{axis} = {mesh.shape[axis]}: a flow is split over images only; expected 1")
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
-        """Sums over a batch's images, nats: nll, log_det, log_prior; and the number of images."""
+        """Return sums over a batch's images, in nats: nll, log_det, log_prior; and the number of images."""
         sums = {}
         for name in ("nll", "log_det", "log_prior"):
             # The metrics are per dimension, see `Prior.apply`.
@@ -112,7 +112,7 @@ class Flow(Chain):
         return {**sums, "images": jnp.sum(batch["weights"])}
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """By dimension: loss, log_det and log_prior in nats, bits_per_dim; and the number of images."""
+        """Return per dimension loss, log_det and log_prior in nats, and bits_per_dim; and the number of images."""
         num_dims = totals["images"] * self.dims
         loss = totals["nll"] / num_dims
         return {
@@ -124,28 +124,28 @@ class Flow(Chain):
         }
 
     def forward_flops_per_token(self, seq_len: int) -> float:
-        """The matrix products of one image's forward pass."""
+        """Count the matrix products of one image's forward pass."""
         flops = 0
         for name, positions in self._positions.items():
-            # A position is a layer's token, and attention nets see all positions of their level.
+            # Each position is a token of the layer, and attention nets see all positions of their level.
             flops += positions * self.stages[name].flops_per_token(positions)
         return flops
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of one image: three times the forward pass's matrix products."""
+        """Count forward and backward of one image: three times the forward pass's matrix products."""
         return 3.0 * self.forward_flops_per_token(seq_len)
 
-    # --- the first values --------------------------------------------------------------------------------------------
+    # --- calibration -------------------------------------------------------------------------------------------------
 
     def calibrate(self, params: Nested, ctx: Context, buffers: Nested) -> Nested:
-        """Parameters with each ActNorm set so that ctx.batch leaves it with mean 0 and variance 1; for jit.
+        """Calibrate each ActNorm so that ctx.batch leaves it with mean 0 and variance 1, and return all parameters.
 
-        Raises ValueError when parameters are not float32 (or float64).
+        This is meant to run in jit. Raise ValueError if parameters are not float32 (or float64).
         """
         if any(p.dtype not in (jnp.float32, jnp.float64) for p in jax.tree.leaves(params)):
             raise ValueError("calibrate: expected float32 parameters")
         carry = None
-        # In order: what an ActNorm sees depends on those before it.
+        # In order, because the input of an ActNorm depends on those before it.
         for name, stage in self.stages.items():
             if isinstance(stage, Stack):
                 stage_ctx = ctx.fold(name)
@@ -165,7 +165,7 @@ class Flow(Chain):
     def _calibrate_stack(
         self, stack: Stack, params: Nested, carry: Any, ctx: Context, shared: Nested
     ) -> tuple[Any, Nested]:
-        """(the stack's output, its parameters with each ActNorm calibrated)."""
+        """Return (the stack's output, its parameters with each ActNorm calibrated)."""
 
         def body(carry: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, Nested]:
             index, unit_params = xs
@@ -186,10 +186,13 @@ class Flow(Chain):
     # --- latents and images ------------------------------------------------------------------------------------------
 
     def encode(self, params: Nested, images: jax.Array) -> list[jax.Array]:
-        """Latents [N, h, w, c] of images [N, H, W, C], of split0, split1, ..., prior; standardized by their priors."""
+        """Encode images [N, H, W, C] as latents [N, h, w, c] of split0, split1, ..., prior.
+
+        The latents are standardized by their priors.
+        """
         ctx = Context(batch={}, compute_dtype=self.compute_dtype)
         x = images
-        # Integers are taken at the middle of their cubes: `decode` and rounding down restore them.
+        # Integers are mapped to the middle of their cubes: `decode` and rounding down restore them.
         if jnp.issubdtype(images.dtype, jnp.integer):
             x = images + 0.5
         zeros = jnp.zeros(len(images), self.param_dtype)
@@ -207,10 +210,10 @@ class Flow(Chain):
         return latents
 
     def decode(self, params: Nested, latents: list[jax.Array]) -> jax.Array:
-        """The inverse of `encode`: images [N, H, W, C] as real numbers, within 0..levels for latents of real images."""
+        """Inverse of `encode`: images [N, H, W, C] as real numbers, within 0..levels for latents of real images."""
         ctx = Context(batch={}, compute_dtype=self.compute_dtype)
         x: Any = None
-        # A copy, as latents are taken off its end: the prior's is the last one.
+        # A copy, because latents are popped from its end: the prior's is the last one.
         latents = list(latents)
         for name, stage in reversed(self.stages.items()):
             if isinstance(stage, Gaussian):
@@ -238,7 +241,7 @@ class Flow(Chain):
         ctx: Context,
         shared: Nested,
     ) -> Any:
-        """The input x of the stack, from its output."""
+        """Compute the input x of the stack from its output."""
 
         def body(x: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, None]:
             index, unit_params = xs
@@ -260,9 +263,9 @@ class Flow(Chain):
         num: int,
         temperature: float | jax.Array = 1.0,
     ) -> jax.Array:
-        """Draws `num` images [num, H, W, C] as integers, uint8 up to 256 levels.
+        """Draw `num` images [num, H, W, C] as integers, uint8 for up to 256 levels.
 
-        They are decoded from standard Gaussian latents times `temperature`.
+        They are decoded from standard Gaussian latents multiplied by `temperature`.
         """
         keys = jax.random.split(key, len(self.latent_shapes))
         latents = []
@@ -272,15 +275,15 @@ class Flow(Chain):
         return self.quantize(self.decode(params, latents))
 
     def quantize(self, x: jax.Array) -> jax.Array:
-        """Real numbers as the integers whose cubes they lie in."""
+        """Convert real numbers to the integers whose cubes contain them."""
         dtype = jnp.uint8 if self.levels <= 256 else jnp.int32
-        # Clipped, as samples may lie outside of all cubes.
+        # Clipped, because samples may be outside of all cubes.
         integers = jnp.clip(jnp.floor(x), 0, self.levels - 1)
         return integers.astype(dtype)
 
 
 def _check_layers(stack: Stack, index: int) -> None:
-    """Raises ValueError when a layer of the stack of this index is not invertible."""
+    """Raise ValueError if a layer of the stack with this index is not invertible."""
     for k, layer in enumerate(stack.unit.layers.values()):
         if not isinstance(layer, Invertible):
             name = type(layer).__name__

@@ -1,1 +1,1 @@
-"""Objectives: what a language model minimizes in place of the next tokens' cross-entropy."""
+"""Objectives: losses that replace the next tokens' cross-entropy of a language model."""

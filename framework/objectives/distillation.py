@@ -1,10 +1,10 @@
-"""Distillation: a student learns the distribution of a teacher, of which each position's likeliest tokens are known.
+"""Distillation: a student learns the distribution of a teacher, given by the most likely tokens at each position.
 
-The teacher's arrays of a batch are added by `framework.companions.teacher`:
+`framework.companions.teacher` adds the teacher's arrays to a batch:
 
-    teacher_ids        int32[B, S, K]    its K likeliest tokens of each position, the likeliest first
+    teacher_ids        int32[B, S, K]    the teacher's K most likely tokens at each position, in descending order
     teacher_log_probs  float32[B, S, K]  their log-probabilities, in nats
-    teacher_tail       float32[B, S]     the log of the probability of all other tokens together
+    teacher_tail       float32[B, S]     the log of the total probability of all other tokens
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Divergence = Literal["forward", "reverse", "jsd"]
 
 
 class TokenInputs(NamedTuple):
-    """What the loss of positions needs beside their logits.
+    """Inputs of the loss of positions, in addition to their logits.
 
     Attributes:
         targets_BS: int32, the next tokens.
-        weights_BS: f32, the share of each position in the loss; 0 where it does not count.
-        ids_BSK: int32, the teacher's likeliest tokens, all different where the weight is not 0.
+        weights_BS: f32, the share of each position in the loss; 0 if it does not count.
+        ids_BSK: int32, the teacher's most likely tokens, all different where the weight is not 0.
         log_probs_BSK: f32, their log-probabilities.
-        tail_BS: f32, the log of the probability of all other tokens.
+        tail_BS: f32, the log of the total probability of all other tokens.
     """
 
     targets_BS: jax.Array
@@ -46,30 +46,32 @@ class TokenInputs(NamedTuple):
 
 @component
 class Distillation(Objective):
-    """The divergence of teacher and student at each counted target, and beside it the next tokens' cross-entropy.
+    """The divergence of teacher and student at each counted target, plus the next tokens' cross-entropy.
 
-    The vocabulary is cut into K + 1 parts, the same for both: each of the teacher's K likeliest tokens, and one bucket
-    of all other tokens, whose probability is their sum. Nothing is renormalized over the K tokens, and no probability
-    outside of them is dropped: the student is told how much there is, not how it is divided. With p_1 .. p_K+1 the
-    teacher's probabilities of these parts, q_1 .. q_K+1 the student's, and T the temperature,
+    The vocabulary is divided into K + 1 parts, the same for both: each of the teacher's K most likely tokens, and one
+    bucket of all other tokens, whose probability is their sum. Nothing is renormalized over the K tokens, and no
+    probability outside of them is dropped: the student learns the total probability of the bucket, but not how it is
+    divided. With p_1 .. p_K+1 the teacher's probabilities of these parts, q_1 .. q_K+1 the student's, and T the
+    temperature,
 
-        p_j(T) = p_j^(1/T) / sum_i p_i^(1/T),  and q_j(T) likewise: the parts are made first, then tempered
+        p_j(T) = p_j^(1/T) / sum_i p_i^(1/T),  and the same for q_j(T): the temperature is applied to the parts
         forward  D = sum_j p_j(T) log (p_j(T) / q_j(T))                          KL(teacher || student)
         reverse  D = sum_j q_j(T) log (q_j(T) / p_j(T))                          KL(student || teacher)
         jsd      D = beta KL(p(T) || m) + (1 - beta) KL(q(T) || m),  m = beta p(T) + (1 - beta) q(T)
 
         loss = (1 - alpha) T^2 D + alpha nll
 
-    With K = V the bucket is empty, and these are the divergences of the whole distributions, at every T; otherwise D is
-    at most that of the whole distributions (T = 1; data-processing inequality). T^2 keeps the gradients' size where the
-    temperature changes (Hinton et al. 2015, arXiv 1503.02531, section 2). The generalized Jensen-Shannon divergence is
-    that of GKD (Agarwal et al. 2023, arXiv 2306.13649, equation 1), which has no T^2.
+    With K = V the bucket is empty, and these are the divergences of the whole distributions, at every T; otherwise D
+    is at most that of the whole distributions (T = 1; data-processing inequality). T^2 keeps the size of the
+    gradients the same when the temperature changes (Hinton et al. 2015, arXiv 1503.02531, section 2). The generalized
+    Jensen-Shannon divergence is that of GKD (Agarwal et al. 2023, arXiv 2306.13649, equation 1), which has no T^2.
 
     Args:
-        divergence: forward spreads the student over all that the teacher may say, reverse has it choose among that.
-        beta: of jsd: the teacher's share of the mixture.
-        temperature: T; over 1, less likely tokens count more.
-        alpha: the share of the next tokens' cross-entropy in the loss; 0 is the teacher alone.
+        divergence: "forward" spreads the student over everything that the teacher finds likely, "reverse" lets it
+            choose among that, "jsd" interpolates between the two.
+        beta: for jsd, the teacher's share of the mixture.
+        temperature: T; above 1, less likely tokens count more.
+        alpha: share of the next tokens' cross-entropy in the loss; with 0, only the teacher counts.
     """
 
     arrays = ("teacher_ids", "teacher_log_probs", "teacher_tail")
@@ -90,7 +92,7 @@ class Distillation(Objective):
         self.alpha = alpha
 
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over counted targets; see `distillation_loss` for the metrics."""
+        """Return the mean over counted targets; see `distillation_loss` for the metrics."""
         assert ctx.num_targets is not None
         batch = ctx.batch
         h_BSD = head.normed(weights, x_BSD, ctx)
@@ -98,7 +100,7 @@ class Distillation(Objective):
         chunks = head.chunks(batch_size, length, ctx)
         inputs = TokenInputs(
             targets_BS=batch["targets"],
-            # Divided by the targets of the global batch, so that microbatches add up to its mean.
+            # Divided by the targets of the global batch, so that the microbatches add up to its mean.
             weights_BS=batch["weights"] / ctx.num_targets,
             ids_BSK=batch["teacher_ids"],
             log_probs_BSK=batch["teacher_log_probs"],
@@ -108,7 +110,7 @@ class Distillation(Objective):
         return chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
 
     def between(self, teacher_BSJ: jax.Array, student_BSJ: jax.Array) -> jax.Array:
-        """D of each position, [B, S], from log-probabilities over the parts at temperature T."""
+        """Return D at each position, [B, S], from log-probabilities of the parts at temperature T."""
         if self.divergence == "forward":
             return _kl(teacher_BSJ, student_BSJ)
         if self.divergence == "reverse":
@@ -118,10 +120,10 @@ class Distillation(Objective):
         return beta * _kl(teacher_BSJ, mixture_BSJ) + (1 - beta) * _kl(student_BSJ, mixture_BSJ)
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over counted targets, and the perplexity of the next tokens, exp(nll)."""
+        """Return means over counted targets, and the perplexity of the next tokens, exp(nll)."""
         tokens = max(totals["tokens"], 1.0)
         means = {name: totals[name] / tokens for name in ("loss", "kl", "nll", "agreement")}
-        # Beyond that, a float64 has no room for the exponential.
+        # The exponential of more than that does not fit into a float64.
         perplexity = math.inf if means["nll"] > 700 else math.exp(means["nll"])
         return {**means, "perplexity": perplexity, "tokens": totals["tokens"]}
 
@@ -129,18 +131,18 @@ class Distillation(Objective):
 def distillation_loss(
     product_BSV: jax.Array, inputs: TokenInputs, *, objective: Distillation, softcap: float | None
 ) -> Loss:
-    """The weighted loss of positions, from logits that may exist.
+    """Compute the weighted loss of positions from their logits.
 
     Args:
-        product_BSV: normed hidden states times the output table, f32 or wider: logits, but for the softcap.
-        inputs: of these positions.
-        objective: says which divergence.
+        product_BSV: normed hidden states times the output table, f32 or wider: the logits before the softcap.
+        inputs: inputs of these positions.
+        objective: provides the divergence and its settings.
         softcap: see LMHead.
 
     Returns:
-        (f32 scalar, metrics), sums over positions of the weight times: the loss; "kl", KL(teacher || student) over the
-        parts at T = 1 whatever is minimized; "nll" of the next token; "agreement", whether both have the same
-        likeliest token.
+        (f32 scalar, metrics): sums over positions of the weight times the loss, and times each metric: "kl",
+        KL(teacher || student) over the parts at T = 1, regardless of the divergence that is minimized; "nll" of the
+        next token; "agreement", whether both have the same most likely token.
     """
     logits_BSV = capped(product_BSV, softcap)
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
@@ -148,7 +150,7 @@ def distillation_loss(
     nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, targets_BS1, axis=-1)[..., 0]
     student_BSJ = _student_parts(logits_BSV, lse_BS, inputs.ids_BSK)
     teacher_BSJ = _teacher_parts(inputs, logits_BSV)
-    # Both again, so that what rounding the stored numbers left over is no part of the divergence.
+    # Both are normalized again, so that rounding errors of the stored numbers do not contribute to the divergence.
     temperature = objective.temperature
     tempered_teacher_BSJ = jax.nn.log_softmax(teacher_BSJ / temperature, axis=-1)
     tempered_student_BSJ = jax.nn.log_softmax(student_BSJ / temperature, axis=-1)
@@ -167,12 +169,12 @@ def distillation_loss(
 
 
 def _student_parts(logits_BSV: jax.Array, lse_BS: jax.Array, ids_BSK: jax.Array) -> jax.Array:
-    """The student's log-probabilities of the parts, [B, S, K + 1]; [B, S, V] where every token is a part."""
+    """Return the student's log-probabilities of the parts, [B, S, K + 1]; [B, S, V] if every token is a part."""
     picked_BSK = jnp.take_along_axis(logits_BSV, ids_BSK, axis=-1)
     if ids_BSK.shape[-1] == logits_BSV.shape[-1]:
         parts_BSJ = picked_BSK
     else:
-        # A sum over the other tokens: 1 minus the sum of the K would have no digits left where it is small.
+        # This sums over the other tokens: 1 minus the sum of the K would have no accurate digits where it is small.
         others_BSV = jnp.put_along_axis(logits_BSV, ids_BSK, -jnp.inf, axis=-1, inplace=False)
         tail_BS1 = jax.nn.logsumexp(others_BSV, axis=-1, keepdims=True)
         parts_BSJ = jnp.concatenate([picked_BSK, tail_BS1], axis=-1)
@@ -180,7 +182,7 @@ def _student_parts(logits_BSV: jax.Array, lse_BS: jax.Array, ids_BSK: jax.Array)
 
 
 def _teacher_parts(inputs: TokenInputs, logits_BSV: jax.Array) -> jax.Array:
-    """The teacher's log-probabilities of the parts, as stored, in the logits' dtype."""
+    """Return the teacher's log-probabilities of the parts, as stored, in the logits' dtype."""
     log_probs_BSK = inputs.log_probs_BSK.astype(logits_BSV.dtype)
     if log_probs_BSK.shape[-1] == logits_BSV.shape[-1]:
         return log_probs_BSK
@@ -189,5 +191,5 @@ def _teacher_parts(inputs: TokenInputs, logits_BSV: jax.Array) -> jax.Array:
 
 
 def _kl(p_BSJ: jax.Array, q_BSJ: jax.Array) -> jax.Array:
-    """KL(p || q) of each position, [B, S], from log-probabilities."""
+    """Return KL(p || q) at each position, [B, S], from log-probabilities."""
     return jnp.sum(jnp.exp(p_BSJ) * (p_BSJ - q_BSJ), axis=-1)

@@ -1,10 +1,10 @@
-"""Losses over answers that the model gave itself, each with the reward that it got.
+"""Policy-gradient losses over answers that the model itself sampled, each with its reward.
 
-`framework.companions.rollouts` samples the answers and completes a batch: at every column whose target is a token of an
-answer, `advantages` is what the answer is worth beside the others of its group, and `behavior` is the log-probability
-of that token when it was sampled; NaN where nobody knows it, for an answer that is taken as the model's own. At the
-last column of an answer, `rewards` is its reward, and `spreads` the standard deviation of its group's rewards. All are
-f32[B, S].
+`framework.companions.rollouts` samples the answers and completes a batch. At every column whose target is a token of
+an answer, `advantages` is the answer's advantage relative to the others of its group, and `behavior` is the
+log-probability of that token when it was sampled. It is NaN if unknown; the answer is then treated as the current
+model's own. At the last column of an answer, `rewards` is its reward, and `spreads` the standard deviation of its
+group's rewards. All are f32[B, S].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from framework.layers.objective import Head, Objective
 from framework.layout import Nested
 from framework.objectives.sequences import sequence_sums
 
-# Rewards of a group that differ by less than this are equal but for rounding.
+# Rewards of a group whose standard deviation is below this are equal up to rounding.
 _NO_SPREAD = 1e-6
 
 
@@ -29,23 +29,24 @@ _NO_SPREAD = 1e-6
 class GRPO(Objective):
     """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300, equation 3).
 
-    Of a token y_t of an answer with the advantage A, with ratio = pi(y_t) / pi_sampler(y_t):
+    For a token y_t of an answer with the advantage A, with ratio = pi(y_t) / pi_sampler(y_t):
 
         loss_t = -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) + beta KL_t
         KL_t = ref(y_t) / pi(y_t) - log(ref(y_t) / pi(y_t)) - 1      (k3 of Schulman 2020)
 
     Args:
-        normalization: how the tokens' losses are averaged. "grpo": over the tokens of each answer, and then over
-            answers; "dapo": over all tokens of the batch (arXiv 2503.14476); "dr_grpo": their sum over answers times
-            `answer_tokens`, so that no length is favoured (arXiv 2503.20783).
+        normalization: how the tokens' losses are averaged. "grpo": over the tokens of each answer, then over answers;
+            "dapo": over all tokens of the batch (arXiv 2503.14476); "dr_grpo": their sum is divided by the number of
+            answers times `answer_tokens`, so that no length is favored (arXiv 2503.20783).
         epsilon: how far the ratio may fall below 1 and still have a gradient.
-        epsilon_high: how far above 1; None for `epsilon`.
-        beta: weight of the KL divergence from a reference, whose log-probabilities the batch then has to have.
-        unbiased_kl: KL_t is multiplied by the ratio, which makes its gradient that of the divergence without a bias
-            (DeepSeek-V3.2, arXiv 2512.02556; so does TRL). Without it, it is the first paper's.
-        answer_tokens: of the longest answer, as `data.answer_tokens`; for "dr_grpo" alone.
+        epsilon_high: how far it may rise above 1 and still have a gradient; None for `epsilon`.
+        beta: weight of the KL divergence from a reference, whose log-probabilities the batch must then have.
+        unbiased_kl: multiply KL_t by the ratio, which makes its gradient an unbiased estimate of the divergence's
+            gradient (DeepSeek-V3.2, arXiv 2512.02556; TRL does the same). False computes KL_t as in the DeepSeekMath
+            paper.
+        answer_tokens: maximum length of an answer, the same as `data.answer_tokens`; only for "dr_grpo".
 
-    In an evaluation no answer has an advantage, and "loss" is the mean reward with a minus sign.
+    In an evaluation, answers have no advantage, and "loss" is the negative mean reward.
     """
 
     unit = "advantage per token"
@@ -77,14 +78,15 @@ class GRPO(Objective):
         self.arrays = (*arrays, "reference") if beta else arrays
 
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over the tokens of all answers, as `normalization` says."""
+        """Return the mean over the tokens of all answers, according to `normalization`."""
         batch = ctx.batch
         log_probs_BS = head.log_probs(weights, x_BSD, ctx)
         token_weights_BS = batch["weights"]
         advantages_BS = batch["advantages"]
         is_counted_BS = token_weights_BS > 0
         behavior_BS = _known_behavior(batch["behavior"], log_probs_BS)
-        # Behind an answer `behavior` is 0 and the target is padding: an exponential of that could be infinite.
+        # After an answer, `behavior` is 0 and the target is padding: the exponential of their difference could be
+        # infinite.
         log_ratios_BS = jnp.where(is_counted_BS, log_probs_BS - behavior_BS, 0.0)
         ratios_BS = jnp.exp(log_ratios_BS)
         clipped_BS = jnp.clip(ratios_BS, 1 - self.epsilon_low, 1 + self.epsilon_high)
@@ -101,7 +103,7 @@ class GRPO(Objective):
         return loss, jax.lax.stop_gradient(metrics)
 
     def _token_shares(self, ctx: Context) -> jax.Array:
-        """f32[B, S], the share that the loss of each token has in that of the global batch."""
+        """Return f32[B, S], the share of each token's loss in the loss of the global batch."""
         assert ctx.num_sequences is not None
         assert ctx.num_targets is not None
         token_weights_BS = ctx.batch["weights"]
@@ -111,7 +113,7 @@ class GRPO(Objective):
             return token_weights_BS / (ctx.num_sequences * self.answer_tokens)
         segments_BS = ctx.batch["segments"]
         lengths_BN = sequence_sums(token_weights_BS, segments_BS)
-        # Padding has the number 0; its weight is 0, so that any length will do.
+        # Padding has the number 0; its weight is 0, so its length does not matter.
         indices_BS = jnp.maximum(segments_BS - 1, 0)
         lengths_BS = jnp.take_along_axis(lengths_BN, indices_BS, axis=1)
         return token_weights_BS / (jnp.maximum(lengths_BS, 1.0) * ctx.num_sequences)
@@ -119,7 +121,7 @@ class GRPO(Objective):
     def _metrics(
         self, ratios_BS: jax.Array, divergences_BS: jax.Array | None, behavior_BS: jax.Array, ctx: Context
     ) -> dict[str, jax.Array]:
-        """Means over answers (reward, reward_std of the groups, flat_groups, length) and over tokens (the others)."""
+        """Return means over answers (reward, reward_std of groups, flat_groups, length) and over tokens (others)."""
         assert ctx.num_sequences is not None
         assert ctx.num_targets is not None
         batch = ctx.batch
@@ -134,7 +136,7 @@ class GRPO(Objective):
             "flat_groups": jnp.sum(answer_shares_BS * (batch["spreads"] < _NO_SPREAD)),
             "length": jnp.sum(batch["weights"]) / ctx.num_sequences,
             "clipped": jnp.sum(token_shares_BS * (is_low_BS | is_high_BS)),
-            # The mean of -log pi over tokens that pi has drawn: an estimate of its entropy without a bias.
+            # The mean of -log pi over tokens sampled from pi: an unbiased estimate of its entropy.
             "entropy": -jnp.sum(token_shares_BS * behavior_BS),
         }
         if divergences_BS is not None:
@@ -142,14 +144,14 @@ class GRPO(Objective):
         return metrics
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """The mean reward and length of the answers to held-out prompts; "loss" is minus the reward."""
+        """Return the mean reward and length of the answers to held-out prompts; "loss" is the negative reward."""
         answers = max(totals["sequences"], 1.0)
         reward = totals["reward"] / answers
         return {"loss": -reward, "reward": reward, "length": totals["length"] / answers, "answers": totals["sequences"]}
 
 
 def _known_behavior(behavior_BS: jax.Array, log_probs_BS: jax.Array) -> jax.Array:
-    """The log-probabilities of the policy that sampled; of an answer where they are not known, those of the model now.
+    """Return the log-probabilities under the sampling policy; if those of an answer are unknown, the current model's.
 
     The ratio is 1 there, and its gradient that of the log-probability.
     """

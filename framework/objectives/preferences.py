@@ -1,11 +1,12 @@
-"""Losses over pairs of answers, of which one was preferred: DPO and IPO with a reference, ORPO and SimPO without one.
+"""Losses over pairs of a preferred and a rejected answer: DPO and IPO with a reference, ORPO and SimPO without one.
 
-The log-probability of an answer y to a prompt x is the sum over its tokens: log pi(y|x) = sum_t log pi(y_t | x, y_<t).
-A batch's rows are pairs of sequences (`framework.objectives.sequences`); weights_BS are 1 where an answer's token is
-predicted, and `reference` is f32[B, S], the log-probability of each of these tokens by the model that is compared with.
+The log-probability of an answer y to a prompt x is the sum over its tokens: log pi(y|x) = sum_t log pi(y_t | x,
+y_<t). A batch's rows are pairs of sequences (`framework.objectives.sequences`); weights_BS are 1 where an answer's
+token is predicted, and `reference` is f32[B, S], the log-probability of each of these tokens under the reference
+model.
 
-Where implementations differ from the papers (IPO, ORPO), these losses are as TRL 1.16 computes them; each class says
-how. `python -m pytest -m peers tests/peers/test_preferences_live.py` compares.
+Where implementations differ from the papers (IPO, ORPO), these losses follow TRL 1.16; each class documents the
+difference. `python -m pytest -m peers tests/peers/test_preferences_live.py` compares them.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from framework.layers.objective import Head, Objective
 from framework.layout import Nested
 from framework.objectives.sequences import Answers, Pairs, pairs_of, per_token, sequence_sums
 
-# What an evaluation adds up beside the metrics of pairs.
+# Sums of an evaluation that are not metrics of pairs.
 _NOT_OF_PAIRS = ("loss", "tokens", "sequences", "sft", "sft_targets")
 
 
 class PairLoss(Objective):
-    """The base of losses over pairs: the mean of `pair_losses`, and `sft` times the mean cross-entropy of chosen ones.
+    """Base class of losses over pairs.
 
-    Metrics, means over pairs: `preference` (the loss without the term of cross-entropy), `reward_chosen`,
-    `reward_rejected` and `margin`, the difference of the two; `accuracy`, how often it is above 0; `log_prob_chosen`,
-    `log_prob_rejected` and `length_chosen`, `length_rejected`, nats and tokens of an answer; with a reference `kl`, the
-    mean over both answers of log pi - log ref, in nats: it estimates the divergence from the reference as far as the
-    answers are like the model's own. `sft` is the cross-entropy, in nats per token, where it is a part of the loss.
+    The loss is the mean of `pair_losses`, plus `sft` times the mean cross-entropy of chosen answers.
+
+    The metrics are means over pairs: `preference` (the loss without the cross-entropy term), `reward_chosen`,
+    `reward_rejected` and `margin`, the difference of the two; `accuracy`, the fraction of margins above 0;
+    `log_prob_chosen`, `log_prob_rejected` and `length_chosen`, `length_rejected`, in nats and tokens per answer; with
+    a reference `kl`, the mean over both answers of log pi - log ref, in nats: it estimates the divergence from the
+    reference to the extent that the answers are like the model's own. `sft` is the cross-entropy, in nats per token,
+    if it is part of the loss.
 
     Attributes:
         sft: weight of the cross-entropy.
-        sft_prompt: whether the cross-entropy is of prompts, too.
+        sft_prompt: whether the cross-entropy includes prompts.
     """
 
     arrays: tuple[str, ...] = ("ends", "segments")
@@ -44,29 +48,30 @@ class PairLoss(Objective):
     sft_prompt: bool = False
 
     def rewards(self, answers: Answers) -> Pairs:
-        """The rewards of the answers that the loss implies; their differences are margins."""
+        """Return the rewards of the answers that the loss implies; their differences are the margins."""
         raise NotImplementedError
 
     def pair_losses(self, answers: Answers) -> jax.Array:
-        """The loss of each pair, [B, P]; that of a pair that is not there is finite."""
+        """Return the loss of each pair, [B, P]; that of a missing pair is finite."""
         raise NotImplementedError
 
     def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """sft_targets: the tokens that the cross-entropy is a mean over."""
+        """Return sft_targets, the number of tokens that the cross-entropy is averaged over."""
         if self.sft == 0:
             return {}
         return {"sft_targets": jnp.sum(self._sft_weights(batch))}
 
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over pairs, and the cross-entropy's over tokens."""
+        """Return the mean over pairs, plus the weighted cross-entropy, a mean over tokens."""
         assert ctx.num_sequences is not None
         batch = ctx.batch
         log_probs_BS = head.log_probs(weights, x_BSD, ctx)
         answers = _answers(log_probs_BS, batch)
-        # A sequence counts by the weight at its end; both of a pair have the same.
+        # A sequence counts with the weight at its end; both of a pair have the same.
         counted_BP = pairs_of(sequence_sums(batch["ends"], batch["segments"])).chosen
         pair_values = {"preference": self.pair_losses(answers), **self._observed(answers)}
-        # A pair is two sequences. Divided behind the sum, which may have more digits than the number.
+        # A pair is two sequences. The division comes after the sum, which may have more digits than the number of
+        # sequences.
         means = {name: 2 * jnp.sum(counted_BP * values) / ctx.num_sequences for name, values in pair_values.items()}
         loss = means["preference"]
         if self.sft > 0:
@@ -76,12 +81,12 @@ class PairLoss(Objective):
         return loss, jax.lax.stop_gradient(means)
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over pairs, "loss" and all metrics."""
-        # Each pair counts as two sequences, in the sums as well.
+        """Return means over pairs: "loss" and all metrics."""
+        # Each pair counts as two sequences, also in the sums.
         num_sequences = max(totals["sequences"], 1.0)
         pair_metrics = [name for name in totals if name not in _NOT_OF_PAIRS]
         summary = {name: totals[name] / num_sequences for name in pair_metrics}
-        # Of its parts, as the sum of losses mixes what is divided by pairs with what is divided by tokens.
+        # Computed from its parts: the sum of losses mixes terms per pair with terms per token.
         loss = summary["preference"]
         if self.sft > 0:
             summary["sft"] = totals["sft"] / max(totals["sft_targets"], 1.0)
@@ -89,13 +94,13 @@ class PairLoss(Objective):
         return {"loss": loss, **summary, "pairs": totals["sequences"] / 2}
 
     def _sft_weights(self, batch: dict[str, jax.Array]) -> jax.Array:
-        """f32[B, S]: 1 where the cross-entropy counts a target."""
+        """Return f32[B, S]: 1 where the cross-entropy counts a target."""
         segments_BS = batch["segments"]
         is_chosen_BS = (segments_BS % 2 == 1).astype(jnp.float32)
         return is_chosen_BS if self.sft_prompt else is_chosen_BS * batch["weights"]
 
     def _observed(self, answers: Answers) -> dict[str, jax.Array]:
-        """The metrics of each pair, [B, P]."""
+        """Return the metrics of each pair, [B, P]."""
         rewards = self.rewards(answers)
         margins_BP = rewards.chosen - rewards.rejected
         observed = {
@@ -120,10 +125,10 @@ class DPO(PairLoss):
     loss = -log sigmoid(margin), margin = beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected))
 
     Args:
-        beta: how far the model may go from the reference: less is farther.
-        label_smoothing: the probability that a preference is the wrong way round (conservative DPO, Mitchell 2023).
-        sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss (RPO, Pang et al. 2024, arXiv
-            2404.19733, whose mean is over each answer; TRL's over all tokens of the batch, as here).
+        beta: strength of the pull to the reference; with a lower value, the model may move farther away.
+        label_smoothing: probability that a preference is wrong (conservative DPO, Mitchell 2023).
+        sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss (RPO, Pang et al. 2024,
+            arXiv 2404.19733, which averages over each answer; TRL averages over all tokens of the batch, as here).
     """
 
     arrays = ("ends", "segments", "reference")
@@ -140,11 +145,11 @@ class DPO(PairLoss):
         self.sft = sft
 
     def rewards(self, answers: Answers) -> Pairs:
-        """beta (log pi - log ref)."""
+        """Return beta (log pi - log ref)."""
         return _scaled(self.beta, answers.log_ratios)
 
     def pair_losses(self, answers: Answers) -> jax.Array:
-        """The loss of each pair."""
+        """Return the loss of each pair."""
         rewards = self.rewards(answers)
         return _logistic(rewards.chosen - rewards.rejected, self.label_smoothing)
 
@@ -155,12 +160,12 @@ class IPO(PairLoss):
 
     loss = (h - 1 / (2 beta))^2, h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)
 
-    The log-ratios of the paper are sums over an answer's tokens. TRL takes their means per token, which the authors
-    told them that they did; so do we, unless `per_token` is off.
+    The log-ratios of the paper are sums over an answer's tokens. TRL uses means per token, because the authors told
+    TRL's developers that they did; this class does the same unless `per_token` is off.
 
     Args:
-        beta: tau of the paper; the difference of log-ratios is drawn to 1 / (2 beta).
-        per_token: divide log-ratios by the answer's tokens.
+        beta: tau of the paper; the difference of log-ratios is pulled to 1 / (2 beta).
+        per_token: divide log-ratios by the number of the answer's tokens.
         sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss.
     """
 
@@ -173,11 +178,11 @@ class IPO(PairLoss):
         self.sft = sft
 
     def rewards(self, answers: Answers) -> Pairs:
-        """beta (log pi - log ref), of sums over tokens as DPO's, so that the two compare."""
+        """Return beta (log pi - log ref), with sums over tokens as in DPO, so that the two are comparable."""
         return _scaled(self.beta, answers.log_ratios)
 
     def pair_losses(self, answers: Answers) -> jax.Array:
-        """The loss of each pair."""
+        """Return the loss of each pair."""
         log_ratios = answers.log_ratios
         if self.per_token:
             log_ratios = per_token(log_ratios, answers.lengths)
@@ -188,18 +193,18 @@ class IPO(PairLoss):
 class ORPO(PairLoss):
     """Odds ratio preference optimization (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7); no reference.
 
-    loss = cross-entropy of what was chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),
+    loss = cross-entropy of the chosen sequence - beta log sigmoid(log odds(chosen) - log odds(rejected)),
     odds(y) = p / (1 - p), where log p is the answer's log-probability per token
 
-    The cross-entropy is as the authors' code and TRL have it: of prompt and answer, the mean over all tokens of the
-    batch. Means are over the global batch; TRL's, over each microbatch.
+    The cross-entropy is as in the authors' code and TRL: over prompt and answer, the mean over all tokens of the
+    batch. Means are over the global batch; in TRL, they are over each microbatch.
 
     Args:
         beta: lambda of the paper.
-        sft_prompt: the cross-entropy counts the prompts of chosen answers, too.
+        sft_prompt: whether the cross-entropy includes the prompts of chosen answers.
     """
 
-    # The cross-entropy is a part of the method.
+    # The cross-entropy is part of the method.
     sft = 1.0
 
     def __init__(self, *, beta: PositiveFloat = 0.1, sft_prompt: bool = True):
@@ -207,11 +212,11 @@ class ORPO(PairLoss):
         self.sft_prompt = sft_prompt
 
     def rewards(self, answers: Answers) -> Pairs:
-        """beta times the log-probability per token."""
+        """Return beta times the log-probability per token."""
         return _scaled(self.beta, answers.mean_log_probs)
 
     def pair_losses(self, answers: Answers) -> jax.Array:
-        """The odds ratio's term of each pair."""
+        """Return the odds ratio term of each pair."""
         log_odds = Pairs(*map(_log_odds, answers.mean_log_probs))
         return self.beta * _logistic(log_odds.chosen - log_odds.rejected)
 
@@ -224,8 +229,8 @@ class SimPO(PairLoss):
 
     Args:
         beta: scale of the log-probabilities per token.
-        gamma: the margin that is aimed at; the authors advise from 0.3 to 0.5 times beta at first.
-        label_smoothing: the probability that a preference is the wrong way round.
+        gamma: target margin; the authors recommend starting with 0.3 to 0.5 times beta.
+        label_smoothing: probability that a preference is wrong.
         sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss (CPO-SimPO).
     """
 
@@ -243,17 +248,17 @@ class SimPO(PairLoss):
         self.sft = sft
 
     def rewards(self, answers: Answers) -> Pairs:
-        """beta times the log-probability per token; gamma is in the loss alone."""
+        """Return beta times the log-probability per token; gamma is only in the loss."""
         return _scaled(self.beta, answers.mean_log_probs)
 
     def pair_losses(self, answers: Answers) -> jax.Array:
-        """The loss of each pair."""
+        """Return the loss of each pair."""
         rewards = self.rewards(answers)
         return _logistic(rewards.chosen - rewards.rejected - self.gamma, self.label_smoothing)
 
 
 def _answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> Answers:
-    """Sums over answers; without a reference the log-ratios are zeros."""
+    """Return the sums over answers; without a reference, the log-ratios are zeros."""
     token_weights_BS = batch["weights"]
     segments_BS = batch["segments"]
 
@@ -275,7 +280,7 @@ def _scaled(factor: float, values: Pairs) -> Pairs:
 
 
 def _logistic(margins_BP: jax.Array, smoothing: float = 0.0) -> jax.Array:
-    """-log sigmoid(margin), where a share `smoothing` of the preferences is taken for the opposite."""
+    """Return -log sigmoid(margin), with a fraction `smoothing` of the preferences assumed to be reversed."""
     losses_BP = -jax.nn.log_sigmoid(margins_BP)
     if smoothing == 0:
         return losses_BP
@@ -283,7 +288,8 @@ def _logistic(margins_BP: jax.Array, smoothing: float = 0.0) -> jax.Array:
 
 
 def _log_odds(log_probs_BP: jax.Array) -> jax.Array:
-    """log(p / (1 - p)) of log p."""
-    # A probability of 1 has no odds; that of a sequence that is not there, an empty sum, would make NaN of gradients.
+    """Return log(p / (1 - p)), given log p."""
+    # A probability of 1 has no odds. The log-probability of a missing sequence is an empty sum, 0, and would make
+    # gradients NaN.
     below_one_BP = jnp.minimum(log_probs_BP, -jnp.finfo(log_probs_BP.dtype).eps)
     return below_one_BP - jnp.log(-jnp.expm1(below_one_BP))

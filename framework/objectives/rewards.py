@@ -18,12 +18,12 @@ from framework.objectives.sequences import pairs_of, sequence_sums
 
 
 class ScoreObjective(Objective):
-    """The base of objectives of score heads."""
+    """Base class of objectives for score heads."""
 
     reads_scores = True
 
     def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As `Objective.loss`, of a score head."""
+        """Return the loss and metrics like `Objective.loss`, for a score head."""
         raise NotImplementedError
 
 
@@ -34,8 +34,10 @@ class PairwiseReward(ScoreObjective):
     loss = -log sigmoid(r(chosen) - r(rejected) - margin) + centering (r(chosen) + r(rejected))^2, the mean over pairs
 
     Args:
-        margin: how much better the chosen sequence should be at least (Llama 2, arXiv 2307.09288, equation 2).
-        centering: pulls the rewards of a pair to a sum of zero (arXiv 2312.09244); 0.01 there.
+        margin: minimum difference by which the chosen sequence should be better (Llama 2, arXiv 2307.09288, equation
+            2).
+        centering: coefficient that pulls the rewards of a pair to a sum of zero (arXiv 2312.09244); the paper uses
+            0.01.
     """
 
     arrays = ("ends", "segments")
@@ -46,12 +48,12 @@ class PairwiseReward(ScoreObjective):
         self.centering = centering
 
     def check_labels(self, num_labels: int) -> None:
-        """Raises ValueError: a reward is one number."""
+        """Raise ValueError if there is more than one label: a reward is one number."""
         if num_labels != 1:
             raise ValueError(f"num_labels = {num_labels}: PairwiseReward compares one number a sequence; expected 1")
 
     def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over pairs of ctx.batch; metrics: accuracy, margin, and the rewards of both."""
+        """Return the mean over pairs of ctx.batch; metrics: accuracy, margin, and the rewards of both sequences."""
         assert ctx.num_sequences is not None
         ends_BS, segments_BS = ctx.batch["ends"], ctx.batch["segments"]
         scores_BS = head.scores(weights, x_BSD, ctx)[..., 0]
@@ -61,7 +63,7 @@ class PairwiseReward(ScoreObjective):
         losses_BP = -jax.nn.log_sigmoid(margins_BP - self.margin)
         if self.centering:
             losses_BP += self.centering * jnp.square(rewards.chosen + rewards.rejected)
-        # A sequence counts by the weight at its end; both of a pair have the same.
+        # A sequence counts with the weight at its end; both of a pair have the same.
         pair_weights_BP = pairs_of(sequence_sums(ends_BS, segments_BS)).chosen * (2 / ctx.num_sequences)
         metrics = {
             "accuracy": jnp.sum(pair_weights_BP * (margins_BP > 0)),
@@ -72,8 +74,8 @@ class PairwiseReward(ScoreObjective):
         return jnp.sum(pair_weights_BP * losses_BP), jax.lax.stop_gradient(metrics)
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over pairs."""
-        # Each pair counts as two sequences, in the sums as well.
+        """Return means over pairs."""
+        # Each pair counts as two sequences, also in the sums.
         sequences = max(totals["sequences"], 1.0)
         names = ("loss", "accuracy", "margin", "chosen", "rejected")
         means = {name: totals[name] / sequences for name in names}
@@ -84,26 +86,26 @@ class PairwiseReward(ScoreObjective):
 class Classification(ScoreObjective):
     """Cross-entropy over classes: -log softmax(scores)[label], the mean over sequences.
 
-    `labels` has the number of a sequence's class at its end.
+    `labels` contains the class of a sequence at its last token.
     """
 
     arrays = ("ends", "labels")
     unit = "nats per sequence"
 
     def check_labels(self, num_labels: int) -> None:
-        """Raises ValueError: with one class there is nothing to learn; regression is no objective here."""
+        """Raise ValueError for fewer than two classes: nothing could be learned, and regression is not supported."""
         if num_labels < 2:
             raise ValueError(f"num_labels = {num_labels}: Classification chooses between classes; expected at least 2")
 
     def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over sequences of ctx.batch; metrics: accuracy."""
+        """Return the mean over sequences of ctx.batch; metrics: accuracy."""
         assert ctx.num_sequences is not None
         ends_BS = ctx.batch["ends"]
         labels_BS = ctx.batch["labels"].astype(jnp.int32)
         scores_BSC = head.scores(weights, x_BSD, ctx)
         log_probs_BSC = jax.nn.log_softmax(scores_BSC)
         is_label_BSC = labels_BS[..., None] == jnp.arange(head.num_labels)
-        # A mask and no lookup, whose gradient would be a scatter.
+        # A mask instead of a lookup, whose gradient would be a scatter.
         picked_BS = jnp.sum(jnp.where(is_label_BSC, log_probs_BSC, 0.0), axis=-1)
         shares_BS = ends_BS / ctx.num_sequences
         is_right_BS = jnp.argmax(scores_BSC, axis=-1) == labels_BS
@@ -111,7 +113,7 @@ class Classification(ScoreObjective):
         return -jnp.sum(shares_BS * picked_BS), jax.lax.stop_gradient(metrics)
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over sequences."""
+        """Return means over sequences."""
         sequences = max(totals["sequences"], 1.0)
         means = {name: totals[name] / sequences for name in ("loss", "accuracy")}
         return {**means, "sequences": totals["sequences"]}

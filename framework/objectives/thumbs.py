@@ -1,4 +1,4 @@
-"""A loss over single answers, each desirable or undesirable: KTO."""
+"""KTO: a loss over single answers, each desirable or undesirable (unpaired preferences)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _KINDS = ("desirable", "undesirable")
 
 
 class _Thumbs(NamedTuple):
-    """The sequences of a microbatch, each f32[B, N]; zeros where there is none.
+    """The sequences of a microbatch, each field f32[B, N]; zeros for missing sequences.
 
     Attributes:
         desirable, undesirable: 1 for a counted answer of this kind.
-        estimating: 1 for a sequence of the estimate of KL.
-        log_probs: of each answer, summed over its tokens.
-        log_ratios: that less the reference's.
-        lengths: tokens of each answer.
+        estimating: 1 for a sequence that the estimate of KL uses.
+        log_probs: the log-probability of each answer, summed over its tokens.
+        log_ratios: log_probs minus those of the reference.
+        lengths: number of tokens of each answer.
     """
 
     desirable: jax.Array
@@ -43,24 +43,26 @@ class KTO(Objective):
     loss = weight (1 - sigmoid(beta (r - z))) of a desirable answer, weight (1 - sigmoid(beta (z - r))) of another,
     r = log pi - log ref; z = max(0, mean of r over prompts with answers to other prompts), without gradient
 
-    z estimates the divergence from the reference; its sequences have the label 0 and no loss. It is taken over a
-    microbatch, on all devices: so the same batch in more microbatches has another loss, if a similar one. TRL's is over
-    the batch of a forward pass on all devices, too. Where a microbatch has no such sequence, z is 0.
+    z estimates the divergence from the reference; its sequences have the label 0 and no loss. It is computed for a
+    microbatch, over all devices, so the same batch in more microbatches has a different, though similar, loss. TRL
+    also computes it for the batch of a forward pass, over all devices. If a microbatch has no such sequence, z is 0.
 
-    The loss is the mean over the answers of the global batch, as the paper's; TRL's, over those of each microbatch.
+    The loss is the mean over the answers of the global batch, as in the paper; in TRL, it is the mean over those of
+    each microbatch.
 
-    Metrics: `reward_desirable`, `reward_undesirable` (beta r), `log_prob_...`, `length_...`, means over answers of each
-    kind; `margin`, the difference of the two rewards; `accuracy`, how many answers are on the right side of z; `kl`, z
-    in nats.
+    Metrics: `reward_desirable`, `reward_undesirable` (beta r), `log_prob_...`, `length_...`, means over answers of
+    each kind; `margin`, the difference of the two rewards; `accuracy`, the fraction of answers on the right side of
+    z; `kl`, z in nats.
 
     Args:
-        beta: how far the model may go from the reference: less is farther.
-        desirable_weight: of desirable answers.
-        undesirable_weight: of the others. The authors advise weights times numbers of examples that are about equal.
+        beta: strength of the pull to the reference; with a lower value, the model may move farther away.
+        desirable_weight: weight of desirable answers.
+        undesirable_weight: weight of undesirable answers. The authors recommend that weight times number of examples
+            is about the same for both kinds.
     """
 
     arrays = ("ends", "segments", "reference", "labels")
-    # z is that of a microbatch.
+    # z is computed per microbatch.
     depends_on_microbatches = True
     unit = "loss per answer"
 
@@ -76,19 +78,19 @@ class KTO(Objective):
         self.undesirable_weight = undesirable_weight
 
     def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The answers of each kind, and of both."""
+        """Return the numbers of answers of each kind, and of both."""
         counted_BS = batch["ends"] * jnp.abs(batch["labels"])
         desirable = jnp.sum(counted_BS * (batch["labels"] > 0))
         undesirable = jnp.sum(counted_BS * (batch["labels"] < 0))
         return {"answers": desirable + undesirable, "desirable": desirable, "undesirable": undesirable}
 
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over answers."""
+        """Return the mean over answers, and the metrics."""
         thumbs = _thumbs(head.log_probs(weights, x_BSD, ctx), ctx.batch)
         kl = _kl(thumbs)
-        # How far an answer is on the right side, [B, N].
+        # The distance by which an answer is on the right side of z, [B, N].
         margins_BN = (thumbs.desirable - thumbs.undesirable) * (self.beta * (thumbs.log_ratios - kl))
-        # 1 - sigmoid(x) = sigmoid(-x), which loses no digits.
+        # 1 - sigmoid(x) is computed as sigmoid(-x), which loses no digits.
         losses_BN = jax.nn.sigmoid(-margins_BN)
         desirable_loss = self.desirable_weight * jnp.sum(thumbs.desirable * losses_BN)
         undesirable_loss = self.undesirable_weight * jnp.sum(thumbs.undesirable * losses_BN)
@@ -97,14 +99,14 @@ class KTO(Objective):
         metrics = {
             **self._observed(thumbs, ctx.counts),
             "accuracy": jnp.sum(counted_BN * (margins_BN > 0)) / num_answers,
-            # The mean over microbatches, by their answers.
+            # The mean over microbatches, weighted by their numbers of answers.
             "kl": kl * jnp.sum(counted_BN) / num_answers,
         }
         loss = (desirable_loss + undesirable_loss) / num_answers
         return loss, jax.lax.stop_gradient({"preference": loss, **metrics})
 
     def _observed(self, thumbs: _Thumbs, counts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The means over answers of each kind; in an evaluation sums."""
+        """Return the means over answers of each kind; in an evaluation, the sums."""
         values = {
             "reward": self.beta * thumbs.log_ratios,
             "log_prob": thumbs.log_probs,
@@ -119,23 +121,24 @@ class KTO(Objective):
         return observed
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over answers, "loss" and all metrics, and the numbers of answers."""
+        """Return means over answers: "loss" and all metrics; and the numbers of answers."""
         num_answers = max(totals["answers"], 1.0)
         summary = {name: totals[name] / num_answers for name in ("preference", "accuracy", "kl")}
         for kind in _KINDS:
             for name in ("reward", "log_prob", "length"):
                 summary[f"{name}_{kind}"] = totals[f"{name}_{kind}"] / max(totals[kind], 1.0)
-        # A difference of sums is none of means.
+        # Recomputed here: the two kinds have different counts, so the difference of their sums is not that of their
+        # means.
         summary["margin"] = summary["reward_desirable"] - summary["reward_undesirable"]
         numbers = {kind: totals[kind] for kind in _KINDS}
         return {"loss": summary["preference"], **summary, **numbers}
 
 
 def _thumbs(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> _Thumbs:
-    """Sums over sequences, and what each is for."""
+    """Compute the sums over sequences, and the role of each sequence."""
     segments_BS = batch["segments"]
     answer_BS = batch["weights"]
-    # At a sequence's end, +1 and -1; 0 of a sequence that does not count.
+    # The label at a sequence's end: +1 or -1; 0 for a sequence that does not count.
     labels_BN = sequence_sums(batch["ends"] * batch["labels"], segments_BS)
     unlabelled_BN = sequence_sums(answer_BS * (batch["labels"] == 0), segments_BS)
     return _Thumbs(
@@ -149,7 +152,7 @@ def _thumbs(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> _Thumbs:
 
 
 def _kl(thumbs: _Thumbs) -> jax.Array:
-    """z, f32 scalar, in nats."""
+    """Return z, f32 scalar, in nats."""
     log_ratio_sum = jnp.sum(thumbs.estimating * thumbs.log_ratios)
     mean = log_ratio_sum / jnp.maximum(jnp.sum(thumbs.estimating), 1.0)
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))

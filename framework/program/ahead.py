@@ -1,8 +1,8 @@
-"""Programs that a thread compiles, while the main thread does what a person waits for.
+"""Programs compiled in a background thread, while the main thread does work that the user waits for.
 
-A run compiles three programs: its first values, its step and its evaluation. Its first step needs the first two only.
-So on CPU a thread compiles the first values while the main thread traces and compiles the step, and the evaluation
-while the first steps run.
+A run compiles three programs: initialization, step and evaluation. Its first step needs only the first two. So on CPU
+a thread compiles the initialization while the main thread traces and compiles the step, and the evaluation while the
+first steps run.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ FIRST_VALUES = "first values"
 
 
 class Ahead:
-    """The programs of one thread, by name. It compiles them in the order in which they were asked for."""
+    """The programs of one thread, by name. They are compiled in the order in which they were requested."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._programs: dict[Hashable, Future[Any]] = {}
 
     def begin(self, name: Hashable, compile_program: Callable[[], Any]) -> None:
-        """Calls `compile_program()` in the thread. A name that was asked for before is not compiled again."""
+        """Call `compile_program()` in the thread. A name that was requested before is not compiled again."""
         if name in self._programs:
             return
-        # The thread starts with the first program, so a run that compiles nothing ahead has none.
+        # The thread starts with the first program, so a run that compiles nothing ahead has no thread.
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
         self._programs[name] = self._thread.submit(compile_program)
 
     def program(self, name: Hashable) -> Any:
-        """The program, as soon as it is compiled; None if nobody asked for it. Raises what compiling it raised."""
+        """Return the program once it is compiled; None if it was not requested.
+
+        Raises the exception of its compilation.
+        """
         future = self._programs.get(name)
         if future is None:
             return None
@@ -46,11 +49,10 @@ class Ahead:
         return name in self._programs
 
     def close(self) -> None:
-        """Cancels the programs that the thread has not begun: whoever needs one of them compiles it."""
+        """Cancel the programs that the thread has not started; callers that need one compile it themselves."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        # A cancelled program is forgotten, so that `program` answers None instead of raising
-        # CancelledError.
+        # Forget cancelled programs, so that `program` returns None instead of raising CancelledError.
         started_programs = {}
         for name, future in self._programs.items():
             if not future.cancelled():
@@ -60,10 +62,10 @@ class Ahead:
 
 
 def evaluation_of(group: str) -> Hashable:
-    """The name of the program that evaluates the weights of a group of the state: "parameter" or "ema"."""
+    """Return the name of the program that evaluates a group of the state: "parameter" or "ema"."""
     return ("evaluation", group)
 
 
 def _text_of(name: Hashable) -> str:
-    """A program's name as a person is told it."""
+    """Return a program's name as shown to the user."""
     return f"the {name}" if isinstance(name, str) else "the evaluation"

@@ -1,8 +1,9 @@
-"""Companion: what adds arrays to a batch before a step sees it, by another model or by the one that is trained.
+"""Companion: a batch transform that adds arrays from an auxiliary model, or from the trained model itself.
 
-A reference adds the log-probabilities that preferences are compared with, a teacher its likeliest tokens, rollouts the
-answers that the model itself gives and what they are worth. `framework.companions` has these; `Program.step` and
-`Program.evaluate` ask them. So no schedule knows of a second model: the step's batch has arrays like any other.
+A reference adds the log-probabilities that preference losses compare with, a teacher adds its most likely tokens, and
+rollouts add the model's own answers and their rewards. The implementations are in `framework.companions`;
+`Program.step` and `Program.evaluate` call them. So schedules need not know about a second model: the additional
+arrays are part of the batch like any others.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Tell = Callable[[str], None]
 
 
 class Passes(NamedTuple):
-    """The forward passes that complete the batch of a step, as a plan without a compiler counts them.
+    """The cost of the forward passes that complete a training batch, as an analytical plan counts it.
 
     Attributes:
-        flops: of matrix products, on all devices.
-        read_bytes: of weights, that one device reads from its memory.
-        hosted_bytes: of weights, in the host memory of one device, between steps too.
-        moved_bytes: of weights, that come to one device from its host.
+        flops: FLOPs of matrix products on all devices.
+        read_bytes: bytes of weights that one device reads from its memory.
+        hosted_bytes: bytes of offloaded weights in the host memory of one device, also between steps.
+        moved_bytes: bytes of weights transferred from the host to one device.
     """
 
     flops: float = 0.0
@@ -34,7 +35,7 @@ class Passes(NamedTuple):
     moved_bytes: int = 0
 
     def and_then(self, later: Passes) -> Passes:
-        """Both, one after the other."""
+        """Return the total cost of both, run one after the other."""
         return Passes(
             flops=self.flops + later.flops,
             read_bytes=self.read_bytes + later.read_bytes,
@@ -44,87 +45,90 @@ class Passes(NamedTuple):
 
 
 class Companion:
-    """The base of companions; building one touches no device and no file.
+    """Base class of batch transforms; building one touches no device and no file.
 
-    `experiment` is a `framework.program.experiment.Experiment`, `program` a `framework.program.program.Program`: these
-    files import this one, and so are not named as types here. Subclasses name them.
+    `experiment` is a `framework.program.experiment.Experiment` and `program` a `framework.program.program.Program`.
+    Those modules import this one, so their types are not named here. Subclasses name them.
     """
 
     def join(self, experiment: Any) -> None:
-        """Told the experiment that it is a part of, as soon as the other parts are built."""
+        """Receive the experiment that this transform belongs to, as soon as its other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
-        """Returns the arrays of a batch as a step, or an evaluation, sees it.
+        """Return the arrays of a batch as a step or an evaluation sees it.
 
         Args:
-            delivered: those that the data pipeline gives.
-            evaluation: they are of an evaluation.
+            delivered: arrays that the data pipeline delivers.
+            evaluation: whether they belong to an evaluation.
         """
         raise NotImplementedError
 
     def check(self, experiment: Any) -> None:
-        """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
+        """Raise ValueError if the transform does not fit model, data or memory. Reads nothing."""
 
     def check_files(self, program: Any, workdir: Path, *, begins: bool) -> None:
-        """Looks at the files that it needs, once the data is set up and before anything is compiled.
+        """Check the files that the transform needs, once the data is set up and before anything is compiled.
 
-        It loads no weights. Every process calls this.
+        Loads no weights. Every process calls this.
 
         Args:
             program, workdir, begins: as for `open`.
 
         Raises:
-            FileNotFoundError, ValueError: files are not there, or are of another model or of other data.
+            FileNotFoundError, ValueError: files are missing, or belong to another model or other data.
         """
 
     def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
-        """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
+        """Prepare the transform.
 
-        Every process calls this.
+        Called once the data is set up and before the program's state exists, so the devices are empty. Every process
+        calls this.
 
         Args:
-            program: whose batches are completed.
-            workdir: a local folder, where it may keep what it computes once.
-            begins: the run has no checkpoint yet.
-            tell: prints a line above the progress.
+            program: program whose batches are completed.
+            workdir: local folder where the transform may store results that it computes once.
+            begins: whether the run has no checkpoint yet.
+            tell: function that prints a line above the progress bar.
 
         Raises:
-            FileNotFoundError, ValueError: what it needs is not there, or is of another model.
+            FileNotFoundError, ValueError: a required file is missing or belongs to another model.
         """
 
     def is_open(self, program: Any) -> bool:
-        """Whether `completed` can be called, as `open` was called with this program or is not needed."""
+        """Return whether `completed` can be called: `open` was called with this program, or is not needed."""
         return True
 
     def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
-        """Returns the batch with all arrays of `arrays`.
+        """Return the batch with all arrays of `arrays`.
 
         Args:
-            program: as `open` was given it.
-            state: the running state; it stays.
-            batch: what the data delivered, on the devices.
-            group: of the state, whose weights count where the model itself is asked: "parameter" or "ema".
+            program: the program that was passed to `open`.
+            state: the training state; it is not modified.
+            batch: the delivered batch, on the devices.
+            group: group of the state whose weights are used if the trained model itself is run: "parameter" or "ema".
         """
         raise NotImplementedError
 
     def host_bytes(self, program: Any) -> int:
-        """The bytes of host memory, of one device, in which it keeps arrays between steps."""
+        """Return the bytes of one device's host memory that the transform occupies between steps."""
         return 0
 
     def passes(self, experiment: Any, mesh: Any) -> Passes:
-        """What `completed` runs for a training step, by arithmetic. Nothing is opened or traced for that.
+        """Estimate analytically what `completed` runs for a training step. Opens and traces nothing.
 
         Args:
-            experiment: whose batches are completed.
-            mesh: of its devices, which may be abstract.
+            experiment: experiment whose batches are completed.
+            mesh: mesh of its devices, which may be abstract.
         """
         return Passes()
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
-        """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
+        """Compile the programs of `completed` with `compile`, also for an absent machine.
 
-        Nothing is opened for that. A ledger's peak is all that a device holds then, the training state included where
-        it exists; its `host_peak` are the bytes in host memory that are no part of the state, such as a reference's
-        weights; `once` says that steps do not wait for it.
+        Returns their memory by name.
+
+        Opens nothing. The peak of a ledger is everything that a device holds at that time, including the training
+        state where it exists. Its `host_peak` counts the bytes in host memory that are not part of the state, such as
+        a reference's weights. `once` means that steps do not wait for it.
         """
         return {}

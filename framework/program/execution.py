@@ -1,7 +1,7 @@
-"""Execution: how the state of a run lies in memory, and by which compiled programs it is made, trained and evaluated.
+"""Execution: the memory layout of a run's state, and the compiled programs that initialize, train and evaluate it.
 
-There are two: `framework.program.whole` jits the step as one program over stacked weights, and
-`framework.program.layerwise` runs it layer by layer. `Program` chooses one, and nobody asks it which it is.
+There are two backends. `framework.program.whole` jits the step as one program over stacked weights, and
+`framework.program.layerwise` runs it layer by layer. `Program` chooses one, and other code does not depend on which.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Execution(ABC):
     """The compiled programs of a run, and the layout of the state that they take.
 
     Args:
-        experiment: what to train.
-        checkpoint_layout: the layout of checkpoints, which is the same for every execution: stacks are whole.
-        rows: the batches on the mesh.
-        ahead: the thread that compiles programs before they are called.
-        layout: that of the running state, if its stacks are to be whole whatever `parts_of` says.
+        experiment: experiment to train.
+        checkpoint_layout: layout of checkpoints, which has whole stacks and is the same for every backend.
+        rows: batches on the mesh.
+        ahead: thread that compiles programs before they are called.
+        layout: layout of the running state, if its stacks must be whole regardless of `parts_of`.
 
     Attributes:
-      parts: in which the running state has its stacks.
-      jit: jax.jit with the compiler's options.
-      first_values: what the state holds at step 0.
+        parts: split of the stacks in the running state.
+        jit: jax.jit with the compiler options.
+        first_values: initialization of the state at step 0.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Execution(ABC):
     @staticmethod
     @abstractmethod
     def parts_of(experiment: Experiment) -> Parts:
-        """The parts in which a run holds its stacks.
+        """Return how a run splits its stacks.
 
         Raises:
-            ValueError: the model has other stages than a step of this execution runs, or its stacks cannot be cut so.
+            ValueError: the model has stages that this backend cannot run, or its stacks cannot be split this way.
         """
 
     @property
@@ -82,7 +82,7 @@ class Execution(ABC):
         return self.mesh.devices.flat[0].platform
 
     def compile_here(self, lowered: Any, hosted: executables.HostBytes) -> Compiled:
-        """Compiles a lowered program for the mesh, with the peak of one device in bytes."""
+        """Compile a lowered program for the mesh; returns it with the peak memory of one device in bytes."""
         run = executables.compiled(lowered, self.compiler_options)
         peak = executables.peak_bytes(run.memory_analysis(), self.platform, hosted)
         return Compiled(run, peak)
@@ -91,23 +91,22 @@ class Execution(ABC):
 
     @abstractmethod
     def init(self, seed: int | None, given_paths: Collection[str]) -> State:
-        """The state at step 0, in the layout.
+        """Return the state at step 0, in the layout.
 
         Args:
-            seed: of the initialization; the config's seed by default.
-            given_paths: of parameters that are zeros, because the caller overwrites them.
+            seed: seed of the initialization; the config's seed by default.
+            given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
         """
 
     def calibrated(self, state: State, batch: Batch) -> State:
-        """The first state with the values that the model gives its parameters for this batch, the run's first.
+        """Return the initial state with the parameter values that the model derives from the run's first batch.
 
-        Optimizer state and averages are made to fit them. The state that was passed in is gone afterwards.
+        Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
         calibrate = self.first_values.calibration()
         weights = {group: state[group] for group in ("parameter", "frozen")}
         derived_groups = ("optimizer", "ema")
-        # Optimizer state and averages are made anew from the weights, so the old ones go before the
-        # new ones are made.
+        # Optimizer state and averages are recreated from the weights, so free the old ones first.
         for leaf in jax.tree.leaves([state[group] for group in derived_groups]):
             leaf.delete()
         result_specs = {group: self.layout.specs[group] for group in (*weights, *derived_groups)}
@@ -116,93 +115,93 @@ class Execution(ABC):
 
     @abstractmethod
     def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Inside jit: leaves of the running state once a layer's values were written; see `Parts.place`.
+        """Write a layer's values into leaves of the running state, inside jit; see `Parts.place`.
 
         Args:
-            old: leaves [L, ...], or [1, ...] where a leaf holds one layer.
-            new: the layer's values [...].
-            index: int32[], the layer's index in these leaves.
+            old: leaves [L, ...], or [1, ...] if a leaf holds one layer.
+            new: values [...] of the layer.
+            index: int32[], index of the layer in these leaves.
         """
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
     @abstractmethod
     def begin_first_values(self) -> None:
-        """Has a thread compile the program that draws the first values, where it is one program."""
+        """Start compiling the initialization in a thread, if it is one program."""
 
     @abstractmethod
     def begin_evaluation(self) -> None:
-        """Has a thread compile evaluation of the weights and of their averages, where each is one program."""
+        """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
 
     @property
     @abstractmethod
     def evaluation_has_begun(self) -> bool:
-        """Whether a thread was asked to compile evaluation."""
+        """True once compilation of the evaluation was started in a thread."""
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
     @abstractmethod
     def compile(self) -> None:
-        """Compiles the training step, once."""
+        """Compile the training step, once."""
 
     @abstractmethod
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """One training step; the old state is gone afterwards."""
+        """Run one training step; the old state is deleted."""
 
     @abstractmethod
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
-        """Sums over a batch with the weights of a group of the state, "parameter" or "ema"."""
+        """Return sums over a batch, with the weights of a group of the state, "parameter" or "ema"."""
 
-    # --- what is told about the programs ------------------------------------------------------------------------------
+    # --- information about the programs -------------------------------------------------------------------------------
 
     @abstractmethod
     def executables(self) -> list[Any]:
-        """The compiled programs of a step on this mesh, in the order of their calls."""
+        """Return the compiled programs of a step on this mesh, in call order."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The device memory of one device during a step's worst instant, once it is compiled for this mesh."""
+        """Return the peak device memory of one device during a step, once it is compiled for this mesh."""
 
     @abstractmethod
     def rehearse_init(self, compile: Compile) -> Ledger:
-        """Compiles the programs of `init` with `compile`, also for a machine that is not here, and adds them up."""
+        """Compile the programs of `init` with `compile`, also for an absent machine, and total their memory."""
 
     @abstractmethod
     def rehearse_step(self, compile: Compile) -> Ledger:
-        """The same of a training step."""
+        """Do the same for a training step."""
 
     @abstractmethod
     def rehearse_evaluation(self, compile: Compile) -> Ledger:
-        """The same of the evaluation of a batch."""
+        """Do the same for the evaluation of a batch."""
 
     @abstractmethod
     def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
-        """What a step computes, one jaxpr for each call of a program.
+        """Return the jaxprs of a step, one for each program call.
 
         Args:
-            ledger: of a rehearsed step. Without it, the list is empty where only a rehearsal makes the calls.
+            ledger: result of a step's dry run. Without it, the list is empty if only a dry run makes the calls.
         """
 
-    # --- what checkpoints hold ----------------------------------------------------------------------------------------
+    # --- checkpoint contents ------------------------------------------------------------------------------------------
 
     def stored(self, state: State) -> State:
-        """The part of a state that a checkpoint holds, with whole stacks; parts are joined in host memory."""
+        """Return the part of a state that checkpoints hold. Split stacks are joined into whole ones in host memory."""
         saved_groups = {group: state[group] for group in self.checkpoint_layout.kept}
         return self.parts.joined(saved_groups, self.checkpoint_layout)
 
     @property
     def abstract_stored(self) -> Nested:
-        """The abstract arrays that a checkpoint is read into. Stacks that are to be cut are read into host memory."""
+        """The abstract arrays that a checkpoint is read into. Stacks that will be split are read into host memory."""
         return self.checkpoint_layout.abstract(self.parts.before_cut(self.checkpoint_layout))
 
     def restored(self, stored: State) -> State:
-        """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
+        """Build the state from a checkpoint's arrays. `stored` is deleted."""
         state = self.parts.cut(stored, self.layout)
         return {**state, **self.scratch_jit()}
 
     @property
     def bytes_by_host(self) -> int:
-        """Of one device's memory, the bytes that `restored` takes through host memory, to be cut there."""
+        """Bytes of one device's memory that `restored` routes through host memory, to be split there."""
         part_stages = {part.stage for part in self.parts.parts}
         total = 0
         for leaf in self.layout:
@@ -211,13 +210,13 @@ class Execution(ABC):
         return total
 
     def joined(self, state: State) -> State:
-        """Weights, averages and buffers with whole stacks, for generation. The state is gone afterwards."""
+        """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""
         if not self.parts.parts:
             return state
         model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
         joined_state = self.parts.joined(model_state, self.checkpoint_layout)
-        # The parts and the optimizer's state go before the whole stacks come to the devices, which may not have room
-        # for both. Leaves outside of stacks are the same arrays in the joined state, and stay.
+        # Free the split stacks and the optimizer state before the whole stacks are put on the devices, which may not
+        # have room for both. Leaves outside of stacks are the same arrays in the joined state, so they stay.
         leaving: list[Any] = [state["optimizer"]]
         for tree in model_state.values():
             leaving += [part.of(tree) for part in self.parts.parts if part.stage in tree]
@@ -228,7 +227,7 @@ class Execution(ABC):
 
     @functools.cached_property
     def scratch_jit(self) -> Any:
-        """The jitted function that makes the groups of the state that no checkpoint holds, as zeros."""
+        """The jitted function that creates the state groups that checkpoints do not hold, as zeros."""
         specs = {name: tree for name, tree in self.layout.specs.items() if name not in self.layout.kept}
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         return jax.jit(zeros, out_shardings=self.layout.shardings(specs))

@@ -1,4 +1,4 @@
-"""Experiment: the root of every named config; builds the parts and checks what concerns several of them.
+"""Experiment: the root of every named config. It builds the parts and checks that they fit together.
 
 Building one touches no device and no file, so a bad config fails before anything starts.
 """
@@ -29,11 +29,10 @@ from framework.schedules.placement import Placement
 from framework.schedules.sections import sections_of
 
 Part = TypeVar("Part")
-# The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by
-# then, do not depend on it, and `framework.program.run_length.set_length` gives the real one before
-# anything is compiled.
+# Assumed number of steps while the steps per epoch are unknown. Bytes and FLOPs, which are needed by then, do not
+# depend on it. `framework.program.run_length.set_length` sets the real number before anything is compiled.
 _NOMINAL_STEPS = 1000
-# What gives a batch an array that an objective may miss, by the array's name.
+# Sources of the batch arrays that an objective may miss, by array name.
 _GIVERS = {
     "ends": "ends by data.source=PairSource or ThumbSource (RankedSource of a reward model)",
     "labels": "labels by data.source=ThumbSource (LabelledSource of a classifier)",
@@ -45,7 +44,7 @@ _GIVERS = {
 
 @component
 class AcceleratorRule:
-    """What a config changes on some accelerators; applied before the command line's overrides, and printed.
+    """Config changes for some accelerators; applied before the command line's overrides, and printed.
 
     Args:
         pattern: shell pattern of accelerator names, "v5e-*" or "h200x8".
@@ -59,21 +58,21 @@ class AcceleratorRule:
 
 @component
 class Experiment:
-    """A training run, described.
+    """A complete description of a training run.
 
     Args:
-        model: the model.
-        data: what it reads; `instantiate` also takes a Pipeline that is ready, and likewise other parts.
-        mesh: how devices are arranged.
+        model: model to train.
+        data: training and validation data; `instantiate` also accepts a finished Pipeline, and likewise other parts.
+        mesh: arrangement of the devices.
         learner: optimizer, rules, clipping, averaging.
-        memory: where state lives and what is recomputed.
-        compiler: what the compiler is told.
-        trainer: how long, how often, what is kept.
-        health: how processes look after themselves and each other.
-        pretrained: a directory that the first weights come from; they are drawn without one.
-        companion: what completes batches before a step sees them (a reference, a teacher, rollouts), of
-            framework.companions; None where the data has all.
-        accelerator_rules: what differs by accelerator.
+        memory: placement of the state, and recomputation of activations.
+        compiler: compiler options.
+        trainer: length of the run, and intervals and contents of its outputs.
+        health: how processes monitor themselves and each other.
+        pretrained: directory of the initial weights; without one they are initialized randomly.
+        companion: batch transform that completes batches before a step sees them (a reference, a teacher, rollouts),
+            from framework.companions; None if the data has all arrays.
+        accelerator_rules: config changes by accelerator.
     """
 
     def __init__(
@@ -91,8 +90,7 @@ class Experiment:
         companion: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
-        # Rules are applied to the config before it is built. Building them here only finds mistakes
-        # in them.
+        # Rules are applied to the config before it is built. Building them here only validates them.
         for rule in accelerator_rules:
             rule.instantiate()
         self.model = _built("model", model, Chain)
@@ -115,11 +113,12 @@ class Experiment:
             self.companion.join(self)
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
-        """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.
+        """Raise ValueError, naming both numbers, if mesh, batch, model, memory and data do not fit together.
 
         Args:
-            mesh: the sizes of its axes matter.
-            reach: also look whether an optimizer mixes parameters; that may take a second.
+            mesh: mesh; only the sizes of its axes matter.
+            reach: whether to also check the update locality, that is, whether an optimizer mixes parameters. This may
+                take a second.
         """
         self.model.check(mesh, self.data)
         if self.learner.scope == "model" and self.memory.update != "after_backward":
@@ -134,14 +133,14 @@ class Experiment:
         self._check_objective()
 
     def _check_objective(self) -> None:
-        """Raises ValueError when the batches lack an array that the head's objective reads, or are not for it."""
+        """Raise ValueError if batches lack an array that the head's objective reads, or are not meant for it."""
         if self.companion is not None:
             self.companion.check(self)
         objective = self.model.head.objective if isinstance(self.model, CausalLM) else None
         read = () if objective is None else objective.arrays
         unread = [name for name in ("ends", "labels") if name in self.data.arrays() and name not in read]
         if unread:
-            # The next tokens' loss would learn rejected answers as well as chosen ones.
+            # A next-token loss would learn rejected answers as well as chosen ones.
             given = "None, the loss of next tokens" if objective is None else type(objective).__name__
             raise ValueError(
                 f"model.head.objective is {given}, which does not read {' and '.join(unread)} of the batches: data is "
@@ -159,21 +158,21 @@ class Experiment:
             )
 
     def _givers(self, missing: Sequence[str]) -> str:
-        """What gives a batch the arrays that it lacks, in words; "" where nothing of the framework does."""
+        """Name the sources of missing batch arrays; "" if the framework has none for them."""
         hints = [hint for name, hint in _GIVERS.items() if name in missing]
         if "reference" in missing and getattr(self.companion, "kind", None) == "none":
             hints[hints.index(_GIVERS["reference"])] = "companion.kind = none adds no reference, auto does"
         return f": {', '.join(hints)}" if hints else ""
 
     def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
-        """The arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""
+        """Return the arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""
         delivered = self.data.arrays(evaluation=evaluation)
         if self.companion is None:
             return delivered
         return self.companion.arrays(delivered, evaluation=evaluation)
 
     def _check_sections(self) -> None:
-        """Raises ValueError when the stacks cannot be cut, or recomputed, as the memory section says."""
+        """Raise ValueError if the stacks cannot be split, or recomputed, as the memory section specifies."""
         sections = sections_of(self.model, self.memory)
         running_model = self.model.in_sections(sections)
         for stack in running_model.stacks.values():
@@ -192,10 +191,10 @@ class Experiment:
             )
 
     def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises ValueError: the batch cannot be split into microbatches, or these into shards."""
+        """Raise ValueError if the batch cannot be split into microbatches, or these into shards."""
         batch = self.data.global_batch_size
         accumulate = self.learner.accumulate
-        # The axes that split a batch; the others split the tensors of a model.
+        # Only these axes split a batch; the others split the model's tensors.
         shards = batch_shards(mesh.shape)
         if batch % accumulate:
             raise ValueError(
@@ -207,7 +206,7 @@ class Experiment:
             step = shards * accumulate
             below = batch // step * step
             above = -(-batch // step) * step
-            # The next multiple below may be zero, which is no batch.
+            # The next lower multiple may be zero, which is not a valid size.
             nearest_sizes = [size for size in (below, above) if size]
             axes = "mesh.data * mesh.fsdp" + (" * mesh.expert" if mesh.shape["expert"] > 1 else "")
             raise ValueError(
@@ -218,13 +217,13 @@ class Experiment:
 
     @property
     def language_model(self) -> CausalLM:
-        """The model as a language model. Raises ValueError: it is a model of another kind."""
+        """The model as a language model. Raises ValueError if it is a different kind of model."""
         if not isinstance(self.model, CausalLM):
             raise ValueError(f"model is a {type(self.model).__name__}; this is for language models (CausalLM)")
         return self.model
 
     def state_specs(self) -> Nested:
-        """The specs of everything that training keeps, by group, as checkpoints have it."""
+        """Return the specs of the training state by group, in checkpoint form."""
         learner = self.learner
         hosted_state = self._hosted_stages("optimizer_state")
         return {
@@ -238,9 +237,9 @@ class Experiment:
         }
 
     def _hosted_stages(self, field: str) -> set[str]:
-        """The stages that have something in host memory by a placement of the memory section.
+        """Return the stages that a placement of the memory section offloads, at least in part.
 
-        Whole stacks are meant, of which it may be the first units alone.
+        The names are those of whole stacks, even if only the first layers are offloaded.
         """
         placement: Placement = getattr(self.memory, field)
         stacks = self.model.stacks
@@ -250,9 +249,9 @@ class Experiment:
         return stages
 
     def _hosted_gradient_specs(self) -> Nested:
-        """{"gradient": specs by stage}, {} where none are in host memory.
+        """Return {"gradient": specs by stage}, or {} if no gradients are offloaded.
 
-        Gradients are part of the state only in host memory: on the device they live within a step.
+        Gradients are part of the state only in host memory. On the device they exist only within a step.
         """
         hosted = self._hosted_stages("gradients")
         specs = self.learner.gradient_specs(hosted)
@@ -260,7 +259,7 @@ class Experiment:
         return {"gradient": hosted_specs} if hosted_specs else {}
 
     def _placed(self, weights: Nested) -> Nested:
-        """The specs of weights, large ones tagged with where `memory.parameters` has them."""
+        """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
         hosted = self._hosted_stages("parameters")
         placed_specs = {}
         for stage, specs in weights.items():
@@ -271,11 +270,11 @@ class Experiment:
 
 
 def _built(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
-    """The part that a config describes. Raises ConfigError where it is of another kind."""
+    """Build a part from its config. Raises ConfigError if it is of another kind."""
     if isinstance(config, kind):
         return config
     assert isinstance(config, Config)
-    # Before it is built: a learner needs arguments that nothing else takes.
+    # Check before building: a learner, for example, needs arguments that no other part takes.
     target = target_of(config)
     if isinstance(target, type) and not issubclass(target, kind):
         raise ConfigError(f"expected a config of {kind.__name__}, given that of {target.__name__}", path=name)
@@ -287,7 +286,11 @@ def _built(name: str, config: Config | Part, kind: type[Part], **late: Any) -> P
 
 
 def _counter_specs() -> Nested:
-    """step and skipped count; grad_norm is that of the last update; rng is the run's key data (threefry: two words)."""
+    """Return the specs of the counters.
+
+    step and skipped are counts; grad_norm is that of the last update; rng is the run's key data (threefry: two
+    words).
+    """
     return {
         "step": TensorSpec((), "int32"),
         "skipped": TensorSpec((), "int32"),

@@ -1,6 +1,6 @@
-"""The first values of the state: drawn by a seed, and set by a first batch where a model asks for that.
+"""Initialization of the state: random by a seed, and calibrated on a first batch if the model requests it.
 
-These are functions to be jitted. `framework.program.execution` jits them, into the layout of the state.
+These functions are meant to be jitted. `framework.program.execution` jits them into the layout of the state.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from framework.schedules.step import State, training_context
 Arrays = dict[str, jax.Array]  # by the path of a parameter
 GroupedArrays = dict[str, Arrays]  # {group of the state: {path: array}}
 Paths = tuple[str, ...]
-# The function (key, paths, layer or None) -> what the state holds of the parameters at these paths.
+# A function (key, paths, layer or None) -> the state's arrays for the parameters at these paths.
 Draw = Callable[..., GroupedArrays]
 
 
 class InitPart(NamedTuple):
-    """Parameters whose first values are made together.
+    """Parameters that are initialized together.
 
     Attributes:
-      paths: of the parameters.
-      num_layers: the layers that they are made for one by one; None where an optimizer spans layers, or where the
-        parameters are of no stack.
+        paths: paths of the parameters.
+        num_layers: number of layers, which are initialized one by one; None if an optimizer spans layers, or if the
+            parameters are not in a stack.
     """
 
     paths: Paths
@@ -49,13 +49,13 @@ class InitPart(NamedTuple):
 
 
 class FirstValues:
-    """Makes the values of a state at step 0.
+    """Initializes the values of a state at step 0.
 
     Args:
-        model: whose parameters are drawn.
-        learner: knows the optimizer's state and the averages that go with parameters.
-        checkpoint_layout: the layout with whole stacks.
-        layout: that of the running state, where a stack may be a list of layers.
+        model: model whose parameters are initialized.
+        learner: learner that creates the optimizer state and averages of the parameters.
+        checkpoint_layout: layout with whole stacks.
+        layout: layout of the running state, where a stack may be a list of layers.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class FirstValues:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, TensorSpec]]:
-        """{group: {path: spec}} of the state with whole stacks."""
+        """The specs of the state with whole stacks, {group: {path: spec}}."""
         return {name: flatten(tree) for name, tree in self._checkpoint_layout.specs.items()}
 
     def nested(self, flat: GroupedArrays) -> State:
-        """{group: {path: array}} as the tree of the running state."""
+        """Arrange {group: {path: array}} as the tree of the running state."""
         return {name: in_structure(tree, flat[name]) for name, tree in self._layout.specs.items()}
 
     def values_of(self, precise: Arrays, *, unit: bool) -> GroupedArrays:
-        """Inside jit: all that the state holds of some parameters, {group: {path: array}}.
+        """Return all state arrays for some parameters, {group: {path: array}}. For use inside jit.
 
-        The arrays are cast as the layout says, and are not moved to host memory yet.
+        The arrays are cast to the dtypes of the layout but not yet moved to host memory.
 
         Args:
-            precise: by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
-            unit: they are one layer's, without the leading axis.
+            precise: arrays by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
+            unit: whether they belong to one layer, without the leading axis.
         """
         groups = self.groups
         first_path = next(iter(precise))
@@ -96,7 +96,7 @@ class FirstValues:
             values_by_group = self._learner.init_part(precise, unit=unit)
         if "gradient" in groups and "parameter" in values_by_group:
             params = values_by_group["parameter"]
-            # Gradients on the device are no part of the state.
+            # Gradients that stay on the device are not part of the state.
             hosted_params = {path: x for path, x in params.items() if path in groups["gradient"]}
             values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, hosted_params)
         cast_values = {}
@@ -106,7 +106,7 @@ class FirstValues:
         return cast_values
 
     def parts(self) -> Iterator[InitPart]:
-        """All parameters in the order in which they are made."""
+        """Yield all parameters in initialization order."""
         specs = flatten(self._model.parameter_specs())
         learner = self._learner
         frozen_parts = [(path,) for path in self.groups["frozen"]]
@@ -115,9 +115,9 @@ class FirstValues:
             yield InitPart(paths, num_layers)
 
     def draw(self, given_paths: Collection[str]) -> Draw:
-        """The function (key, paths, layer) -> what the state holds of these parameters, not moved to host memory yet.
+        """Return the function (key, paths, layer) -> the state's arrays for these parameters, not yet in host memory.
 
-        Parameters among `given_paths` are zeros.
+        Parameters in `given_paths` are zeros.
         """
         specs = {}
         for path, spec in flatten(_uncast(self._model.parameter_specs())).items():
@@ -133,8 +133,10 @@ class FirstValues:
         return make
 
     def calibration(self) -> Callable[[Nested, Nested, Nested, Nested], Nested]:
-        """The function (weights by group, counters, buffers, batch) -> {group: tree} of weights that the model sets for
-        this batch, with the optimizer's state and the averages that fit them."""
+        """Return the function (weights by group, counters, buffers, batch) -> {group: tree}.
+
+        The trees hold the weights that the model sets for this batch, with matching optimizer state and averages.
+        """
         learner = self._learner
         layout = self._layout
         groups = self.groups
@@ -161,14 +163,14 @@ class FirstValues:
 
 
 def check_calibrated_dtypes(model: Chain) -> None:
-    """Raises ValueError: a parameter is narrower than 32 bits, in a model whose first batch decides values."""
+    """Raise ValueError if a parameter is narrower than 32 bits in a model whose first batch determines values."""
     for path, spec in flatten(model.parameter_specs()).items():
         if spec.dtype.itemsize < 4:
             raise ValueError(f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)")
 
 
 def _uncast(specs: Nested) -> Nested:
-    """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
+    """Widen dtypes to at least float32, so that a master copy holds the exact initial values before they are cast."""
 
     def uncast(spec: Any) -> Any:
         if spec.quantized:

@@ -1,4 +1,4 @@
-"""The program of an experiment for inference: on whatever devices there are, with its stack in host memory if asked."""
+"""Builds the program of an experiment for inference on the available devices, optionally with an offloaded stack."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def inference_program(
     mesh_is_asked: bool,
     tell: Callable[[str], None],
 ) -> Program:
-    """The experiment's program on all devices, for inference. A run's mesh that does not fit them becomes fsdp = -1.
+    """Build the experiment's inference program on all devices. If the run's mesh does not fit, fsdp = -1 replaces it.
 
     Args:
-        experiment: has the model.
-        host_weights: the stack's matrices are to live in host memory.
-        mesh_is_asked: the mesh is what the user asks for now, and not only the run's: no other one takes its place.
-        tell: gets a message about another mesh.
+        experiment: experiment with the model.
+        host_weights: whether to offload the matrices of the stack to host memory.
+        mesh_is_asked: whether the user requested this mesh explicitly, so that no other mesh may replace it.
+        tell: function that prints a message about a replaced mesh.
 
     Raises:
-        ValueError: the model does not fit the mesh, or a mesh that was asked for does not fit the devices.
+        ValueError: the model does not fit the mesh, or a requested mesh does not fit the devices.
     """
     mesh = experiment.mesh
     try:

@@ -1,7 +1,7 @@
-"""Layerwise: the state has each layer of the stack as arrays of its own, and a step is many small programs.
+"""Layerwise: the state stores each layer of the stack as separate arrays, and a step runs many small programs.
 
-`framework.schedules.layerwise` has the programs of a step and of an evaluation. Checkpoints hold whole stacks, so a
-state is joined for them, and cut again when it is restored.
+The programs of a step and of an evaluation are in `framework.schedules.layerwise`. Checkpoints hold whole stacks, so
+layers are stacked when saving and split again when restoring.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from framework.terminal.phases import phase
 
 
 class Layerwise(Execution):
-    """Small programs that Python calls for one layer after the other (memory.update = layer_programs).
+    """Runs a step as small programs that Python calls layer by layer (memory.update = layer_programs).
 
     Args:
         experiment, checkpoint_layout, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
 
     Raises:
-        ValueError: learner, memory or model want what a step in layers cannot give.
+        ValueError: learner, memory or model require something that a per-layer step cannot provide.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Layerwise(Execution):
 
     @staticmethod
     def parts_of(experiment: Experiment) -> Parts:
-        """See `Execution`: the stack is a list of layers."""
+        """See `Execution`: the stack is split into single layers."""
         stages = list(experiment.model.stages)
         if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
             raise ValueError(
@@ -69,17 +69,17 @@ class Layerwise(Execution):
         return Programs(self.jit, self.compile_here, self.layout)
 
     def rehearse_init(self, compile: Compile, given_paths: Collection[str] = ()) -> Ledger:
-        """See `Execution`; parameters among `given_paths` are zeros."""
+        """See `Execution`; parameters in `given_paths` are zeros."""
         self._init_programs.compile = compile
         words = TensorSpec((2,), "uint32")
         number = TensorSpec((), "int32")
         return self._init_programs.rehearse(lambda *args: self._drawn(given_paths, *args), words, number)
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> State:
-        """See `Execution`. The values are those of `Whole`, by one program for each kind of leaf."""
+        """See `Execution`. The values equal those of `Whole`, but each kind of leaf has its own program."""
         self.rehearse_init(self.compile_here, given_paths)
         seed = self.experiment.trainer.seed if seed is None else seed
-        # The keys go to the devices as their data: uint32[2] words each (threefry).
+        # Pass the keys to the devices as raw data: uint32[2] words each (threefry).
         keys = jax.random.split(jax.random.key(seed))
         key_words = np.asarray(jax.random.key_data(keys))
         host_arguments = (key_words[0], key_words[1], np.int32(0))
@@ -93,12 +93,12 @@ class Layerwise(Execution):
         return self.first_values.nested(flat)
 
     def _drawn(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
-        """{group: {path: array}} of all that is made of parameters.
+        """Initialize everything derived from parameters, {group: {path: array}}.
 
         Args:
-            given_paths: of parameters that are zeros.
-            words: uint32[2], the data of the key.
-            number: int32[], the number of the first layer: 0.
+            given_paths: paths of parameters to fill with zeros.
+            words: uint32[2], the raw data of the key.
+            number: int32[], the index of the first layer: 0.
         """
         make = self.first_values.draw(given_paths)
         specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
@@ -113,7 +113,7 @@ class Layerwise(Execution):
                 places = {}
                 for name, values in abstract.items():
                     paths_in_state = {path: self._path_in_state(path, layer_index) for path in values}
-                    # Gradients on the device are no part of the state.
+                    # Gradients that stay on the device are not part of the state.
                     places[name] = {
                         path: specs[name][path_in_state]
                         for path, path_in_state in paths_in_state.items()
@@ -121,8 +121,8 @@ class Layerwise(Execution):
                     }
                 kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
                 run = functools.partial(_placed_values, make, paths, places, stacked)
-                # The number of the layer is an argument on the device, so all layers whose leaves
-                # are in the same kind of memory share one program.
+                # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
+                # memory share one program.
                 layer_values, number = self._init_programs(
                     (paths, kinds, paths[0] in given_paths),
                     run,
@@ -137,22 +137,22 @@ class Layerwise(Execution):
         return flat
 
     def _path_in_state(self, path: str, layer: int | None) -> str:
-        """The path of a parameter's array in the running state; `layer` is None for a parameter of no stack."""
+        """Return the path of a parameter's array in the running state; `layer` is None outside of stacks."""
         if layer is None:
             return path
         return self.parts.place(path, layer)[0]
 
     def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """The new values, as arrays with a layer axis of length 1."""
+        """Return the new values as arrays with a layer axis of length 1."""
         return jax.tree.map(lambda x: x[None], new)
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
     def begin_first_values(self) -> None:
-        """Does nothing: the programs are small, and are compiled by a rehearsal."""
+        """Do nothing: the programs are small, and a dry run compiles them."""
 
     def begin_evaluation(self) -> None:
-        """Does nothing, as for the first values."""
+        """Do nothing, as for the initialization."""
 
     @property
     def evaluation_has_begun(self) -> bool:
@@ -163,7 +163,7 @@ class Layerwise(Execution):
 
     @cached_property
     def layers(self) -> LayerPrograms:
-        """The programs of a step and of an evaluation; those of a step are compiled by `compile`."""
+        """The programs of a step and of an evaluation; `compile` compiles those of the step."""
         experiment = self.experiment
         return LayerPrograms(
             experiment.language_model,
@@ -176,13 +176,13 @@ class Layerwise(Execution):
 
     @cached_property
     def step_ledger(self) -> Ledger:
-        """The memory that a step needs. Counting it compiles all programs of the step."""
+        """The memory that a step needs. Computing it compiles all programs of the step."""
         with phase("compiling the programs of the training step"):
             return self.layers.rehearse(self.layout.specs, self.rows.specs)
 
     def compile(self) -> None:
         """See `Execution`."""
-        # A cached property, which compiles when it is first read.
+        # Reading the cached property compiles the programs.
         self.step_ledger  # noqa: B018
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -195,14 +195,14 @@ class Layerwise(Execution):
         weights = {"parameter": state[group], "frozen": state["frozen"]}
         return self.layers.evaluate(weights, state["buffer"], batch)
 
-    # --- what is told about the programs ------------------------------------------------------------------------------
+    # --- information about the programs -------------------------------------------------------------------------------
 
     def executables(self) -> list[Any]:
         """See `Execution`."""
         return [call.run for call in self.step_ledger.calls]
 
     def peak_bytes(self) -> int:
-        """The peak over all programs of the step, from their rehearsal."""
+        """Return the peak over all programs of the step, from their dry run."""
         return self.step_ledger.peak
 
     def rehearse_step(self, compile: Compile) -> Ledger:
@@ -216,7 +216,7 @@ class Layerwise(Execution):
         return self.layers.evaluate(weights, specs["buffer"], self.rows.evaluation_specs, compile)
 
     def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
-        """See `Execution`: none without a rehearsal."""
+        """See `Execution`; the list is empty without a dry run."""
         return [call.jaxpr for call in ledger.calls] if ledger is not None else []
 
 
@@ -228,7 +228,7 @@ def _placed_values(
     words: jax.Array,
     number: jax.Array,
 ) -> Any:
-    """(values of one layer where they belong, the number of the next layer)."""
+    """Return (values of one layer in their memory, index of the next layer)."""
     key = jax.random.wrap_key_data(words)
     values = make(key, paths, number if stacked else None)
 

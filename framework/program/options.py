@@ -1,4 +1,4 @@
-"""What `config.trainer` says: how long a run is, what it reports, evaluates, saves and keeps."""
+"""The `config.trainer` section: length of a run, logging, evaluation, checkpoints and samples."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from framework.config import (
 
 @component
 class TrainerOptions:
-    """The loop's options. Every interval is in steps; a step is one update.
+    """Options of the training loop. Every interval is in steps; a step is one update.
 
     Args:
-        max_steps: the run ends after so many; None: with `max_epochs` alone.
-        max_epochs: it ends when the training data was read that many times, if that comes first.
-        seed: of initialization and dropout; the data has its own.
-        log_every: metrics are written and shown this often.
-        eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
-        eval_batches: at most this many batches per set, evenly spaced; None means all.
-        save_every: checkpoints are saved this often, and at the end.
-        save_every_minutes: and when that long has passed since the last one, by the clock of the first process.
-        keep: the newest checkpoints that are kept.
-        keep_every: also keep the checkpoints of each such step, for good.
-        profile: [first, last] steps to be traced into WORKDIR/profile; [] traces none.
-        sample_tokens: tokens of the sample that ends a run; 0 for none.
-        sample_prompt: what the sample continues.
-        sample_temperature: 0 is greedy. Of images: the standard deviation of latents.
-        compilation_cache: folder where compiled programs outlive the process; None keeps none.
-        tensorboard: also write event files into WORKDIR/tensorboard.
-        wandb_project: also report to this Weights & Biases project (`pip install wandb`).
-        mlflow_uri: also report to this MLflow server, database or folder (`pip install mlflow`); "default": to
-            what MLFLOW_TRACKING_URI says.
-        hooks: your own, each a subclass of `framework.run.hooks.Hook`; they are asked in this order, after those that
-            every run has.
+        max_steps: number of steps after which the run ends; None if only `max_epochs` ends it.
+        max_epochs: number of passes over the training data after which the run ends, if that comes first.
+        seed: seed of initialization and dropout; the data has its own.
+        log_every: interval for writing and showing metrics.
+        eval_every: interval for evaluating the validation sets, which are also evaluated at the end; None evaluates
+            only at the end.
+        eval_batches: maximum number of batches per validation set, evenly spaced; None for all.
+        save_every: interval for saving checkpoints, which are also saved at the end.
+        save_every_minutes: minutes since the last checkpoint after which one is saved too, by the clock of process 0.
+        keep: number of newest checkpoints to keep.
+        keep_every: interval of steps whose checkpoints are kept permanently, in addition to the newest.
+        profile: [first, last] steps to trace into WORKDIR/profile; [] traces none.
+        sample_tokens: number of tokens in the sample at the end of a run; 0 for no sample.
+        sample_prompt: prompt that the sample continues.
+        sample_temperature: sampling temperature; 0 is greedy. For images: standard deviation of the latents.
+        compilation_cache: folder that stores compiled programs across processes; None disables the cache.
+        tensorboard: whether to also write event files into WORKDIR/tensorboard.
+        wandb_project: Weights & Biases project that also receives the metrics (`pip install wandb`).
+        mlflow_uri: MLflow server, database or folder that also receives the metrics (`pip install mlflow`); "default"
+            uses MLFLOW_TRACKING_URI.
+        hooks: your own hooks, each a subclass of `framework.run.hooks.Hook`; they are called in this order, after the
+            built-in hooks.
     """
 
     def __init__(
@@ -68,8 +69,7 @@ class TrainerOptions:
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
         if max_steps is None and max_epochs is None:
             raise ValueError("expected max_steps, max_epochs, or both: the run ends with what comes first")
-        # `max_steps` is a property, which refuses to answer while the length of the epochs is not
-        # known.
+        # `max_steps` is a property, which raises while the length of the epochs is unknown.
         self.known_steps = max_steps
         self.max_epochs = max_epochs
         self.seed = seed
@@ -80,7 +80,7 @@ class TrainerOptions:
         self.save_every_minutes = save_every_minutes
         self.keep = keep
         self.keep_every = keep_every
-        # Lists are copied, as the defaults of the arguments are shared between calls.
+        # Copy lists, because the defaults of arguments are shared between calls.
         self.profile = list(profile)
         self.sample_tokens = sample_tokens
         self.sample_prompt = sample_prompt
@@ -93,6 +93,6 @@ class TrainerOptions:
 
     @property
     def max_steps(self) -> int:
-        """Where the run ends. `known_steps` is None while the data has yet to say how many steps its epochs are."""
+        """The last step of the run. `known_steps` is None until the data has determined the steps per epoch."""
         assert self.known_steps is not None, "the data has yet to say how many steps max_epochs are"
         return self.known_steps

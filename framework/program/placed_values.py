@@ -1,4 +1,4 @@
-"""First values where a run has them: in the parts of its stacks, and in the memory that the layout says."""
+"""Places initial values: in the layer ranges of a stack, and in the memory that the layout specifies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from framework.schedules.storage import Parts
 
 
 class PlacedValues:
-    """Makes parts of the first state, inside jit.
+    """Builds parts of the initial state, inside jit.
 
     Args:
-        make: draws the values of some parameters, see `FirstValues.draw`.
-        layout: of the running state.
-        parts: in which it has its stacks.
+        make: function that initializes some parameters; see `FirstValues.draw`.
+        layout: layout of the running state.
+        parts: split of the stacks in the running state.
     """
 
     def __init__(self, make: Draw, layout: StateLayout, parts: Parts):
@@ -28,11 +28,11 @@ class PlacedValues:
         self._specs: dict[str, dict[str, TensorSpec]] = {name: flatten(tree) for name, tree in layout.specs.items()}
 
     def runs_of_layers(self, path: str, num_layers: int | None) -> Iterator[range | None]:
-        """The runs of layers that one leaf of the state holds.
+        """Yield the runs of layers that each leaf of the state holds.
 
         Args:
-            path: of a parameter.
-            num_layers: of its stack; None for a parameter that is made in one piece.
+            path: path of a parameter.
+            num_layers: number of layers in its stack; None for a parameter that is initialized as a whole.
         """
         stack_parts = self._parts.of_stack(path.split("/", 1)[0])
         if num_layers is None:
@@ -44,12 +44,12 @@ class PlacedValues:
                 yield range(part.first, part.first + part.count)
 
     def values(self, key: jax.Array, paths: Paths, layers: range | None) -> GroupedArrays:
-        """What the state holds of some parameters, {group: {path in the state: array}}.
+        """Return the state's arrays for some parameters, {group: {path in the state: array}}.
 
         Args:
-            key: of all first values.
-            paths: of the parameters.
-            layers: a run of layers; None for parameters that are made in one piece.
+            key: key of the initialization.
+            paths: paths of the parameters.
+            layers: a run of layers; None for parameters that are initialized as a whole.
         """
         if layers is None:
             return self._stored(self._make(key, paths, None))
@@ -57,14 +57,17 @@ class PlacedValues:
         return jax.lax.map(make_layer, jnp.arange(layers.start, layers.stop))
 
     def _layer_values(self, key: jax.Array, paths: Paths, first: int, layer: jax.Array) -> GroupedArrays:
-        """The values of one layer, by the paths of the part whose first layer is given."""
+        """Return the values of one layer, by the paths of the part that starts at layer `first`."""
         values_by_group = {}
         for group, values in self._make(key, paths, layer).items():
             values_by_group[group] = {self._parts.place(path, first)[0]: x for path, x in values.items()}
         return self._stored(values_by_group)
 
     def _stored(self, values_by_group: GroupedArrays) -> GroupedArrays:
-        """The values in the memory where they live; without gradients, which have no place on the device."""
+        """Move the values to their memory.
+
+        Drops gradients that the state does not hold because they stay on the device.
+        """
         stored_values: GroupedArrays = {}
         for group, values in values_by_group.items():
             specs = self._specs[group]

@@ -1,6 +1,6 @@
-"""Program: an experiment on a mesh. The layout of its state, and its compiled functions: init, step, evaluate.
+"""Program: an experiment on a mesh, with the layout of its state and its compiled functions init, step and evaluate.
 
-The trainer's loop, a person's own loop, and whoever wants to know what a step needs all use the same object.
+The training loop, custom loops and memory planning all use this object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from framework.schedules.step import Metrics, State, evaluation_context
 
 
 def execution_type(memory: Memory) -> type[Execution]:
-    """How a step with this section of the config is run."""
+    """Return the backend that runs a step with these memory settings."""
     return Layerwise if memory.update == "layer_programs" else Whole
 
 
@@ -35,23 +35,23 @@ class Program:
     """An experiment on a device mesh: the layout of its state, and its compiled functions.
 
     Args:
-        experiment: what to train.
-        devices: the devices of the mesh; all devices of all processes by default.
-        mesh: how devices are arranged, by default as the experiment says.
-        training: whether the step is to run; otherwise only what concerns the model is checked.
-        hosted_stack: the stack's matrices live in host memory, whatever memory.parameters says; for inference.
-        hosted_weights: the same of all matrices; for a model beside the one that is trained.
+        experiment: experiment to train.
+        devices: devices of the mesh; all devices of all processes by default.
+        mesh: arrangement of the devices; the experiment's by default.
+        training: whether the step will run; otherwise only the model is checked.
+        hosted_stack: offload the stack's matrices regardless of memory.parameters; for inference.
+        hosted_weights: offload all matrices; for an auxiliary model next to the trained one.
 
     Raises:
         ValueError: experiment and devices do not fit each other.
 
     Attributes:
-      execution: how the state lies in memory, and the compiled functions.
-      devices: of the mesh, as they were given.
-      training: as it was given.
-      checkpoint_layout: the layout of checkpoints, which are the same for every schedule.
-      calibrates: whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
-      ahead: the thread that compiles programs before they are called.
+        execution: backend with the memory layout of the state and the compiled functions.
+        devices: devices of the mesh, in the given order.
+        training: whether the step will run.
+        checkpoint_layout: layout of checkpoints, which are the same for every schedule.
+        calibrates: whether the first batch determines initial values (Salimans and Kingma 2016, arXiv 1602.07868).
+        ahead: thread that compiles programs before they are called.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Program:
         self._rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
         self.ahead = Ahead()
         kind = execution_type(experiment.memory) if training else Whole
-        # Where nothing is trained, stacks are whole.
+        # Without training, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if hosted_stack:
             layout = StateLayout(with_hosted_stages(specs, {"first", "stack"}), self.mesh)
@@ -93,34 +93,34 @@ class Program:
 
     @property
     def layout(self) -> StateLayout:
-        """The layout of the running state, which may have each layer of a stack as arrays of its own."""
+        """The layout of the running state, which may store each layer of a stack as separate arrays."""
         return self.execution.layout
 
     @property
     def jit(self) -> Any:
-        """jax.jit with the compiler's options."""
+        """jax.jit with the compiler options."""
         return self.execution.jit
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds a copy of."""
+        """The fully replicated sharding: every device holds a copy."""
         return self.execution.replicated
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
     @property
     def batch_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global training batch, by name."""
+        """The specs of the arrays in one global training batch, by name."""
         return self._rows.specs
 
     @property
     def delivered_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global evaluation batch as the data gives it, before a companion."""
+        """The specs of the arrays in one global evaluation batch as the data delivers it, before a batch transform."""
         return self._rows.delivered_specs
 
     @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global evaluation batch, by name."""
+        """The specs of the arrays in one global evaluation batch, by name."""
         return self._rows.evaluation_specs
 
     @property
@@ -139,27 +139,29 @@ class Program:
         return self._rows.of_processes
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
-        """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
+        """Turn this process's rows of a batch (host arrays [R, ...]) into global arrays [B, ...]."""
         return self._rows.put(local)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
-        """The state at step 0.
+        """Return the state at step 0.
 
         Args:
-            seed: of the initialization; the config's seed by default.
-            given: paths of parameters that are zeros, because the caller overwrites them.
+            seed: seed of the initialization; the config's seed by default.
+            given: paths of parameters to fill with zeros, because the caller overwrites them.
         """
         return self.execution.init(seed, given)
 
     def calibrated(self, state: State, batch: Batch) -> State:
-        """The first state with the values that the model gives its parameters for this batch, the run's first, and with
-        optimizer state and averages that fit them. The state that was passed in is gone afterwards."""
+        """Return the initial state with the parameter values that the model derives from the run's first batch.
+
+        Optimizer state and averages are recreated to match. The state that was passed in is deleted.
+        """
         return self.execution.calibrated(state, batch)
 
     def stored(self, state: State) -> State:
-        """The part of a state that a checkpoint holds, with whole stacks."""
+        """Return the part of a state that a checkpoint holds, with whole stacks."""
         return self.execution.stored(state)
 
     @property
@@ -168,33 +170,33 @@ class Program:
         return self.execution.abstract_stored
 
     def restored(self, stored: State) -> State:
-        """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
+        """Build the state from a checkpoint's arrays. `stored` is deleted."""
         return self.execution.restored(stored)
 
     def joined(self, state: State) -> State:
-        """Weights, averages and buffers with whole stacks, for generation; the state is gone afterwards."""
+        """Return weights, averages and buffers with whole stacks, for generation; the state is deleted."""
         return self.execution.joined(state)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
-        """All parameters as the model takes them; no copies."""
+        """Return all parameters in the form that the model takes, without copying."""
         group = "ema" if averaged else "parameter"
         return merge(state[group], state["frozen"])
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compiles the step ahead of time."""
+        """Compile the step ahead of time."""
         self.execution.compile()
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """One training step; the old state is gone afterwards."""
+        """Run one training step; the old state is deleted."""
         return self.execution.step(state, self.completed(state, batch))
 
     def completed(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
-        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`.
+        """Return the batch as a step sees it, with the arrays of the experiment's batch transform; see `Companion`.
 
         Raises:
-            ValueError: the companion is not open.
+            ValueError: the batch transform is not open.
         """
         companion = self.experiment.companion
         if companion is None:
@@ -209,7 +211,7 @@ class Program:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluation_context(self, batch: Nested) -> Context:
-        """The context of everything that is no training: no dropout, sums instead of means."""
+        """Return the context for everything except training: no dropout, sums instead of means."""
         return evaluation_context(batch, self.experiment.model, self.layout)
 
     def evaluate(
@@ -219,18 +221,18 @@ class Program:
         *,
         averaged: bool = False,
     ) -> Metrics:
-        """Sums over a batch, those of the model's `scores`.
+        """Return sums over a batch, as defined by the model's `scores`.
 
         Args:
-            state: the training state; it stays.
+            state: training state; it is not modified.
             batch: global arrays [B, ...].
-            averaged: use the moving averages of the trainable parameters.
+            averaged: whether to use the moving averages of the trainable parameters.
         """
         group = "ema" if averaged else "parameter"
         return self.execution.evaluate(state, self.completed(state, batch, group=group), group)
 
     def compile_evaluation(self, state: State) -> None:
-        """Compiles the evaluation by evaluating a batch of zeros. Does nothing where a thread compiles it already."""
+        """Compile the evaluation by evaluating a batch of zeros. Does nothing if a thread is already compiling it."""
         if self.execution.evaluation_has_begun:
             return
         num_rows = len(self.rows)
@@ -242,7 +244,7 @@ class Program:
             metrics = self.evaluate(state, self.put(batch), averaged=averaged)
             jax.block_until_ready(metrics)
 
-    # --- programs that are looked into --------------------------------------------------------------------------------
+    # --- inspection of single programs --------------------------------------------------------------------------------
 
     @property
     def _one(self) -> Whole:
@@ -252,7 +254,7 @@ class Program:
 
     @property
     def step_jit(self) -> Any:
-        """`Whole.step_jit`. This and the next raise ValueError where a step is many programs."""
+        """`Whole.step_jit`. This and the following properties raise ValueError if a step is many programs."""
         return self._one.step_jit
 
     @property
@@ -276,12 +278,12 @@ class Program:
 
 
 def with_hosted_stages(specs: Nested, stages: set[str]) -> Nested:
-    """The specs of a state, by group, with these stages' matrices in host memory."""
+    """Return the specs of a state, by group, with the matrices of these stages in host memory."""
     hosted_specs = {group: dict(tree) for group, tree in specs.items()}
     for group in ("parameter", "frozen", "ema"):
         tree = hosted_specs[group]
         for stage in stages & tree.keys():
             stacked = stage in ("first", "stack")
-            # Small matrices move too: the flag promises a stack in host memory.
+            # Small matrices move too, because the flag promises a stack in host memory.
             tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stacked, min_bytes=0)
     return hosted_specs

@@ -1,4 +1,4 @@
-"""The rows of the global batch: which of them each process reads, and how they come to the devices."""
+"""The rows of the global batch: which rows each process reads, and how they are transferred to the devices."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class BatchRows:
     """The rows of a batch on the mesh of a layout.
 
     Args:
-        data: whose batches they are.
-        arrays: `Experiment.batch_arrays`, the arrays of a batch as a step sees them.
-        layout: knows the mesh, and how arrays of a batch are sharded over it.
+        data: pipeline that produces the batches.
+        arrays: `Experiment.batch_arrays`, which returns the arrays of a batch as a step sees them.
+        layout: layout with the mesh and the sharding of batch arrays over it.
     """
 
     def __init__(self, data: Pipeline, arrays: Callable[..., Shapes], layout: StateLayout):
@@ -33,22 +33,22 @@ class BatchRows:
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global batch as the training step sees it, by name."""
+        """The specs of the arrays in one global batch as the training step sees it, by name."""
         return batch_specs(self._arrays())
 
     @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global evaluation batch, by name."""
+        """The specs of the arrays in one global evaluation batch, by name."""
         return batch_specs(self._arrays(evaluation=True))
 
     @property
     def delivered_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global evaluation batch as the data gives it, before a companion."""
+        """The specs of the arrays in one global evaluation batch as the data delivers it, before a batch transform."""
         return batch_specs(self._data.arrays(evaluation=True))
 
     @cached_property
     def sharding(self) -> dict[str, NamedSharding]:
-        """The sharding of each array of a batch, of training and of evaluation, before and after a companion."""
+        """The sharding of each array of a training or evaluation batch, before and after a batch transform."""
         specs = {**self.delivered_specs, **self.evaluation_specs}
         return {name: self._layout.sharding(spec) for name, spec in specs.items()}
 
@@ -59,7 +59,7 @@ class BatchRows:
 
     @cached_property
     def of_processes(self) -> dict[int, np.ndarray]:
-        """The same of every process that has devices of the mesh, by process index."""
+        """`local` for every process that has devices of the mesh, by process index."""
         shape = self.specs["weights"].shape
         all_rows = np.arange(shape[0])
         rows_by_process = dict[int, list[np.ndarray]]()
@@ -67,15 +67,14 @@ class BatchRows:
         for device, index in indices.items():
             device_rows = all_rows[index[0]]
             rows_by_process.setdefault(device.process_index, []).append(device_rows)
-        # Devices along the axes that do not split a batch hold the same rows, so a row may come up
-        # several times.
+        # Devices along mesh axes that do not split a batch hold the same rows, so a row may occur several times.
         unique_rows = {}
         for process, rows in sorted(rows_by_process.items()):
             unique_rows[process] = np.unique(np.concatenate(rows))
         return unique_rows
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
-        """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
+        """Turn this process's rows of a batch (host arrays [R, ...]) into global arrays [B, ...]."""
         size = self._data.global_batch_size
         shardings = {name: self.sharding[name] for name in local}
         if len(self.local) == size:
@@ -83,8 +82,7 @@ class BatchRows:
 
         def shard(name: str, array: np.ndarray) -> jax.Array:
             def piece(index: Any) -> np.ndarray:
-                # The index counts rows of the global batch, the host array has only those of this
-                # process.
+                # The index counts rows of the global batch, but the host array holds only this process's rows.
                 global_rows = np.arange(size)[index[0]]
                 local_rows = np.searchsorted(self.local, global_rows)
                 return array[(local_rows, *index[1:])]

@@ -1,7 +1,7 @@
-"""How long a run is, and whether its learning rates fit that.
+"""Determines the length of a run, and checks that its learning rate schedules fit.
 
-A run ends with `trainer.max_steps` or `trainer.max_epochs`, whichever comes first; epochs are known once the data was
-read.
+A run ends at `trainer.max_steps` or `trainer.max_epochs`, whichever comes first. The steps of an epoch are known only
+once the data was read.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from framework.optimizers.schedule_steps import (
     with_run_length,
 )
 
-# Rates are looked at in at most so many steps of a run.
+# Maximum number of steps at which a rate is evaluated.
 _SAMPLES = 1024
-# The peak of a run of at most so many steps is told to the step.
+# In runs up to this many steps, the step of the peak is exact.
 _PEAK_SAMPLES = 1 << 20
-# A run that ends at 99% of the peak, or with 1% of its steps at a rate of zero, is one that
-# somebody meant.
+# Ending at 99% of the peak, or with 1% of the steps at a rate of zero, counts as intended.
 _NEARLY = 0.99
 
 
 def set_length(config: Config, epoch_steps: int) -> list[str]:
-    """Makes an experiment's config one of as many steps as will really run, in place, and returns what to tell.
+    """Set an experiment's config to the number of steps that will run, in place, and return the lines to show.
 
-    Schedules that follow the run do so by themselves; others were written for `trainer.max_steps`, and are scaled in
-    proportion where epochs end the run earlier.
+    Schedules that follow the run adjust by themselves. Others were written for `trainer.max_steps`, and are scaled in
+    proportion if epochs end the run earlier.
 
     Args:
-        config: has trainer.max_epochs.
-        epoch_steps: the steps that those epochs take.
+        config: config with trainer.max_epochs set.
+        epoch_steps: number of steps in those epochs.
     """
     config_before = config.copy()
     written = config.trainer.max_steps
@@ -53,7 +52,7 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
             return []
         return [f"{epochs} would be {epoch_steps} steps: trainer.max_steps = {written} ends the run before"]
     config.trainer.max_steps = epoch_steps
-    # Without `trainer.max_steps`, no schedule was written for another length than that of the run.
+    # Without `trainer.max_steps`, every schedule already has the length of the run.
     unscaled_lines = []
     if written is not None:
         unscaled_lines = scale(config.learner, epoch_steps, written)
@@ -66,11 +65,11 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
 
 
 def changed_length(stored: dict[str, Any], config: Config) -> list[str]:
-    """What to tell when a run goes on with another length than its checkpoint's: the rates that follow it change.
+    """Return the lines to show if a resumed run has another length than its checkpoint, which changes its rates.
 
     Args:
-        stored: the config of the checkpoint, as JSON.
-        config: of the run that goes on.
+        stored: config of the checkpoint, as JSON.
+        config: config of the resumed run.
     """
     old = stored["trainer"].get("max_steps")
     new = config.trainer.max_steps
@@ -85,18 +84,20 @@ def _text(value: Any) -> str:
 
 
 def rate_notes(learner: Config, steps: int) -> list[str]:
-    """What to tell about schedules that do not fit a run of so many steps: the peak is never reached, or the rate is
-    zero long before the end. Evaluates them, so JAX must have started.
+    """Return warnings about schedules that do not fit a run of `steps` steps.
+
+    Such a schedule never reaches its peak, or is zero long before the end. The schedules are evaluated, so JAX must
+    have started.
 
     Raises:
-        ConfigError: a rate is negative, or not finite.
+        ConfigError: a rate is negative or not finite.
     """
     notes = []
     for inner_path, schedule in schedules(with_run_length(learner, steps)):
         path = join("learner", inner_path)
         function = schedule.instantiate()
         length = own_length(schedule)
-        # The peak of a schedule that is longer than the run may lie behind the run's end.
+        # If the schedule is longer than the run, its peak may come after the run's end.
         schedule_steps = max(steps, (length or 0) + 1)
         _, schedule_rates = _rates(function, schedule_steps)
         counts, rates = _rates(function, steps)
@@ -118,7 +119,7 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
         last_above = steps
         if positive_indices.size:
             last_above = counts[positive_indices[-1]] + 1
-        # A schedule without a length of its own (a constant zero, say) is zero on purpose.
+        # A schedule without its own length, such as a constant zero, is zero on purpose.
         if length is not None and last_above < _NEARLY * steps:
             notes.append(
                 f"{path}: the rate is 0 after about {last_above} of {steps} steps; {_remedy(schedule, path, steps)}"
@@ -127,14 +128,16 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
 
 
 def rate_course(rate: LearningRate, steps: int) -> str:
-    """The learning rate over a run of so many steps, read from the schedule: "first -> peak -> last", as far as they
-    differ. Evaluates the schedule, so JAX must have started."""
+    """Summarize the learning rate over a run of `steps` steps as "first -> peak -> last", omitting repeated values.
+
+    Evaluates the schedule, so JAX must have started.
+    """
     counts, rates = _rates(rate, steps, _PEAK_SAMPLES)
     peak_index = int(np.argmax(rates))
-    # A schedule that ends at zero may leave the rounding of float32 there.
+    # A schedule that ends at zero may leave a float32 rounding error there.
     shown_rates = np.where(rates < 1e-6 * rates.max(), 0.0, rates)
     first, peak, last = (f"{shown_rates[index]:.3g}" for index in (0, peak_index, -1))
-    # A peak at either end is that end.
+    # Do not show the peak separately if it is at either end.
     if peak in (first, last):
         return " -> ".join(dict.fromkeys([first, last]))
     return f"{first} -> {peak} (step {counts[peak_index] + 1:,}) -> {last}"
@@ -145,9 +148,9 @@ def _rates(
     steps: int,
     num_samples: int = _SAMPLES,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[N] counts of updates before a step, float32[N] rates of these steps) over a run, evenly spaced."""
+    """Return (int32[N] update counts before a step, float32[N] rates of these steps), evenly spaced over a run."""
     samples = np.linspace(0, steps - 1, min(steps, num_samples)).round()
-    # Rounding may give a step twice.
+    # Rounding may yield the same step twice.
     counts = np.unique(samples.astype(np.int32))
     rates_of = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))
     rates = rates_of(counts)
@@ -155,7 +158,7 @@ def _rates(
 
 
 def _remedy(schedule: Config, path: str, steps: int) -> str:
-    """What to set so that a schedule fits the run."""
+    """Suggest settings that make a schedule fit the run."""
     if target_of(schedule) in (warmup_cosine, warmup_linear, warmup_stable_decay):
         length = ""
         if schedule.steps != steps:

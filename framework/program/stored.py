@@ -1,7 +1,7 @@
-"""The config that a run has stored in its workdir, for verbs that look at the run: data from outside.
+"""Reads the config that a run stored in its workdir, for verbs that inspect the run. It is untrusted data.
 
-It says what the model is. Where this machine keeps compiled programs, and which files its compiler writes, is for who
-runs the verb to say: the workdir may be a stranger's.
+The stored config describes the model. Settings of the machine, such as the folder of compiled programs and the files
+that the compiler writes, come from the user who runs the verb, because the workdir may come from someone else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _OUR_REWARDS = "framework.companions.rewards."
 
 
 def read(workdir: Path, tell: Callable[[str], None]) -> Config:
-    """The config of a workdir, but without the settings that belong to a machine.
+    """Read the config of a workdir, without the settings that belong to a machine.
 
     Raises:
         FileNotFoundError: the workdir has no config.
-        ConfigError: the config names something that is no component, or describes no experiment.
+        ConfigError: the config names an object that is not a component, or does not describe an experiment.
     """
     try:
         return _read(workdir / "config.json", tell)
@@ -31,11 +31,11 @@ def read(workdir: Path, tell: Callable[[str], None]) -> Config:
 
 
 def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
-    """The config that a run has stored, to train it again; also without the accelerator rules, which it has obeyed.
+    """Read a stored config in order to train it again; also drops the accelerator rules, which are already applied.
 
     Args:
-        file: a config.json.
-        tell: is told what of it is left out.
+        file: path of a config.json.
+        tell: function that prints a line for each setting that is left out.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -45,7 +45,7 @@ def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
         siblings = [sibling.name for sibling in file.parent.glob("*.json")]
         raise FileNotFoundError(f"no config file {str(file)!r}{did_you_mean(file.name, siblings)}")
     config = _read(file, tell)
-    # Applied again, they would undo what the command line of that run had set.
+    # Applying them again would undo overrides on that run's command line.
     if "accelerator_rules" in config and config.accelerator_rules:
         config.accelerator_rules = []
         tell(f"accelerator_rules of {file} are left out: its other fields have what they set")
@@ -53,15 +53,15 @@ def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
 
 
 def _read(file: Path, tell: Callable[[str], None]) -> Config:
-    """The config in a file, which is checked by its class before anything is built: it may be a stranger's."""
+    """Read a config file. Checks its class before building anything, because the file is untrusted."""
     return _checked(lambda: Config.from_json(file.read_bytes()), str(file), tell)
 
 
 def of_checkpoint(config: dict[str, Any], where: str, tell: Callable[[str], None]) -> Config:
-    """The config that a checkpoint's manifest has, as `read`.
+    """Read the config in a checkpoint's manifest, like `read`.
 
     Args:
-        config: the config as JSON; the manifest's digest covers it.
+        config: config as JSON; the manifest's digest covers it.
         where: name of the checkpoint in messages.
         tell: function that prints a line for each setting that is left out.
 
@@ -86,7 +86,7 @@ def _checked(parse: Callable[[], Config], where: str, tell: Callable[[str], None
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where `read` would refuse what a run with this config stores: before the run, not after it."""
+    """Raise ConfigError before a run whose stored config `read` would refuse after the run."""
     try:
         Config.from_json(config.to_json())
     except ConfigError as error:
@@ -94,14 +94,14 @@ def check(config: Config) -> None:
 
 
 def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
-    """Resets, in place, the settings that name a place on the machine that the run was on, or code that is there."""
+    """Remove, in place, the settings that name a location on the run's machine, or code stored there."""
     trainer = config.trainer
     compiler = config.compiler
-    # Machine code is loaded from the cache, so a stranger does not choose where it is.
+    # Machine code is loaded from the cache, so an untrusted config must not choose its location.
     if trainer.takes("compilation_cache") and trainer.compilation_cache is not None:
         del trainer["compilation_cache"]
     options = compiler.options if compiler.takes("options") else {}
-    # A copy of the items, as some are deleted on the way.
+    # Iterate over a copy, because the loop deletes items.
     for name, value in list(options.items()):
         if names_files(name, value):
             del options[name]
@@ -109,7 +109,7 @@ def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
             tell(f"{shown} of the run is left out, as it names files; to set it, --config.compiler.options.NAME=VALUE")
     for path, part in _companions(config):
         reward = part.reward if part.takes("reward") else None
-        # A function that judges answers is code, which a stranger does not choose; ours are known.
+        # A reward function is executable code, so an untrusted config must not choose it. Ours are safe.
         if isinstance(reward, str) and not _is_ours(reward):
             del part["reward"]
             shown = printable(f"{path}.reward={reward}")
@@ -119,7 +119,7 @@ def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
 
 
 def _companions(config: Config) -> Iterator[tuple[str, Config]]:
-    """(path, config) of an experiment's companion, of the companion in it, and so on."""
+    """Yield (path, config) of an experiment's companion, of the companion nested in it, and so on."""
     path = "companion"
     part = config.companion if config.takes("companion") else None
     while isinstance(part, Config):
@@ -129,7 +129,7 @@ def _companions(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _is_ours(reward: str) -> bool:
-    """Whether a reward function is one of framework.companions.rewards."""
+    """Return whether a reward function belongs to framework.companions.rewards."""
     name = reward.removeprefix(_OUR_REWARDS)
-    # Of a path, that prefix could be the beginning.
+    # A path could start with that prefix too.
     return name != reward and name.isidentifier()

@@ -1,4 +1,4 @@
-"""Whole: the step is one jitted program over stacked weights, and so are the first values and evaluation."""
+"""Whole: one jitted program each for the step over stacked weights, for initialization and for evaluation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from framework.schedules.step import Metrics, State, evaluation_context, microba
 from framework.schedules.storage import Parts
 from framework.terminal.phases import SHORT, phase
 
-# The builder of the training step, by memory.update. `layer_programs` is missing on purpose: its
-# step is several compiled programs that Python calls, not one function (see
-# `framework.program.layerwise`).
+# The function that builds the training step, by memory.update. `layer_programs` is missing on purpose: its step is
+# several compiled programs that Python calls, not one function (see `framework.program.layerwise`).
 SCHEDULES = {
     "after_backward": after_backward.build_step,
     "streamed": streamed.build_step,
@@ -41,24 +40,24 @@ SCHEDULES = {
 
 
 class Running(NamedTuple):
-    """Model and learner of the programs of a run."""
+    """The model and learner that the programs of a run use."""
 
     model: Chain
     learner: Learner
 
 
 class Whole(Execution):
-    """One program for each of: the first values, the step, and the evaluation of a batch."""
+    """Compiles one program each for initialization, for the step, and for the evaluation of a batch."""
 
     @staticmethod
     def parts_of(experiment: Experiment) -> Parts:
-        """The sections of the stacks, where these are cut."""
+        """Return the layer ranges of the stacks, if these are split."""
         sections = sections_of(experiment.model, experiment.memory)
         return Parts.of_sections(experiment.model, experiment.memory, sections)
 
     @cached_property
     def running(self) -> Running:
-        """Model and learner as the programs have them, with sections in the place of stacks that are cut."""
+        """The model and learner that the programs use, with layer ranges in place of split stacks."""
         experiment = self.experiment
         if not self.parts.parts:
             return Running(experiment.model, experiment.learner)
@@ -68,10 +67,10 @@ class Whole(Execution):
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
     def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], State]:
-        """The function that makes the first state, straight into the layout when jitted with its shardings.
+        """Return the function that initializes the state, directly into the layout when jitted with its shardings.
 
-        A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
-        Parameters among `given_paths` are zeros: the caller overwrites them.
+        A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
+        held twice. Parameters in `given_paths` are zeros: the caller overwrites them.
         """
         first_values = self.first_values
         placing = PlacedValues(first_values.draw(given_paths), self.layout, self.parts)
@@ -82,8 +81,8 @@ class Whole(Execution):
             part_values: GroupedArrays = {}
             for paths, num_layers in first_values.parts():
                 for layers in placing.runs_of_layers(paths[0], num_layers):
-                    # The barrier makes each part wait for the previous one. Otherwise XLA may make
-                    # several at once, with float32 copies of all of them alive together.
+                    # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
+                    # once, with float32 copies of all of them alive at the same time.
                     key, part_values = jax.lax.optimization_barrier((key, part_values))
                     for name, values in part_values.items():
                         flat[name] |= values
@@ -99,14 +98,14 @@ class Whole(Execution):
         return init
 
     def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> Any:
-        """`init_function`, jitted with the layout's shardings; the config's seed by default."""
+        """Jit `init_function` with the layout's shardings. The seed defaults to the config's."""
         seed = self.experiment.trainer.seed if seed is None else seed
         return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> State:
         """See `Execution`."""
         first_values = None
-        # The thread compiles the first values of the config's seed, with every parameter drawn.
+        # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
             first_values = self.ahead.program(FIRST_VALUES)
         with phase("drawing the first values", patience=SHORT):
@@ -141,15 +140,14 @@ class Whole(Execution):
 
     @cached_property
     def step_jit(self) -> Any:
-        """The jitted training step: in and out shardings from the layout, the state donated."""
+        """The jitted training step: in and out shardings come from the layout, and the state is donated."""
         experiment = self.experiment
         memory = experiment.memory
         build = SCHEDULES[memory.update]
         check_platform(memory.remat, self.platform)
         running = self.running
         step = build(running.model, running.learner, self.layout, memory)
-        # `rows.sharding` also has the arrays that only evaluation reads, which are no arguments of
-        # the step.
+        # `rows.sharding` also contains the arrays that only evaluation reads, which are not arguments of the step.
         batch_sharding = {name: self.rows.sharding[name] for name in self.rows.specs}
         return self.jit(
             step,
@@ -160,21 +158,21 @@ class Whole(Execution):
 
     @cached_property
     def traced_step(self) -> Any:
-        """The step as jax traces it, before any state exists: has its jaxpr, and is lowered from here."""
+        """The traced step, before any state exists. It has the jaxpr and can be lowered."""
         state = self.layout.abstract()
         batch = self.layout.abstract(self.rows.specs)
         return self.step_jit.trace(state, batch)
 
     @cached_property
     def compiled_step(self) -> Any:
-        """The step compiled ahead of time."""
+        """The step, compiled ahead of time."""
         with phase("tracing the training step", patience=SHORT):
             lowered = self.traced_step.lower()
         return compiled(lowered, self.compiler_options, what="the training step")
 
     def compile(self) -> None:
         """See `Execution`."""
-        # A cached property, which compiles when it is first read.
+        # Reading the cached property compiles the step.
         self.compiled_step  # noqa: B018
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -190,11 +188,11 @@ class Whole(Execution):
 
     @cached_property
     def evaluate_averages_jit(self) -> Any:
-        """The same with the averages of the trainable parameters."""
+        """`evaluate_jit` with the averages of the trainable parameters."""
         return self._evaluation("ema")
 
     def _evaluation(self, group: str) -> Any:
-        """The jitted evaluation with the weights of a group of the state, "parameter" or "ema"."""
+        """Jit the evaluation with the weights of a group of the state, "parameter" or "ema"."""
         model = self.running.model
         layout = self.layout
         num_microbatches = self.experiment.learner.accumulate
@@ -208,7 +206,7 @@ class Whole(Execution):
             params = merge(params, frozen)
             if num_microbatches == 1:
                 return sums(params, buffers, batch)
-            # A batch that is trained on in parts would not fit in one piece here either.
+            # A batch that trains in microbatches would not fit as a whole here either.
             ctx = evaluation_context(batch, model, layout)
             stacked_batches = microbatches(batch, num_microbatches, ctx)
             stacked_sums = jax.lax.map(lambda part: sums(params, buffers, part), stacked_batches)
@@ -220,7 +218,7 @@ class Whole(Execution):
         return self.evaluate_averages_jit if group == "ema" else self.evaluate_jit
 
     def _lowered_evaluation(self, group: str) -> Any:
-        """The evaluation of the weights in `group`, lowered from specs alone: there are no arrays yet."""
+        """Lower the evaluation of the weights in `group` from specs only, before any arrays exist."""
         layout = self.layout
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
         return self._jitted_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
@@ -235,7 +233,7 @@ class Whole(Execution):
             evaluation = self._jitted_evaluation(group)
         return evaluation(state[group], state["frozen"], state["buffer"], batch)
 
-    # --- what is told about the programs ------------------------------------------------------------------------------
+    # --- information about the programs -------------------------------------------------------------------------------
 
     def executables(self) -> list[Any]:
         """See `Execution`."""
@@ -247,7 +245,7 @@ class Whole(Execution):
         return peak_bytes(stats, self.platform, HostBytes.in_place(self._hosted_bytes()))
 
     def _hosted_bytes(self) -> int:
-        """The bytes of the state in host memory, per device."""
+        """Return the bytes of the state in host memory, per device."""
         return self.layout.bytes_per_device(memory_kind="pinned_host")
 
     def rehearse_init(self, compile: Compile) -> Ledger:
@@ -261,8 +259,8 @@ class Whole(Execution):
         ledger = _rehearsed(self.traced_step.lower(), HostBytes.in_place(hosted), compile)
         step = ledger.calls[0]
         ledger.host_peak = hosted + step.host_temp
-        # Each host leaf is taken in and out, also where the program's text does not name its memory
-        # space (CPU, GPU).
+        # Each offloaded leaf is transferred in and out, even if the program's text does not name its memory space
+        # (CPU, GPU).
         ledger.moved = max(step.moved, 2 * hosted)
         return ledger
 
@@ -273,12 +271,12 @@ class Whole(Execution):
         return _rehearsed(self._lowered_evaluation("parameter"), HostBytes(arguments=hosted), compile)
 
     def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
-        """The step's, which needs no rehearsal."""
+        """Return the jaxpr of the step, which needs no dry run."""
         return [self.traced_step.jaxpr]
 
 
 def _rehearsed(lowered: Any, hosted: HostBytes, compile: Compile) -> Ledger:
-    """The ledger of one program that is called once."""
+    """Return the memory totals of one program that is called once."""
     program = compile(lowered, hosted)
     ledger = Ledger()
     ledger.count(program, program.peak)

@@ -1,7 +1,7 @@
-"""Answers to held-out prompts at the end of a run on judged answers: the data's, the model's before, and its own now.
+"""Answers to held-out prompts after a run on preference data: the data's answer, and the model's before and after.
 
-Before stands for the model without its adapters, which are what was trained. Where all weights were, the first ones are
-gone by then: they are drawn or read once more, as they were before the first step, in the room of the trained ones.
+"Before" is the model without its adapters if only the adapters were trained. If all weights were trained, the initial
+weights no longer exist, so they are initialized or loaded once more in the memory of the trained ones.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ from framework.program.program import Program
 FILE = "answers.jsonl"
 _NUM_PROMPTS = 4
 _MAX_TOKENS = 64
-# Characters of a text that a line shows.
+# Maximum number of characters of a text shown on a line.
 _SHOWN = 60
 
-# {"prompt", "data", "before", "after"} of each prompt, texts; "before" is missing where the first weights are.
+# {"prompt", "data", "before", "after"} texts for each prompt; "before" is missing if the first weights are
+# unavailable.
 Table = list[dict[str, str]]
 
 
 class Example(NamedTuple):
-    """A held-out prompt and the answer that the data has to it, as tokens."""
+    """A held-out prompt and the data's answer to it, as tokens."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def answer_table(program: Program, state: dict[str, Any]) -> Table:
-    """Returns, for some held-out prompts, {"prompt", "data", "before", "after"}; the likeliest answers.
+    """Return {"prompt", "data", "before", "after"} for some held-out prompts, with greedy answers.
 
-    Every process takes part. Empty where the data has no judged answers, or the config wants no samples.
+    Every process takes part. The table is empty if the data has no judged answers or the config wants no samples.
 
     Args:
         program: the experiment on its mesh.
-        state: the groups of weights, with whole stacks. Its arrays are deleted where the first weights take their room.
+        state: the groups of weights, with whole stacks. Its arrays are deleted if the first weights need their
+            memory.
     """
     experiment = program.experiment
     data = experiment.data
     model = experiment.model
     if not isinstance(data, DataPipeline) or not isinstance(model, CausalLM) or not data.tokenizer.has_text:
         return []
-    # A model that scores sequences answers none.
+    # A model that scores sequences does not generate answers.
     if not isinstance(model.head, LMHead) or not {"segments", "ends"} <= data.arrays().keys():
         return []
     if not experiment.trainer.sample_tokens or not data.validation_names:
@@ -91,13 +93,13 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
 
 
 def _of_first_weights(program: Program, prompts: list[list[int]], sampling: Sampling) -> list[list[int]] | None:
-    """Returns the answers of the model that the run began with; None where its weights are not there any more."""
+    """Return the answers of the model that the run started from; None if its weights are no longer available."""
     experiment = other_experiment(program.experiment, None)
     first = Program(experiment, program.devices, mesh=experiment.mesh, training=False)
     if experiment.pretrained is None:
         state = first.init()
     else:
-        # The directory may be gone since: a sample is not worth an error at the end of a run.
+        # The directory may have been removed since: a sample is not worth an error at the end of a run.
         try:
             state = experiment.pretrained.init(first)
         except (OSError, ValueError):
@@ -106,7 +108,7 @@ def _of_first_weights(program: Program, prompts: list[list[int]], sampling: Samp
 
 
 def held_out_examples(data: DataPipeline) -> list[Example]:
-    """Returns the first sequence of some rows of the first validation set, evenly spaced, cut behind its prompt."""
+    """Return the first sequence of evenly spaced rows of the first validation set, split after its prompt."""
     num_rows, read = data.evaluation_rows(data.validation_names[0])
     num_examples = min(num_rows, _NUM_PROMPTS)
     examples = []
@@ -116,14 +118,14 @@ def held_out_examples(data: DataPipeline) -> list[Example]:
         answer_columns = columns[row["weights"][columns] > 0]
         if not answer_columns.size:
             continue
-        # Column c predicts the token behind it: that of the first answer's column is the prompt's last.
+        # Column c predicts the next token, so the first answer column holds the last token of the prompt.
         prompt = row["tokens"][columns[0] : answer_columns[0] + 1]
         examples.append(Example(prompt.tolist(), row["targets"][answer_columns].tolist()))
     return examples
 
 
 def table_lines(table: Table) -> list[str]:
-    """Returns what a person sees of the table: the end of each prompt, and the beginning of each answer."""
+    """Return the lines to show: the end of each prompt and the beginning of each answer."""
     lines = []
     for row in table:
         lines.append(f"held out: ...{row['prompt'][-_SHOWN:]!r}")
@@ -134,7 +136,7 @@ def table_lines(table: Table) -> list[str]:
 
 
 def write_table(workdir: Workdir, table: Table) -> Path:
-    """Writes a line for each prompt; returns the file. Raises OSError."""
+    """Write one line of JSON for each prompt; returns the file. Raises OSError."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
     path = workdir.path / FILE
     path.write_text(text)

@@ -1,9 +1,10 @@
-"""The canary: before the real model exists, a small one says whether what is offloaded stays right on these devices.
+"""The offload self-test: before building the real model, a small one checks that offloading works on these devices.
 
-Compilers have been wrong about host memory without a word (openxla/xla#46231, GPU: gradients of what a scan offloads).
-So a small transformer, always the same, takes two steps by the run's schedule, placements, clipping, dtypes and mesh,
-and by the plain schedule with all on the device. They must agree, and host leaves must be on the host, as arrays and in
-the compiled step. Its optimizer is momentum, linear in gradients: Adam's first steps would show the signs of rounding.
+Compilers have silently miscompiled host memory (openxla/xla#46231, GPU: gradients of what a scan offloads). So a
+small transformer, always the same one, takes two steps with the run's schedule, placements, clipping, dtypes and
+mesh, and two with the plain schedule and everything on the device. The results must agree, and offloaded leaves must
+be in host memory, both as arrays and in the compiled step. The optimizer is momentum, which is linear in the
+gradients: Adam's first steps would expose the signs of rounding errors.
 """
 
 from __future__ import annotations
@@ -34,33 +35,40 @@ from framework.schedules.storage import Parts
 
 STEPS = 2
 UNITS = 4
-# By bits of the narrowest dtype. Rounding on CPUs makes up to 6e-6 and 2e-2, a gradient that is wrong about 1.
+# By bits of the narrowest dtype. Rounding on CPUs causes up to 6e-6 and 2e-2; a wrong gradient causes about 1.
 TOLERANCE = {32: 1e-3, 16: 1e-1}
-# A leaf that hardly changes is measured by this part of the largest change of any leaf.
+# The error of a leaf that hardly changes is relative to this fraction of the largest change of any leaf.
 _MIN_CHANGE = 0.01
-# Of an error that kept the canary from running.
+# Maximum length of the message of an error that kept the self-test from running.
 _MAX_MESSAGE_CHARACTERS = 300
 
 
 class CanaryError(ValueError):
-    """What is offloaded is wrong, or is not offloaded, on these devices with this compiler."""
+    """Offloaded values are computed wrong, or are not offloaded, on these devices with this compiler."""
 
 
 def check(config: Config, program: Program) -> str:
-    """A line for people: how well both agreed, or why the canary could not run; "" if the run has nothing on the host.
-    `config` is its config, resolved.
+    """Run the offload self-test.
+
+    Args:
+        config: resolved config of the run.
+        program: program of the run.
+
+    Returns:
+        A line for the user: how well both agree, or why the test could not run; "" if the run offloads nothing.
 
     Raises:
-        CanaryError: they do not agree, or a leaf is not where the layout says.
+        CanaryError: the results do not agree, or a leaf is not where the layout places it.
     """
     start = time.monotonic()
     devices = list(program.mesh.devices.flat)
     if not _offloads(program):
         return ""
     dtypes = [config.model[name] for name in ("param_dtype", "compute_dtype")]
-    # float64 has no tolerance of its own: it is held to that of float32.
+    # float64 has no tolerance of its own; use the tolerance of float32.
     bits = min(32, *(jnp.finfo(dtype).bits for dtype in dtypes))
-    # Else a float32 product is as precise as its kernel likes. Kernels for bfloat16 may know no other precision.
+    # By default the precision of a float32 product depends on its kernel. bfloat16 kernels may support no other
+    # precision.
     precision = "highest" if bits == 32 else "default"
     try:
         small_config = shrunk(config, program)
@@ -70,17 +78,17 @@ def check(config: Config, program: Program) -> str:
             plain = Program(small_config.instantiate(), devices)
             errors = compare(ours, plain)
     except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        # Of several processes, the others would wait for this one in the next collective.
+        # With several processes, the others would wait for this one in the next collective.
         if isinstance(error, CanaryError) or jax.process_count() > 1:
             raise
         message = " ".join(str(error).split())[:_MAX_MESSAGE_CHARACTERS]
         return f"canary: did not run, so offloading is not checked: {message}"
-    # Not `error > TOLERANCE`, which is false of NaN.
+    # Not `error > TOLERANCE`, which is false for NaN.
     wrong_names = [name for name, error in errors.items() if not error <= TOLERANCE[bits]]
     candidates = wrong_names or errors
 
     def finite_error(name: str) -> Any:
-        # NaN is worse than all numbers, and cannot be compared with them.
+        # Rank NaN above all numbers; it cannot be compared with them.
         return np.nan_to_num(errors[name], nan=math.inf)
 
     worst_name = max(candidates, key=finite_error)
@@ -96,7 +104,7 @@ def check(config: Config, program: Program) -> str:
 
 
 def _offloads(program: Program) -> bool:
-    """Whether the run has part of its state or of its activations in host memory."""
+    """Return whether the run keeps part of its state or of its activations in host memory."""
     memory = program.experiment.memory
     hosted_bytes = program.layout.bytes_per_device(memory_kind="pinned_host")
     if hosted_bytes:
@@ -105,17 +113,17 @@ def _offloads(program: Program) -> bool:
 
 
 def shrunk(config: Config, program: Program) -> Config:
-    """The run's config around a model of 4 units, as wide as leaves must be to be hosted (`layout.move_to_host`)."""
+    """Return the run's config with a model of 4 layers, as wide as offloading requires (`layout.move_to_host`)."""
     small = config.copy()
     sizes = program.mesh.shape
-    # The sizes of the sharded axes must divide the width; 256 makes leaves large enough to be hosted.
+    # The sizes of the sharded axes must divide the width; 256 makes leaves large enough to be offloaded.
     width = math.lcm(256, sizes["model"], sizes["fsdp"])
     accumulate = min(program.experiment.learner.accumulate, 2)
     small.model = _small_model(config, width, sizes["model"])
-    # There are no experts, so their axis goes to the data.
+    # The small model has no experts, so their mesh axis becomes a data axis.
     small.mesh.data = sizes["data"] * sizes["expert"]
     small.mesh.expert = 1
-    # The file of the tokens is never opened: `compare` makes its own batches.
+    # The token file is never opened: `compare` makes its own batches.
     source = config_for(TokenMemmap, path="")
     tokenizer = config_for(NoTokenizer, vocab_size=8 * width)
     small.data = config_for(
@@ -125,41 +133,41 @@ def shrunk(config: Config, program: Program) -> Config:
         seq_len=64 * sizes["seq"],
     )
     small.data.global_batch_size = accumulate * small.mesh.data * sizes["fsdp"]
-    # Momentum is linear in gradients: see the top of the file.
+    # Momentum is linear in the gradients; see the module docstring.
     small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
     small.learner.rules = []
     if program.layout.specs["frozen"]:
         small.learner.rules = [config_for(Rule, pattern="/mlp/", freeze=True)]
     small.learner.accumulate = accumulate
     small.pretrained = None
-    # `invert` needs two streams: it runs each block backwards.
+    # `invert` needs two streams, because it runs each block backwards.
     small.model.stack.streams = "float32" if "invert" in config.memory.remat else "one"
     small.memory.remat = _small_remat(config.memory.remat)
     for field in PLACED_FIELDS:
-        # Half of the units, so that there are some in either place.
+        # Offload half of the layers, so that both kinds of memory are in use.
         if getattr(program.experiment.memory, field).is_partial:
             small.memory[field] = f"{HOST}:{UNITS // 2}"
     return small
 
 
 def _small_remat(remat: str) -> str:
-    """The recomputation of a model of UNITS layers, with the policies of a larger one."""
+    """Return a remat string for a model of UNITS layers that uses the policies of the larger one."""
     policies = []
     for span in spans(remat):
-        # sqrt:G has a group size G, which need not divide the units.
+        # sqrt:G has a group size G that may not divide the number of layers.
         policy = "sqrt" if "sqrt" in span.policy else span.policy
         if policy not in policies:
             policies.append(policy)
     if len(policies) == 1:
         return policies[0]
-    # More than there are units have no place.
+    # At most one policy per layer fits.
     first_policies = policies[: UNITS - 1]
     counted = [f"{policy}:1" for policy in first_policies]
     return ",".join([*counted, policies[-1]])
 
 
 def _small_model(config: Config, width: int, model_size: int) -> Config:
-    """A transformer of UNITS blocks, in the dtypes of the run's model, whose heads `model_size` devices can share."""
+    """Build a transformer of UNITS blocks with the dtypes of the run's model and heads that divide by `model_size`."""
     block = config_for(Block)
     block.attention.num_heads = math.lcm(4, model_size)
     block.attention.head_dim = 64
@@ -173,13 +181,16 @@ def _small_model(config: Config, width: int, model_size: int) -> Config:
 
 
 def compare(ours: Program, plain: Program) -> dict[str, float]:
-    """{name: difference after the same steps, relative to how far the plain one moved}.
+    """Compare both programs after the same steps.
+
+    Returns:
+        The difference by name, relative to how far the plain program moved.
 
     Raises:
-        CanaryError: a leaf is not in the memory that the layout says.
+        CanaryError: a leaf is not in the memory that the layout specifies.
     """
     state = ours.init()
-    # Two copies, as the steps donate one of them.
+    # Make two copies, because the steps donate one of them.
     parts = ours.execution.parts
     resident = _copies(plain, state, parts)
     first = _copies(plain, state, parts)
@@ -203,7 +214,7 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
 
 
 def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
-    """Random tokens [B, S] of this process's rows; the same numbers in every run."""
+    """Generate random tokens [B, S] for this process's rows; the same numbers in every run."""
     shape = (len(program.rows), program.experiment.data.seq_len)
     vocab_size = program.experiment.language_model.vocab_size
     generator = np.random.default_rng(step)
@@ -216,26 +227,26 @@ def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
 
 
 def _check_places(program: Program, state: Any) -> None:
-    """Raises ValueError: a leaf, or an argument of the compiled step, is not in the memory that the layout says."""
+    """Raise ValueError if a leaf or an argument of the compiled step is not in the memory of the layout."""
     program.layout.check(state)
     hosted_bytes = 0
-    # Only the groups that are updated: a GPU's compiler reports no other argument as the host's.
+    # Count only the groups that are updated: a GPU's compiler reports no other argument as host memory.
     for group in ("parameter", "optimizer"):
         hosted_bytes += program.layout.bytes_per_device(group, "pinned_host")
     taken_bytes = 0
     for executable in program.execution.executables():
         taken_bytes += executable.memory_analysis().host_argument_size_in_bytes
-    # A CPU's compiler counts no argument as the host's.
+    # A CPU's compiler counts no argument as host memory.
     if taken_bytes < hosted_bytes and jax.default_backend() != "cpu":
         raise ValueError(f"the compiled step takes {taken_bytes} bytes from the host, the layout says {hosted_bytes}")
 
 
 def _copies(plain: Program, state: Any, parts: Parts) -> Any:
-    """A state, of whatever placement and with stacks in parts, as copies in the layout of the plain program."""
+    """Copy a state, of any placement and with split stacks, into the layout of the plain program."""
 
     def device_copy(x: jax.Array) -> jax.Array:
         on_device = jax.device_put(x, jax.memory.Space.Device)
-        # Without the copy jit may hand back the buffer of its argument, which a step then donates.
+        # Without the copy, jit may return its argument's buffer, which a step would then donate.
         return jnp.copy(on_device)
 
     def copied(state: Any) -> Any:
@@ -247,7 +258,10 @@ def _copies(plain: Program, state: Any, parts: Parts) -> Any:
 
 
 def _differences(ours: Any, plain: Any, first: Any) -> dict[str, jax.Array]:
-    """By leaf: the norm of the difference, less the leaf's rounding, over that of its change (1% of the largest's)."""
+    """Return the error per leaf: the norm of the difference minus rounding, over the norm of the leaf's change.
+
+    The change counts as at least 1% of the largest change of any leaf.
+    """
     groups = ("parameter", "optimizer", "ema")
     our_leaves = flatten({name: ours[name] for name in groups})
     plain_leaves = flatten({name: plain[name] for name in groups})
@@ -261,7 +275,7 @@ def _differences(ours: Any, plain: Any, first: Any) -> dict[str, jax.Array]:
     for path in changes:
         x = plain_leaves[path]
         distance = _distance(our_leaves[path], x)
-        # Both may round a value of this leaf differently, by at most this much of its norm.
+        # Both programs may round a value of this leaf differently, by at most this fraction of its norm.
         rounding = jnp.finfo(x.dtype).eps * _distance(x)
         excess[path] = jnp.maximum(distance - rounding, 0.0)
     relative: dict[str, jax.Array] = {}
@@ -271,6 +285,6 @@ def _differences(ours: Any, plain: Any, first: Any) -> dict[str, jax.Array]:
 
 
 def _distance(x: jax.Array, y: Any = 0.0) -> jax.Array:
-    """The norm of x - y, in float32."""
+    """Return the norm of x - y in float32."""
     difference = x.astype("float32") - y
     return jnp.linalg.norm(difference.ravel())

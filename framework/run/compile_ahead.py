@@ -1,4 +1,4 @@
-"""Chooses the programs of a run that a thread compiles ahead. `framework.program.ahead` has the thread."""
+"""Chooses which programs of a run a background thread compiles ahead. The thread is in `framework.program.ahead`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from framework.program.program import Program
 
 
 def begin_first_values(program: Program) -> None:
-    """Has the thread compile the program that draws the first values."""
+    """Start compiling the program that initializes the weights."""
     if _compiles_ahead(program):
         program.execution.begin_first_values()
 
 
 def begin_evaluation(program: Program) -> None:
-    """Has the thread compile evaluation of the weights and, where there are any, of their averages."""
+    """Start compiling the evaluation of the weights and, if there are any, of their averages."""
     if _compiles_ahead(program):
         program.execution.begin_evaluation()
 
 
 def _compiles_ahead(program: Program) -> bool:
-    # A GPU's compiler tries out kernels on the device, and would measure two programs at once. A TPU may have no memory
-    # for evaluation, which is to show before there are steps to lose. Processes compile in the same order.
+    # A GPU's compiler benchmarks kernels on the device, so two programs would disturb each other's timings. A TPU may
+    # lack the memory for evaluation, which must show before there are steps to lose. Several processes must compile
+    # in the same order.
     return program.execution.platform == "cpu" and jax.process_count() == 1

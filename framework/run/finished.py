@@ -1,6 +1,7 @@
-"""Whether the run of a workdir has come to its end, so that the same command has nothing to do and changes nothing.
+"""Detects a run that has already finished, so that repeating its command does nothing and changes nothing.
 
-Looks at the newest checkpoint's manifest and at what the first process said last; nothing here starts JAX or writes.
+Reads the newest checkpoint's manifest and the last status that process 0 wrote. Nothing here starts JAX or writes
+files.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ class LastCheckpoint:
     """The newest checkpoint of a workdir.
 
     Attributes:
-      directory: that it is in.
-      step: how many steps it has taken.
-      config: of the run that wrote it, as JSON; its `trainer.max_steps` is where that run ended, or was to end.
-      data: where its data stood, as JSON; see `framework.run.resuming.position`.
-      complete: whether what follows the last step (evaluation, samples) was done too, as far as anyone has said.
+        directory: directory of the checkpoints.
+        step: number of steps taken.
+        config: config of the run that wrote it, as JSON. Its `trainer.max_steps` is the last step of that run.
+        data: position in the data, as JSON; see `framework.run.resuming.position`.
+        complete: whether the work after the last step (evaluation, samples) is done too, as far as the workdir
+            records.
     """
 
     directory: Any
@@ -35,21 +37,22 @@ class LastCheckpoint:
     complete: bool
 
     def ends(self, max_steps: int) -> bool:
-        """Whether a run of so many steps has nothing left to do. A run that was killed after the save of its last step
-        and before its end has: the evaluation of what it saved."""
+        """Return whether a run of `max_steps` steps has nothing left to do.
+
+        A run that was killed between the save of its last step and its end still has to evaluate that step.
+        """
         return self.step > max_steps or (self.step == max_steps and self.complete)
 
     def refuse(self) -> None:
-        """Raises ValueError: nothing is to be resumed, and a run that starts would replace what is there."""
+        """Raise ValueError: with --resume=never a new run would overwrite the existing checkpoints."""
         raise ValueError(
             f"--resume=never, but {self.directory} holds checkpoints up to step {self.step}; choose another --workdir, "
             "or remove them"
         )
 
     def lines(self, max_steps: int, config: Config) -> list[str]:
-        """The lines that tell the user what differs from the run that ended here, and that there is nothing to do."""
-        # The stored config has the length in steps, so epochs are compared by the steps that they
-        # are.
+        """Return the lines that report config changes since the run ended, and that there is nothing to do."""
+        # The stored config gives the length in steps, so convert epochs to steps before comparing.
         resolved_config = config.copy()
         resolved_config.trainer.max_steps = max_steps
         changes = config_changes(self.config, resolved_config.to_dict())
@@ -60,7 +63,7 @@ class LastCheckpoint:
 
 
 def last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:
-    """The newest checkpoint of a workdir. None: there is none, or it cannot be read, which the start will report."""
+    """Return the newest checkpoint of a workdir. None: there is none, or it is unreadable."""
     root = folder(os.path.expanduser(workdir))
     checkpointer = Checkpointer(directory=root / "checkpoints", read_only=True)
     steps = checkpointer.steps()
@@ -72,16 +75,17 @@ def last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:
         config = extra["config"]
         data = extra["data"]
     except (CheckpointError, KeyError):
+        # The start of the run reports the unreadable checkpoint.
         return None
-    # A run killed after its last save has a checkpoint at its end too, and still has to evaluate.
+    # A run killed after its last save has a checkpoint of its last step but still has to evaluate.
     last_words = read(root / "health" / "process-00000.json")
     complete = last_words is None or last_words.get("exit") == 0
     return LastCheckpoint(root / "checkpoints", last_step, config, data, complete)
 
 
 def known_length(config: Config) -> int | None:
-    """The step at which a run of this config ends, at the latest. None: only the data or the machine tells."""
-    # A rule may change the length on some accelerators, and JAX has not looked for them yet.
+    """Return the step at which a run of this config ends at the latest; None if it depends on data or machine."""
+    # A rule may change the length on some accelerators, and JAX has not detected the devices yet.
     for rule in config.accelerator_rules:
         if any(path.startswith("trainer.") for path in rule.set):
             return None

@@ -1,8 +1,8 @@
-"""Hooks: what happens between steps. They run in order: guard, report, evaluate, agree, save, profile, prediction, and
-then the user's own (`config.trainer.hooks`).
+"""Hooks that run between training steps.
 
-A hook sees the run (`Run`) at a few moments: before and after a step is dispatched, when the metrics of an
-earlier step arrive, and at the end.
+Order: guard, report, evaluate, agree, save, profile, prediction, and then the user's own (`config.trainer.hooks`). A
+hook gets the run (`Run`) at fixed points: before and after a step is dispatched, when the metrics of an earlier step
+arrive, and at the end.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from framework.plan.guard import Need, compare
 from framework.run.run import Run
 from framework.terminal.phases import SHORT, phase
 
-# Metrics of one step by name, as they are written to a row of metrics.jsonl.
+# Metrics of one step by name, as written to a row of metrics.jsonl.
 Row = dict[str, float]
-# What the line about an evaluation leaves out: they are in the row, and are no losses.
+# Omitted from the line about an evaluation: they are in the row but are not losses.
 _NOT_LOSSES = ("tokens", "images", "nll")
 # The first steps still have buffers of compilation and initialization.
 _STEPS_BEFORE_MEASURING = 2
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients were not finite, and the config says that this ends the run."""
+    """Loss or gradients were not finite, and the config ends the run in that case."""
 
 
 class RollBack(Exception):
-    """Loss or gradients of a step, its only argument, were not finite: the config says to go back to a checkpoint."""
+    """Loss or gradients of a step, the only argument, were not finite, and the config requests a rollback."""
 
 
 class Hook:
-    """Does nothing, at every moment."""
+    """Base class of hooks; every method does nothing."""
 
     def at_start(self, run: Run, step: int) -> None:
-        """The run begins, at step 0, or goes on from `step`; everything is compiled."""
+        """Called when the run starts at step 0 or resumes from `step`; everything is compiled."""
 
     def before_step(self, run: Run, step: int) -> None:
-        """Step `step` is about to be dispatched."""
+        """Called before step `step` is dispatched."""
 
     def after_step(self, run: Run, step: int) -> None:
-        """Step `step` was dispatched; run.state is its result."""
+        """Called after step `step` was dispatched; run.state is its result."""
 
     def on_metrics(self, run: Run, step: int, metrics: Row) -> None:
-        """The metrics of `step` have arrived, one step late."""
+        """Called when the metrics of `step` have arrived, one step late."""
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        """The run is at `step` again, an earlier one; what came after it is forgotten."""
+        """Called after a rollback to the earlier step `step`; everything after it is discarded."""
 
     def at_end(self, run: Run, step: int) -> None:
-        """The last step is done, or the run was asked to stop."""
+        """Called after the last step, or when the run was asked to stop."""
 
 
 def own_hooks(configs: list[Config]) -> list[Hook]:
-    """The user's hooks. Raises ConfigError: one is no Hook."""
+    """Build the user's hooks. Raises ConfigError if one is not a Hook."""
     hooks = [config.instantiate() for config in configs]
     for index, hook in enumerate(hooks):
         if not isinstance(hook, Hook):
@@ -73,7 +73,7 @@ def own_hooks(configs: list[Config]) -> list[Hook]:
 
 
 class Guard(Hook):
-    """Acts as learner.nonfinite says on steps that were not finite: they updated nothing, and the state counts them."""
+    """Applies learner.nonfinite to steps that were not finite. Such steps update nothing, and the state counts them."""
 
     in_a_row = 0
     rollbacks = 0
@@ -88,8 +88,8 @@ class Guard(Hook):
         num_updated = int(metrics.get("updated_units", 0))
         moved = _moved(run.experiment.model, num_updated)
         message = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
-        # A finite step that was skipped is a spike. The policy is for steps that are not finite: a
-        # spike is only counted.
+        # A finite step that was skipped is a spike. The policy covers only steps that are not finite, so a spike is
+        # only counted.
         is_spike = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
         if is_spike:
             message = f"{message} (a spike: learner.spike = {learner.spike})"
@@ -107,8 +107,11 @@ class Guard(Hook):
 
 
 def _moved(model: Chain, count: int) -> str:
-    """Names the parts of the model that an update in the backward pass had changed before it met a gradient that is
-    not finite: the last `count` units and stages. "nothing was" with any other schedule."""
+    """Name the parts of the model that were updated before a gradient was not finite.
+
+    An update in the backward pass had changed the last `count` layers and stages. Any other schedule changed nothing:
+    "nothing was".
+    """
     if not count:
         return "nothing was"
     if "head" not in model.stages:
@@ -117,13 +120,13 @@ def _moved(model: Chain, count: int) -> str:
         return "the head had been"
     num_units = sum(stack.num_units for stack in model.stacks.values())
     last_unit = num_units - 1
-    # The backward pass begins with the head, which counts as one.
+    # The backward pass starts with the head, which counts as one.
     first_unit = max(num_units - count + 1, 0)
     return f"the head and units {last_unit} to {first_unit} of the stack had been"
 
 
 class Report(Hook):
-    """Writes and shows metrics every log_every steps, and at the last one."""
+    """Writes and shows metrics every log_every steps and at the last step."""
 
     # Whether a row was written.
     has_written = False
@@ -139,10 +142,10 @@ class Report(Hook):
         memory = memory_in_use(run.program.mesh.local_devices)
         row |= speeds | memory.metrics()
         row["run/goodput"] = run.goodput.fraction()
-        # tokens_per_second or images_per_second: the sign of life has it under that name, too.
+        # tokens_per_second or images_per_second; the heartbeat reports it under the same name.
         speed_name = f"{run.data.item}s_per_second"
         run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")})
-        # The first row loads the libraries that write it, which takes seconds.
+        # Writing the first row imports the libraries that write it, which takes seconds.
         with nullcontext() if self.has_written else phase("writing the first metrics", patience=SHORT):
             run.writer.write(step, row)
         self.has_written = True
@@ -153,7 +156,7 @@ class Evaluate(Hook):
     """Evaluates every validation set every eval_every steps and at the end, on at most eval_batches batches each."""
 
     def at_start(self, run: Run, step: int) -> None:
-        # The run that saved this step may have been interrupted while it evaluated it.
+        # The run that saved this step may have been interrupted while evaluating it.
         if step and run.evaluated_step != step:
             self.after_step(run, step)
 
@@ -164,16 +167,16 @@ class Evaluate(Hook):
                 self.evaluate(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        # A run that was killed after its last save and before its end may have evaluated that step already.
+        # A run killed between its last save and its end may have evaluated that step already.
         if step == run.options.max_steps and run.evaluated_step != step:
             with run.goodput.during("evaluate"):
-                # On the same batches as before, so that the last figure goes on the curve of the others. Whoever wants
-                # the whole set may have it afterwards (`plimsoll evaluate --validation`): on a large set it takes
-                # longer than many a run.
+                # Use the same batches as before, so that the last value continues the curve of the others. For the
+                # whole set, use `plimsoll evaluate --validation` afterwards: on a large set it takes longer than many
+                # runs.
                 self.evaluate(run, step)
 
     def evaluate(self, run: Run, step: int) -> None:
-        """Writes `eval/SET/loss`, of text `eval/SET/bits_per_byte` too, ...; `eval_ema/...` with averaged weights."""
+        """Write `eval/SET/loss`, for text also `eval/SET/bits_per_byte`, ...; `eval_ema/...` for averaged weights."""
         row: Row = {}
         limit = run.options.eval_batches
         weight_kinds = [("eval", False)]
@@ -181,14 +184,14 @@ class Evaluate(Hook):
             weight_kinds.append(("eval_ema", True))
 
         def goes_on() -> bool:
-            # A sign of life, as an evaluation may take longer than a hang is waited for.
+            # Send a heartbeat, because an evaluation may take longer than the hang timeout.
             run.pulse.note()
             return not run.stopping
 
         for prefix, averaged in weight_kinds:
             for name in run.data.validation_names:
                 summary = evaluated(run.program, run.state, name, limit=limit, averaged=averaged, goes_on=goes_on)
-                # Part of an evaluation is not written: its numbers would be of fewer batches.
+                # Do not write a partial evaluation: its numbers would cover fewer batches.
                 if summary is None:
                     run.progress.print(f"step {step}: not evaluated, as the run is to stop")
                     return
@@ -208,17 +211,17 @@ class Evaluate(Hook):
 
 
 def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:
-    """What a person sees of an evaluation, on a line that stays.
+    """Return the line that reports an evaluation to the user.
 
     Args:
-        step: the steps that were trained.
-        row: the metrics of the evaluation.
-        parts: of each validation set that was not evaluated as a whole, how much of it was.
+        step: number of trained steps.
+        row: metrics of the evaluation.
+        parts: for each validation set that was evaluated only in part, how much of it was.
     """
     figures = []
     for key, value in row.items():
         if not key.endswith(_NOT_LOSSES):
-            # A perplexity is as exact as its loss with fewer digits behind the point.
+            # A perplexity needs fewer decimals for the same precision as its loss.
             digits = 2 if key.endswith("/perplexity") else 4
             figures.append(f"{key} {value:.{digits}f}")
     line = f"step {step}: " + ", ".join(figures)
@@ -226,7 +229,7 @@ def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:
 
 
 class Agree(Hook):
-    """Compares replicas every health.replica_check_every steps, and before what they hold is saved."""
+    """Compares replicas every health.replica_check_every steps, and before each save."""
 
     # The step whose replicas were compared last.
     checked: int | None = None
@@ -237,7 +240,7 @@ class Agree(Hook):
             self.at_end(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        # The last step may have been checked already, as one that is saved.
+        # The last step may have been checked already, before it was saved.
         if step == self.checked or not run.experiment.health.replica_check_every:
             return
         with run.throughput.paused():
@@ -245,15 +248,17 @@ class Agree(Hook):
         self.checked = step
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        # The same step number is of another state from here on.
+        # From here on, the same step number stands for another state.
         self.checked = None
 
 
 class Save(Hook):
-    """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
-    interrupted. What was restored and has not moved since is not written again."""
+    """Saves a checkpoint every save_every steps, every save_every_minutes, and at the last step or an interruption.
 
-    # The step that was saved last, and whether a step was trained since the start.
+    A restored state that has not changed since is not written again.
+    """
+
+    # The step saved last, and whether a step was trained since the start.
     last: int | None = None
     has_moved = False
 
@@ -271,12 +276,12 @@ class Save(Hook):
             self.last = step
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        # A step after this one is to be saved when the run comes to it again.
+        # A step after this one must be saved when the run reaches it again.
         self.last = None
 
 
 class Prediction(Hook):
-    """Shows what memory was predicted and what is measured, once buffers of compilation and initialization are gone."""
+    """Shows predicted and measured memory once the buffers of compilation and initialization are freed."""
 
     def __init__(self, need: Need) -> None:
         self.need = need
@@ -290,15 +295,17 @@ class Prediction(Hook):
 
 
 class Profile(Hook):
-    """Traces the chosen steps into WORKDIR/profile, for TensorBoard, XProf or Perfetto; a run that ends early leaves a
-    whole trace too."""
+    """Traces the chosen steps into WORKDIR/profile, for TensorBoard, XProf or Perfetto.
+
+    A run that ends early leaves a complete trace too.
+    """
 
     # Whether a trace is being taken.
     on = False
 
     def before_step(self, run: Run, step: int) -> None:
         if run.options.profile and step == run.options.profile[0]:
-            # Waits for the steps before this one, so that the trace holds none of them.
+            # Wait for the previous steps, so that the trace contains none of them.
             jax.block_until_ready(run.state)
             folder = run.workdir.path / "profile"
             jax.profiler.start_trace(str(folder))
@@ -311,18 +318,18 @@ class Profile(Hook):
     def at_end(self, run: Run, step: int) -> None:
         if not self.on:
             return
-        # The last of the chosen steps may still be running: the trace is to hold all of it.
+        # The last of the chosen steps may still be running, and the trace must contain all of it.
         jax.block_until_ready(run.state)
         self.on = False
         steps = run.options.profile
         try:
             jax.profiler.stop_trace()
-        # A full disk, for one, is no reason to end a run.
+        # A failed trace, for example because of a full disk, is no reason to end a run.
         except (OSError, RuntimeError) as error:
             run.progress.print(f"the profile of steps {steps} was not written: {error}")
             return
         run.progress.print(f"profile of steps {steps}: {run.workdir.path / 'profile'}")
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        # A trace that is open would meet the start of another when its steps come again.
+        # An open trace would collide with a new one when its steps run again.
         self.at_end(run, step)

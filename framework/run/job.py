@@ -1,4 +1,4 @@
-"""What is asked of a run, by `plimsoll train` or by `framework.train`. Nothing here starts JAX."""
+"""A training job as requested by `plimsoll train` or `framework.train`. Nothing here starts JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from framework.config import Config
 
 
 class RunError(RuntimeError):
-    """A run has ended before its last step, and not by a mistake in what was asked for.
+    """A run ended before its last step for a reason other than a user error.
 
     Args:
-        message: why.
-        code: the exit code that `plimsoll train` ends with for the same reason.
+        message: reason why the run ended.
+        code: exit code that `plimsoll train` returns for the same reason.
     """
 
     def __init__(self, message: str, code: int):
@@ -22,7 +22,7 @@ class RunError(RuntimeError):
 
 
 class Request(Protocol):
-    """A config, as a command line or a program asks for it."""
+    """A config as requested by a command line or a program."""
 
     @property
     def spec(self) -> str:
@@ -36,41 +36,42 @@ class Request(Protocol):
 
     @property
     def config(self) -> Config:
-        """The config, without rules by accelerator."""
+        """The config, without accelerator rules applied."""
         ...
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The paths of the fields that the command line, or the program, has set."""
+        """The paths of the fields that the command line or the program sets."""
         ...
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
-        """(the config for that accelerator, a line for each field that its rules changed)."""
+        """Return (the config for that accelerator, a line for each field that its rules changed)."""
         ...
 
 
 @dataclass
 class Job:
-    """What is asked for, with what was checked and opened for it."""
+    """A request together with the objects that were validated and opened for it."""
 
     request: Request
-    experiment: Any  # built from the request's config, which has no rules by accelerator
-    folder: str | Path  # of the workdir, or its URL
-    limit: int | None  # bytes of device memory that the run may use; None for what the devices have
+    experiment: Any  # built from the request's config, without accelerator rules
+    folder: str | Path  # the workdir or its URL
+    limit: int | None  # bytes of device memory that the run may use; None for all of the device memory
     goodput: Any
-    # Calls the training, and turns the user's mistakes into exit codes; anything else is raised.
+    # Calls the training and turns user errors into exit codes; other exceptions propagate.
     guarded: Callable[[Callable[[], int]], int]
     resume: Literal["auto", "never", "must"] = "auto"  # what to do if there are checkpoints
-    force: bool = False  # resume on other data; train although it does not fit
+    force: bool = False  # resume on different data; train even if the step does not fit
     dry_run: bool = False
     workdir: Any = field(init=False)  # opened when the run starts
-    failure: BaseException | None = None  # what ended the training, where its exit code stands for an error
+    failure: BaseException | None = None  # the exception that ended training, if the exit code stands for one
 
     def experiment_of(self, config: Config, rule_lines: list[str]) -> Any:
-        """The experiment of the request's config once it was resolved for an accelerator.
+        """Return the experiment after the request's config was resolved for an accelerator.
 
         Args:
-            config: resolved.
-            rule_lines: what rules changed in it; without any, the experiment is the one that was built already.
+            config: resolved config.
+            rule_lines: changes that rules made to it. If there are none, the experiment that was already built is
+                returned.
         """
         return config.instantiate() if rule_lines else self.experiment

@@ -1,7 +1,7 @@
-"""What `memory.auto` chooses for a run, before anything is compiled: one process decides, and all do the same.
+"""Resolves `memory.auto` for a run before anything is compiled: process 0 decides, and all processes follow.
 
-The choice is kept in the workdir, and taken again when the run goes on, unless the machine is another one or something
-else is asked for.
+The choice is stored in the workdir and reused when the run resumes, unless the machine or the relevant config
+changed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from framework.terminal.exit_codes import DoesNotFitError
 from framework.terminal.tables import render
 
 FILE = "auto.json"
-# What a choice depends on; the length of a run, say, may change.
+# The sections that a choice depends on. Others, such as the length of a run, may change.
 _SECTIONS = ("model", "learner", "mesh", "memory", "compiler")
 _DATA = ("global_batch_size", "seq_len")
 
 
 class Settled(NamedTuple):
-    """What a run does about memory.auto.
+    """The outcome of memory.auto for a run.
 
     Attributes:
-        config: with the chosen settings.
-        lines: what a person is told.
-        record: for the workdir, as JSON.
+        config: config with the chosen settings.
+        lines: lines to show to the user.
+        record: JSON record of the choice, for the workdir.
     """
 
     config: Config
@@ -53,18 +53,18 @@ class Settled(NamedTuple):
 
 
 def settled(job: Job, config: Config) -> Settled:
-    """Chooses the settings of a run, or takes those that its workdir holds. Collective.
+    """Choose the settings of a run, or reuse those stored in its workdir. Collective.
 
     Args:
-        job: what is asked for.
-        config: resolved for the devices.
+        job: the training job.
+        config: config resolved for the devices.
 
     Raises:
-        DoesNotFitError: no settings fit that compute the same.
+        DoesNotFitError: no settings that compute the same result fit.
     """
     target = targets.resolve("local")
     limit = target.limit_bytes if job.limit is None else job.limit
-    # On a CPU the host's memory is the device's.
+    # On a CPU, host memory is the device memory.
     host_bytes = None if target.platform == "cpu" else machine_memory_bytes()
     machine = Machine.of(target, limit, host_bytes)
     fixed = fixed_paths(config, job.request.chosen)
@@ -91,16 +91,17 @@ def _settled(config: Config, choice: Choice, asked: str, lines: list[str]) -> Se
 def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, object] | None:
     """Read what an earlier start of the run chose.
 
-    A workdir may come from someone else, and a field of a config may name code. So only settings that the search
-    itself could choose are accepted, with values that the config takes.
+    Reads untrusted data: a workdir may come from someone else, and a config field may name code. So only settings
+    that the search itself could choose are accepted, with values that the config accepts.
 
     Args:
         path: auto.json of the workdir.
-        config: resolved for the devices.
-        fixed: fields that the search does not change.
+        config: config resolved for the devices.
+        fixed: paths of the fields that the search does not change.
 
     Returns:
-        The record; None where there is none, another version wrote it, or the search could not have chosen it.
+        The record. None if the file is missing, was written by another version, or holds settings that the search
+        could not have chosen.
     """
     try:
         record = parse_json(path.read_text())
@@ -108,7 +109,7 @@ def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, 
         others = {str(one.path) for one in choice.settings} - (set(SEARCHED) - {BATCH} - fixed)
         if others:
             raise ValueError(f"sets {sorted(others)}, which memory.auto does not choose")
-        # Building the section checks the texts of policies and placements.
+        # Building the section validates the policy and placement strings.
         with_settings(config, choice.settings).memory.instantiate()
         return {"asked": record["asked"], "choice": record["choice"]}
     except FileNotFoundError:
@@ -119,7 +120,7 @@ def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, 
 
 
 def _digest(config: Config, fixed: frozenset[str]) -> str:
-    """A name for everything that is asked for, and that a choice depends on."""
+    """Return a hash of everything in the config that a choice depends on."""
     fields = config.to_dict()
     parts = [fields[section] for section in _SECTIONS]
     parts += [fields["data"].get(field) for field in _DATA]
@@ -131,7 +132,7 @@ def _digest(config: Config, fixed: frozenset[str]) -> str:
 
 
 def _chosen(chooser: Chooser, target: Target) -> Choice:
-    """The choice of the first process, which asks all of them to compile what it proposes."""
+    """Return the choice of process 0, which has all processes compile its proposals."""
     devices = _Devices(chooser, target)
     if not distributed.is_primary():
         return devices.obey()
@@ -140,19 +141,19 @@ def _chosen(chooser: Chooser, target: Target) -> Choice:
         failure = chooser.failure() if candidate is None else ""
         choice = None if candidate is None else chooser.choice(candidate)
     except BaseException as error:
-        # The others wait for an order, and would wait for ever.
+        # Without this order the other processes would wait forever.
         devices.end(None, f"the first process failed: {error}")
         raise
     return devices.end(choice, failure)
 
 
 class _Order(NamedTuple):
-    """What the first process has all do.
+    """An order from process 0 to all processes.
 
     Attributes:
-        settings: to be compiled; None at the end.
-        choice: at the end, as JSON; None where nothing fits.
-        failure: why.
+        settings: settings to compile; None at the end.
+        choice: the final choice, as JSON; None where nothing fits.
+        failure: reason why nothing fits.
     """
 
     settings: Settings | None
@@ -161,9 +162,9 @@ class _Order(NamedTuple):
 
 
 class _Devices:
-    """The devices of all processes, whose compiler says what fits.
+    """The devices of all processes, whose compiler determines which settings fit.
 
-    The first process orders and all obey: the others do not know what it has measured or how long that took.
+    Process 0 gives orders and the others follow: they do not know its measurements or how long those took.
     """
 
     def __init__(self, chooser: Chooser, target: Target):
@@ -172,24 +173,24 @@ class _Devices:
         self._number = 0
 
     def ask(self, candidate: Candidate) -> int:
-        """Has all processes compile settings: the bytes of the fullest device. Raises NoProgramError."""
+        """Have all processes compile settings; returns the bytes on the fullest device. Raises NoProgramError."""
         self._order(_Order(candidate.settings))
         return self._compiled(candidate.settings)
 
     def end(self, choice: Choice | None, failure: str) -> Choice:
-        """Tells all processes what was chosen. Raises DoesNotFitError: nothing was."""
+        """Send the final choice to all processes. Raises DoesNotFitError if there is none."""
         self._order(_Order(None, choice.to_json() if choice else None, failure))
         if choice is None:
             raise DoesNotFitError(failure)
         return choice
 
     def obey(self) -> Choice:
-        """Does what the first process orders, until that has chosen. Raises DoesNotFitError: it found nothing."""
+        """Follow the orders of process 0 until it has chosen. Raises DoesNotFitError if it found nothing that fits."""
         while True:
             order = self._order(None)
             if order.settings is None:
                 break
-            # The first process hears of what cannot be compiled, too.
+            # Compile failures are reported to process 0 by `_compiled`, so this process ignores them.
             with suppress(NoProgramError):
                 self._compiled(order.settings)
         if order.choice is None:
@@ -197,8 +198,8 @@ class _Devices:
         return Choice.from_json(order.choice)
 
     def _order(self, order: _Order | None) -> _Order:
-        """The first process's order, in every process."""
-        # A search takes longer than a collective of the devices waits.
+        """Send the order of process 0 to every process."""
+        # The barrier is needed because a search takes longer than a device collective waits.
         self._number += 1
         distributed.barrier(f"load line {self._number}")
         settings, choice, failure = distributed.from_primary(order)
@@ -216,5 +217,5 @@ class _Devices:
             problem = str(error)
         if not distributed.everywhere(not problem):
             raise NoProgramError(problem or "another process of this run cannot compile it")
-        # Collective sums have 32 bits.
+        # Collective sums have 32 bits, so the bytes are sent as MiB.
         return distributed.greatest(mebibytes) << 20

@@ -1,4 +1,4 @@
-"""Whose mistake an exception is, and how it is told: as one line, as the frames of a user's own file, or as it is."""
+"""Classifies exceptions: user errors print one line, errors of a user's file show its frames, bugs are re-raised."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ _FILE_ERRORS = (
     IsADirectoryError,
     PermissionError,
 )
-# What the disk says, and what to do about it.
+# What to do about each disk error.
 _DISK = {
     errno.ENOSPC: "Free some space there; the same command then goes on",
     errno.EDQUOT: "Free some of your quota there; the same command then goes on",
@@ -28,20 +28,21 @@ _DISK = {
 }
 _ROOT = Path(__file__).resolve().parents[2]
 _PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
-# Where Python and installed packages are: no file there is a user's own.
+# Folders of Python and of installed packages: no file in them belongs to the user.
 _PYTHON_PATHS = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
 _INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)
 
-# The note on an exception of the training loop, after which starting again may help.
+# Note on an exception of the training loop. It means that starting again may help.
 IN_THE_LOOP = "raised while the model was being trained"
 
 
 def tell(error: BaseException, *, of_process: bool) -> int | None:
-    """Prints a mistake of the user's to stderr, and returns the exit code. None: it is a bug, whose traceback is shown.
+    """Print a user error to stderr and return the exit code; None if it is a bug, which keeps its traceback.
 
     Args:
-        error: what a verb raised.
-        of_process: the verb is what the process was started for: a program that calls one gets what its code raised.
+        error: exception that a verb raised.
+        of_process: whether the process was started for this verb. A program that calls a verb receives the exceptions
+            of its own code instead.
     """
     message = disk_problem(error)
     if not message:
@@ -58,26 +59,25 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of a mistake of the user's, for a program, which is not told of it here. None: it is a bug."""
+    """Return the exit code of a user error without printing it, for use by a program. None if it is a bug."""
     if disk_problem(error) is None and not is_user_error(error):
         return None
     return _code(error)
 
 
 def _code(error: BaseException) -> int:
-    """The exit code of a mistake of the user's, or of a disk that is full or read-only."""
+    """Return the exit code of a user error, or of a disk that is full or read-only."""
     if isinstance(error, DoesNotFitError):
         return ExitCode.TOO_BIG
-    # Another start may find room, and there is nothing to correct on the command line; a folder is
-    # to be corrected.
+    # Disk space may be available at the next start, without a change to the command line. A read-only folder needs a
+    # corrected command line.
     may_help = disk_problem(error) is not None and getattr(error, "errno", None) != errno.EROFS
     in_the_loop = IN_THE_LOOP in getattr(error, "__notes__", ())
     return ExitCode.FAILED if may_help or in_the_loop else ExitCode.USAGE
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """The message for a disk that is full, or that cannot be written, which is neither a bug nor a mistake in the
-    config. None: the error is another one."""
+    """Return the message for a full or unwritable disk, which is neither a bug nor a config error; else None."""
     if not isinstance(error, OSError) or error.errno not in _DISK:
         return None
     where = f": {error.filename}" if error.filename else ""
@@ -85,23 +85,27 @@ def disk_problem(error: BaseException) -> str | None:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an error is a message for the user rather than a bug: a ConfigError, a missing or forbidden file, or a
-    ValueError or ImportError that Plimsoll's own code raised (one from inside JAX or numpy is not for the user)."""
+    """Return whether an error is a message for the user rather than a bug.
+
+    User errors are a ConfigError, a missing or forbidden file, and a ValueError or ImportError that Plimsoll's own
+    code raised. Errors from inside JAX or numpy are bugs.
+    """
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
         return True
-    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot
-    # be seen then.
+    # JAX removes its own frames from a traceback and adds a note about it. The origin of the error is then unknown.
     cut = any("JAX" in note for note in getattr(error, "__notes__", ()))
     frames = traceback.extract_tb(error.__traceback__)
     if cut or not frames or not isinstance(error, (ValueError, ImportError)):
         return False
-    # By its file, as the module of the verb that runs is called __main__.
+    # Compare by file, because the module of the running verb is called __main__.
     return _is_ours(frames[-1].filename)
 
 
 def user_report(error: BaseException) -> str | None:
-    """The message for an exception that came out of a user's own file: `my.py:12: NameError: ...`, and the frames of
-    such files. None: there is no such frame, so it is a bug of Plimsoll's or of a package."""
+    """Format an exception from a user's own file: `my.py:12: NameError: ...`, then the frames of such files.
+
+    Returns None if there is no such frame: then it is a bug of Plimsoll or of a package.
+    """
     user_frames = []
     for exception in _chain(error):
         for frame in traceback.extract_tb(exception.__traceback__):
@@ -120,10 +124,10 @@ def user_report(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The exception and its causes, the first cause first."""
+    """Return the exception and its causes, starting with the root cause."""
     chain = [error]
     cause = error.__cause__
-    # A chain may be a circle, if somebody raised an error from one that it had caused.
+    # A chain can be circular, if an error was raised from one that it had caused.
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__
@@ -135,7 +139,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    # Code without a file: <frozen importlib>, <string>.
+    # Code without a file, such as <frozen importlib> and <string>.
     if filename.startswith("<"):
         return False
     path = str(Path(filename).resolve())

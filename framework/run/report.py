@@ -1,4 +1,4 @@
-"""The summary at the end of a run: its compression beside that of other programs, and samples of text or images."""
+"""The summary at the end of a run: compression compared with gzip and xz, and samples of text or images."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 
-# Texts that are larger are not compressed for comparison.
+# Larger texts are not compressed for comparison.
 _MAX_COMPRESSED_BYTES = 64_000_000
 _NUM_SAMPLE_IMAGES = 64
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte of `gzip -9` and `xz -9` on the whole text, which is not empty."""
+    """Return the bits per byte of `gzip -9` and `xz -9` on the whole text, which is not empty."""
     gzip_bytes = gzip.compress(text, compresslevel=9, mtime=0)
     xz_bytes = lzma.compress(text, preset=9)
     sizes = {"gzip -9": len(gzip_bytes), "xz -9": len(xz_bytes)}
@@ -36,20 +36,20 @@ def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
 def compression_lines(
     data: Pipeline, evaluation: dict[str, float], limit: int | None = None, workdir: object = "WORKDIR"
 ) -> list[str]:
-    """Bits per byte of the model beside those of general compressors, on the same validation text.
+    """Compare the model's bits per byte with those of general-purpose compressors on the same validation text.
 
-    Compressing takes seconds per megabyte and the whole text in memory: not done beyond 64 MB.
+    Compression takes seconds per megabyte and needs the whole text in memory, so texts above 64 MB are skipped.
 
     Args:
-        data: has the validation sets.
+        data: data pipeline with the validation sets.
         evaluation: metrics of the last evaluation, by name.
-        limit: the batches that it took of each set; None for all.
-        workdir: of the run.
+        limit: number of batches evaluated per set; None for all.
+        workdir: workdir of the run, shown in the suggested command.
     """
     lines: list[str] = []
     if not isinstance(data, DataPipeline):
         return lines
-    # Where the size of the text is not known, four bytes a token are about right.
+    # If the size of the text is unknown, estimate about four bytes per token.
     sizes = {row.name: row.bytes or 4 * row.tokens for row in data.source_report()}
     for name in data.validation_names:
         bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)
@@ -66,8 +66,8 @@ def compression_lines(
         if num_bytes > _MAX_COMPRESSED_BYTES:
             comparison = f"{human_bytes(num_bytes)} of text are too many to compress for comparison"
         else:
-            # Exactly the text that was evaluated: a compressor learns from what it has read, so its figure for the
-            # whole set, of which the model has seen a part, would not be comparable.
+            # Compress exactly the text that was evaluated. Compressors adapt to what they have read, so a figure for
+            # the whole set would not be comparable if the model saw only part of it.
             with phase(f"compressing {name} for comparison", patience=SHORT):
                 text = data.document_text(name, limit)
                 bits_by_tool = compressor_bits_per_byte(text)
@@ -81,7 +81,7 @@ def compression_lines(
 
 
 def _why_behind(tools: list[str], seq_len: int) -> str:
-    """The line that says why these compressors need no more bits than a model of sequences of `seq_len` tokens."""
+    """Explain why these compressors need no more bits than a model with sequences of `seq_len` tokens."""
     names = " and ".join(tools)
     return (
         f"fewer bits by {names}: compressors repeat passages from far back, "
@@ -90,7 +90,7 @@ def _why_behind(tools: list[str], seq_len: int) -> str:
 
 
 def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
-    """64 images, uint8 [64, H, W, C], that the model draws; None where it draws none."""
+    """Sample 64 images, uint8 [64, H, W, C]; None if the model does not generate images."""
     if not program.experiment.model.draws_images:
         return None
     options = program.experiment.trainer
@@ -100,24 +100,24 @@ def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
 
 
 def sample_text(program: Program, state: dict[str, Any]) -> str | None:
-    """The prompt of the config and the model's continuation of it; None where tokens stand for no text."""
+    """Return the config's prompt and the model's continuation; None if the tokens do not represent text."""
     options = program.experiment.trainer
     data = program.experiment.data
     if not options.sample_tokens or not isinstance(data, DataPipeline) or not data.tokenizer.has_text:
         return None
-    # A model that scores sequences continues none.
+    # A model that scores sequences cannot continue a prompt.
     if not isinstance(program.experiment.language_model.head, LMHead):
         return None
     tokenizer = data.tokenizer
     prompt = tokenizer.encode_prompt(options.sample_prompt)
     if not prompt:
-        # A tokenizer may put nothing before a text. Documents then follow the token between them.
+        # Some tokenizers put no token before a text. Documents then follow the separator token.
         if tokenizer.separator_id is None:
             return None
         prompt = [tokenizer.separator_id]
     num_tokens = options.sample_tokens
     limit = program.experiment.language_model.max_positions
-    # Both are cut to the model's positions: a sample is not worth an error at the end of a run.
+    # Truncate both to the model's maximum positions: a sample is not worth an error at the end of a run.
     if limit is not None:
         prompt = prompt[-max(1, limit - num_tokens) :]
         num_tokens = min(num_tokens, limit - len(prompt))

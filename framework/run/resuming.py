@@ -1,7 +1,7 @@
-"""What may differ between a checkpoint and the run that goes on from it, and where its data go on.
+"""Checks whether a run can resume from a checkpoint, and where its data continues.
 
-The config may change in all that fits the stored arrays. The data must be the same; their batches may have another
-size, and then go on at the next sequence.
+The config may change as long as the stored arrays still fit. The data must be the same, but the batch size may
+change: the data then continues at the next sequence.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from framework.data.batches import Pipeline
 from framework.data.order import BatchOrder
 from framework.program.program import Program
 
-# What `extra`, the part of a checkpoint that is JSON, holds.
+# Type of `extra`, the JSON part of a checkpoint.
 Extra = Mapping[str, Any]
-# Sections of the config, and fields of the data, on which neither arrays nor the order of the data depend.
+# Config sections and data fields that affect neither the arrays nor the order of the data.
 _APART = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
 _NOT_OF_THE_ORDER = ("global_batch_size", "validation", "prefetch", "cache_dir")
-# Of a table of leaves that do not fit, so many lines are shown beside the fields that changed.
+# Number of mismatched leaves shown in addition to the fields that changed.
 _LINES = 8
 
 
 def check(checkpointer: Checkpointer, program: Program, config: Config, *, force: bool) -> BatchOrder:
-    """Refuses a run that cannot go on from the newest checkpoint; takes a manifest and no array, and compiles nothing.
+    """Refuse a run that cannot resume from the newest checkpoint. Reads only the manifest and compiles nothing.
 
     Args:
-        checkpointer: of the run's workdir.
-        program: of the run; its data are set up.
-        config: that the program was built of.
-        force: other data will do.
+        checkpointer: checkpointer of the run's workdir.
+        program: program of the run; its data is set up.
+        config: config that the program was built from.
+        force: whether to accept different data.
 
     Returns:
-        The order in which the run's batches come; that of a run which begins, where no checkpoint can be read.
+        The batch order of the run; the order of a new run if no checkpoint can be read.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model; the message names fields, then leaves.
-        ValueError: it is of other data, and `force` is not set.
+        CheckpointMismatchError: the checkpoint belongs to another model; the message names fields, then leaves.
+        ValueError: the data differs, and `force` is not set.
     """
     data = program.experiment.data
     newest_step = max(checkpointer.steps(), default=None)
     if newest_step is None:
         return BatchOrder()
-    # If it is corrupt an older one may do: it is looked at when it is restored.
+    # If it is corrupt, an older one may work; that is found out when it is restored.
     with suppress(CheckpointCorruptError):
         extra = checkpointer.manifest(newest_step).extra
         try:
@@ -63,11 +63,11 @@ def check(checkpointer: Checkpointer, program: Program, config: Config, *, force
 
 
 def _naming_fields(error: CheckpointMismatchError, extra: Extra, config: Config) -> CheckpointMismatchError:
-    """The error, after a line of the fields that changed and may be why."""
+    """Prefix the error with the config fields that changed and may have caused it."""
     changes = [change for change in config_changes(extra["config"], config.to_dict()) if not _is_under(change, _APART)]
     if not changes:
         return error
-    # Of a table of hundreds of leaves the first say what it is about.
+    # The table may have hundreds of leaves. The first ones show the problem.
     lines = str(error).splitlines()
     if len(lines) > _LINES:
         lines[_LINES:] = [f"  ... and {len(lines) - _LINES} lines more"]
@@ -76,8 +76,13 @@ def _naming_fields(error: CheckpointMismatchError, extra: Extra, config: Config)
 
 
 def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
-    """Puts constant schedules, in place, for learning rates that are numbers now and were schedules at the newest
-    checkpoint: a schedule counts its steps, and a number would have no place for the count. Returns what to tell."""
+    """Replace constant learning rates by constant schedules, in place, where the newest checkpoint has a schedule.
+
+    A schedule counts its steps, and a plain number would have no place for that count.
+
+    Returns:
+        Lines to show to the user.
+    """
     newest_step = max(checkpointer.steps(), default=None)
     if newest_step is None:
         return []
@@ -96,26 +101,26 @@ def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
 
 
 def _is_under(change: str, names: tuple[str, ...]) -> bool:
-    """Whether a line of `config_changes` is about one of these sections."""
+    """Return whether a line of `config_changes` is about one of these sections."""
     path = change.partition(":")[0]
     return path.removeprefix("config.").partition(".")[0] in names
 
 
 def old_batch_size(extra: Extra, data: Pipeline) -> int:
-    """The size of the batches at the checkpoint. Earlier versions stored it in the config alone."""
+    """Return the batch size at the checkpoint. Earlier versions stored it only in the config."""
     old_config = extra.get("config") or {}
     of_config = (old_config.get("data") or {}).get("global_batch_size", data.global_batch_size)
     return int(extra["data"].get("batch_size", of_config))
 
 
 def order_after(extra: Extra, step: int, data: Pipeline) -> BatchOrder:
-    """The order of the batches of a run that goes on from a checkpoint."""
+    """Return the batch order of a run that resumes from a checkpoint."""
     stored = BatchOrder.stored(extra["data"])
     return stored.continued(step, old_batch_size(extra, data), data.global_batch_size)
 
 
 def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
-    """What a checkpoint of that step holds of the data, as JSON: of all that `order_after` and `check` ask for."""
+    """Return the data position stored in a checkpoint of that step, as JSON; `order_after` and `check` read it."""
     return {
         "fingerprint": data.fingerprint(),
         "next": order.batch_after(step),
@@ -127,7 +132,7 @@ def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
 
 
 def batch_lines(extra: Extra, step: int, data: Pipeline) -> list[str]:
-    """What to tell of a run that goes on with batches of another size."""
+    """Return the lines to show if a run resumes with a different batch size."""
     old_size = old_batch_size(extra, data)
     new_size = data.global_batch_size
     if old_size == new_size:
@@ -139,10 +144,10 @@ def batch_lines(extra: Extra, step: int, data: Pipeline) -> list[str]:
 
 
 def difference_of_data(extra: Extra, data: Pipeline, config: Config, *, force: bool) -> str | None:
-    """A line about how the data differ from those of a checkpoint, but for the size of batches; None if they do not.
+    """Describe how the data differs from the checkpoint's, ignoring the batch size; None if it does not differ.
 
     Raises:
-        ValueError: the data differ, and `force` is not set.
+        ValueError: the data differs, and `force` is not set.
     """
     old_fingerprint = extra["data"]["fingerprint"]
     fingerprint = data.fingerprint_at(old_batch_size(extra, data))

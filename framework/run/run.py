@@ -1,4 +1,4 @@
-"""Run: the state, checkpoints and records of one run, which starts in a workdir or goes on there, and is saved."""
+"""Run: the state, checkpoints and metrics of one run, which starts or resumes in a workdir."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from framework.terminal.progress import Progress
 
 
 class Run:
-    """One run in one workdir: its state, its checkpoints, and all that is reported of it. Hooks see it.
+    """One run in one workdir: its state, its checkpoints, and everything it reports. Hooks have access to it.
 
     Args:
-        config: the resolved config; stored with every checkpoint.
-        program: its experiment on the devices.
-        workdir: where everything goes; claimed by the caller.
-        progress: what the person sees.
-        goodput: where the time of this process goes.
-        pulse: its sign of life.
+        config: resolved config; stored with every checkpoint.
+        program: program of the config's experiment on the devices.
+        workdir: output folder; claimed by the caller.
+        progress: progress display for the user.
+        goodput: accounting of this process's time.
+        pulse: heartbeat of this process.
 
     Attributes:
-        state: the training state; {} before `start`.
+        state: training state; {} before `start`.
         evaluation: metrics of the last evaluation, by name.
-        evaluated_step: the step of that evaluation; None before there is one.
-        signals: those that ask this process to stop, in the order in which they came.
-        save_is_due: after the step that was dispatched last; the same in every process.
+        evaluated_step: step of that evaluation; None before the first one.
+        signals: signals that asked this process to stop, in order of arrival.
+        save_is_due: whether to save after the step that was dispatched last; the same in every process.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class Run:
         self.evaluated_step: int | None = None
         self.signals: list[int] = []
         self.save_is_due = False
-        # Only a roll back leaves a batch out.
+        # Only a rollback leaves a batch out.
         self.batch_order = BatchOrder()
         self._saved_at = time.monotonic()
-        # Both write to the workdir as soon as they are made: not before `start` has found that the run may go on there.
+        # Both write to the workdir as soon as they exist, so `start` first checks that the run may resume there.
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
         self.writer: Writer = MultiWriter([])
         self.throughput = self._throughput()
         pulse.note(max_steps=self.options.max_steps)
 
     def _throughput(self) -> Throughput:
-        """The meter of speed, in tokens or images and in model FLOPs beside the peak of all devices (MFU)."""
+        """Build the throughput meter: tokens or images, and model FLOPs relative to the peak of all devices (MFU)."""
         model = self.experiment.model
         mesh = self.program.mesh
         spec = spec_for(list(mesh.devices.flat))
-        # Not known for every accelerator; the run then shows no MFU.
+        # The peak is not known for every accelerator; the run then shows no MFU.
         peak_per_device = spec.peak_flops(str(model.compute_dtype))
         peak = peak_per_device * mesh.size if peak_per_device else None
         tokens_per_step = self.data.global_batch_size * self.data.seq_len
@@ -98,17 +98,17 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal is to end this run, which is of one process: several have to agree first."""
+        """True if a signal should end this single-process run; several processes have to agree first."""
         return jax.process_count() == 1 and bool(self.signals)
 
     def start(self, *, force: bool = False) -> int:
-        """Fills the state, from the newest valid checkpoint or from initialization; returns its step.
+        """Fill the state from the newest valid checkpoint or by initialization; returns its step.
 
-        `remains.check` has looked at the workdir before. Errors are raised before anything is written there.
+        `remains.check` has already inspected the workdir. Errors are raised before anything is written there.
 
         Raises:
-            CheckpointMismatchError: the newest checkpoint is of another model.
-            ValueError: the newest checkpoint is of other data, and `force` is not set; see `resuming`.
+            CheckpointMismatchError: the newest checkpoint belongs to another model.
+            ValueError: the newest checkpoint has different data, and `force` is not set; see `resuming`.
         """
         with self.goodput.during("restore"):
             return self._start(force)
@@ -120,7 +120,7 @@ class Run:
             self.goodput.go_back({})
             if distributed.is_primary():
                 remains.record_start(self.workdir.path)
-            # Rows of a run that was killed before its first checkpoint are dropped.
+            # Drop the rows of a run that was killed before its first checkpoint.
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
                 self.writer.resume(0)
             self.initialize()
@@ -128,7 +128,7 @@ class Run:
         return self._resume(force)
 
     def _resume(self, force: bool) -> int:
-        """Restores the newest valid checkpoint, says what has changed since it was saved, and returns its step."""
+        """Restore the newest valid checkpoint, report config changes since it was saved, and return its step."""
         for problem in self.checkpointer.problems():
             self.progress.print(f"checkpoint: {problem}")
         step = self.restore()
@@ -138,7 +138,7 @@ class Run:
             self.progress.print(line)
         for line in resuming.batch_lines(self._extra, step, self.data):
             self.progress.print(line)
-        # Checked again: the checkpoint that was restored may be older than the one looked at first.
+        # Check again: the restored checkpoint may be older than the one checked before.
         difference = resuming.difference_of_data(self._extra, self.data, self.config, force=force)
         if difference:
             self.progress.print(f"{difference}; going on, as --force says")
@@ -148,7 +148,7 @@ class Run:
         return step
 
     def _find_evaluation(self, step: int) -> None:
-        """Takes the evaluation of the step that the run goes on from out of metrics.jsonl, where it is there."""
+        """Read the evaluation of the resumed step from metrics.jsonl, if it is there."""
         evaluation: dict[str, float] = {}
         if distributed.is_primary():
             for row in read_metrics(self.workdir.metrics):
@@ -163,13 +163,13 @@ class Run:
             self.evaluated_step = step
 
     def _open(self) -> None:
-        """Begins to write to the workdir, which is this run's from here on."""
+        """Start writing to the workdir, which belongs to this run from here on."""
         services = self._services()
         self.checkpointer = Checkpointer(
             directory=self.workdir.checkpoints,
             keep=self.options.keep,
             keep_every=self.options.keep_every,
-            # Uploads the other files of a workdir that is a URL: none is to be older than a checkpoint.
+            # If the workdir is a URL, this uploads its other files, so that none is older than a checkpoint.
             before_commit=self.workdir.sync,
             after_commit=self._record_saved,
         )
@@ -178,14 +178,14 @@ class Run:
         self.progress.write_log()
 
     def _record_saved(self, step: int) -> None:
-        """Notes the commit of a step, and puts the rows of metrics up to it on the disk."""
+        """Record the commit of a step, and flush the rows of metrics up to it to disk."""
         if self.workdir.metrics.exists():
             durable.sync(self.workdir.metrics)
         remains.record_saved(self.workdir.path, step)
 
     def initialize(self) -> None:
-        """Fills the state with the values that a run starts from: initial ones, or pretrained weights."""
-        # After a roll back to the start, the old arrays go before the new ones come.
+        """Fill the state with initial values or pretrained weights."""
+        # After a rollback to the start, free the old arrays before allocating new ones.
         self.state = {}
         pretrained = self.experiment.pretrained
         if pretrained is not None:
@@ -200,8 +200,8 @@ class Run:
                 jax.block_until_ready(self.state)
 
     def restore(self) -> int:
-        """Fills the state from the newest valid checkpoint; returns its step."""
-        # The old arrays go before the new ones come: there is never a second copy.
+        """Fill the state from the newest valid checkpoint; returns its step."""
+        # Free the old arrays first, so that there is never a second copy.
         self.state = {}
         restored = self.checkpointer.restore_latest(self.program.abstract_stored)
         for problem in restored.problems:
@@ -216,7 +216,7 @@ class Run:
         return restored.step
 
     def save(self, step: int) -> None:
-        """Saves the state in the background. No room on the disk is reported, and the run goes on."""
+        """Save the state in the background. A full disk is reported, and the run continues."""
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._save(step)
 
@@ -228,8 +228,8 @@ class Run:
             "seed": self.options.seed,
             "goodput": self.goodput.totals(),
         }
-        # The save before this one may have failed in the background. That is reported by itself:
-        # `save` would raise its error too, and then save nothing.
+        # The previous save may have failed in the background. Report that separately: `save` would raise its error
+        # and then save nothing.
         with self._failures_told(step):
             self.checkpointer.wait()
         with self._failures_told(step):
@@ -237,7 +237,7 @@ class Run:
 
     @contextmanager
     def _failures_told(self, step: int) -> Iterator[None]:
-        """Reports a save that failed, in place of raising its error."""
+        """Report a failed save instead of raising its error."""
         try:
             yield
         except CheckpointSaveError as error:
@@ -245,34 +245,37 @@ class Run:
             self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {saved_steps or 'none'}. Training goes on.")
 
     def saved(self, step: int) -> bool:
-        """Waits for pending saves. Returns whether this step is on disk."""
+        """Wait for pending saves. Returns whether this step is on disk."""
         with self.goodput.during("save"), self._failures_told(step):
             self.checkpointer.wait()
         return step in self.checkpointer.steps()
 
     def wishes_save(self) -> bool:
-        """Whether this process wishes a save by the clock. Only the first one has a clock that counts."""
+        """Return whether a save by the clock is due. Only the clock of process 0 counts."""
         minutes = self.options.save_every_minutes
         if minutes is None or not distributed.is_primary():
             return False
         seconds = time.monotonic() - self._saved_at
         if seconds < 60 * minutes:
             return False
-        # One wish is enough; `save` sets the time again.
+        # One request is enough; `save` sets the time again.
         self._saved_at = time.monotonic()
         return True
 
     def close(self) -> None:
-        """Finishes pending writes; a failed background save is raised here."""
+        """Finish pending writes. Raises the error of a failed background save."""
         try:
             self.checkpointer.close()
         finally:
             self.writer.close()
 
     def _stamp(self, step: int) -> dict[str, float]:
-        """What every row of metrics.jsonl has: the time in seconds since 1970, the tokens or images that were trained
-        on until this step, and the epoch, where batches that were left out count as read."""
-        # Batches of another size before a resume are in the origin.
+        """Return the columns of every row of metrics.jsonl.
+
+        These are the time in seconds since 1970, the tokens or images trained on until this step, and the epoch,
+        which counts batches that were left out as read.
+        """
+        # The origin accounts for batches of another size before a resume.
         origin = self.batch_order.origin
         num_items = (step * self.data.global_batch_size + origin) * self.data.seq_len
         num_batches = self.batch_order.batch_after(step)
@@ -283,13 +286,15 @@ class Run:
         }
 
     def _services(self) -> list[Writer]:
-        """The services that metrics are reported to. They come first: one that refuses leaves nothing in the workdir.
+        """Open the services that receive metrics.
+
+        They open first, so a service that refuses leaves the workdir unchanged.
 
         Raises:
             ValueError: a service refuses.
         """
         services: list[Writer] = []
-        # All processes have the same metrics, so one of them writes.
+        # All processes have the same metrics, so only process 0 writes.
         if not distributed.is_primary():
             return services
         path = self.workdir.path
@@ -305,12 +310,12 @@ class Run:
         return services
 
     def _writers(self, services: list[Writer]) -> Writer:
-        """All that takes rows of metrics: files in the workdir, and the services."""
+        """Build the writer of metrics: files in the workdir, and the services."""
         if not distributed.is_primary():
             return MultiWriter([])
         say = self.progress.print
         jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
-        # A full disk does not end a run: rows wait in memory until there is room.
+        # A full disk does not end a run: rows wait in memory until there is space.
         writers: list[Writer] = [PatientWriter(jsonl, "metrics.jsonl", say)]
         if self.options.tensorboard:
             tensorboard = TensorBoardWriter(self.workdir.tensorboard)

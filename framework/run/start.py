@@ -1,4 +1,4 @@
-"""The start of a run that was asked for: it joins its other processes, claims its workdir, trains there, and ends."""
+"""Starts a run: joins the other processes, claims the workdir, trains in it, and exits with a code."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from framework.run.job import Job
 from framework.terminal import interrupts, phases
 from framework.terminal.exit_codes import REFUSED, ExitCode
 
-# The time that all processes of a run have to end after a signal, before the first does.
+# Seconds that the other processes get to exit after a signal, before process 0 exits.
 _OTHERS_SECONDS = 0.5
-# What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
+# Patterns in JAX's errors when a peer has left: gloo on CPU, NCCL on GPU, the coordinator.
 _PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
 
 
 def execute(job: Job, cluster: distributed.Cluster | None) -> int:
-    """Does what is asked for, from the look at the workdir to the last picture.
+    """Run a job, from inspecting the workdir to writing the last picture.
 
     Args:
-        job: what to train; its workdir is opened here.
-        cluster: the processes of the run; None for a single one.
+        job: the training job; its workdir is opened here.
+        cluster: the processes of the run; None for a single process.
 
     Returns:
-        the exit code.
+        The exit code.
 
     Raises:
         ProcessesMissingError: the processes of the run did not find each other.
-        ValueError, OSError: the workdir is in use, cannot be used, or holds what is not to be resumed.
+        ValueError, OSError: the workdir is in use, cannot be used, or holds checkpoints that must not be resumed.
     """
     last = None if job.dry_run else last_checkpoint(job.folder)
     if last is not None and job.resume == "never":
         last.refuse()
-    # Looked at before JAX starts, so that whoever has nothing to do hears so at once.
+    # Check this before JAX starts, so that a finished run reports it immediately.
     is_primary = cluster is None or cluster.process_id == 0
     if last is not None and _is_over(last, job.request.config, is_primary=is_primary):
         return ExitCode.DONE
@@ -61,12 +61,12 @@ def execute(job: Job, cluster: distributed.Cluster | None) -> int:
 
 
 def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
-    """Whether the config alone says that the run has nothing left to do; the first process prints so.
+    """Return whether the config is enough to tell that the run has nothing left to do. Process 0 reports it.
 
     Args:
         last: the newest checkpoint of the workdir.
-        config: without rules by accelerator.
-        is_primary: this is the first process of the run.
+        config: config before accelerator rules are applied.
+        is_primary: whether this is process 0.
     """
     end = known_length(config)
     if end is None or not last.ends(end):
@@ -77,7 +77,7 @@ def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
 
 
 def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
-    """Joins the other processes of the run, if there are any. Raises ProcessesMissingError."""
+    """Join the other processes of the run, if any. Raises ProcessesMissingError."""
     distributed.initialize(
         cluster,
         connect_seconds=health.connect_seconds,
@@ -85,24 +85,23 @@ def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
     )
     start_devices()
     if not distributed.is_primary():
-        # One process of a job speaks. Where JAX has found the others, nobody knew the first one before.
+        # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
         phases.hush()
     if cluster is not None and distributed.is_primary():
-        # JAX ends the others as soon as the first is gone; they have a line to say, and their own
-        # exit code.
+        # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
+        # code.
         interrupts.at_end(lambda number, line: time.sleep(_OTHERS_SECONDS))
 
 
 def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
-    """Claims the workdir and trains there; the exit code. A start that was refused leaves the workdir as it was.
+    """Claim the workdir, train in it, and return the exit code. A refused start leaves the workdir unchanged.
 
     Args:
-        job: what to train.
-        last: the newest checkpoint of the workdir, if there is one that counts.
+        job: the training job.
+        last: the newest checkpoint of the workdir; None if there is none that counts.
     """
     workdir = job.workdir
-    # The code of what is raised before the run is guarded; a run that is over changes nothing
-    # either.
+    # Applies to errors raised before `_guarded`. A run that is already over changes nothing either.
     code = ExitCode.USAGE
     try:
         if distributed.is_primary():
@@ -112,7 +111,7 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
         _check_shared(workdir)
         if last is not None and _epochs_are_over(last, job):
             return ExitCode.DONE
-        # The code that `finally` sees if `_guarded` raises.
+        # Seen by `finally` if `_guarded` raises.
         code = ExitCode.FAILED
         code = _guarded(job)
         return code
@@ -122,11 +121,10 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
 
 
 def _check_shared(workdir: Workdir) -> None:
-    """Raises FileNotFoundError, in every process of the run: one of them does not see what the first wrote."""
+    """Raise FileNotFoundError in every process if any of them does not see the files that process 0 wrote."""
     owner = distributed.from_primary(workdir.owner())
     seen = workdir.sees(owner)
-    # Collective: a process that sees the folder has to hear of one that does not, or it would wait
-    # for it later.
+    # Collective: otherwise a process that sees the folder would later hang waiting for one that does not.
     if not distributed.everywhere(seen):
         who = "another process of it"
         if not seen:
@@ -138,9 +136,9 @@ def _check_shared(workdir: Workdir) -> None:
 
 
 def _epochs_are_over(last: LastCheckpoint, job: Job) -> bool:
-    """Whether the run has read its data as often as trainer.max_epochs says and has nothing left to do, and says so.
+    """Return whether the run has read its data `trainer.max_epochs` times and has nothing left to do, and report it.
 
-    Asks the data only where the last run came to its end, so what that run made of the data (tokens) is there.
+    Sets up the data only if the last run came to its end, so the tokenized files of that run already exist.
     """
     options = job.experiment.trainer
     data = job.experiment.data
@@ -160,7 +158,7 @@ def _epochs_are_over(last: LastCheckpoint, job: Job) -> bool:
 
 
 def _guarded(job: Job) -> int:
-    """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
+    """Train, and record how it ended. With several processes, a failing one exits without waiting for the others."""
     workdir = job.workdir
     goodput = job.goodput
     dry_run = job.dry_run
@@ -172,7 +170,7 @@ def _guarded(job: Job) -> int:
         code = ExitCode.FAILED
         reason = ""
         try:
-            # The user's mistakes become exit codes here, which the pulse then writes down.
+            # User errors become exit codes here; the pulse then records the code.
             code = job.guarded(lambda: _train(job, pulse))
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"[:500]
@@ -183,7 +181,7 @@ def _guarded(job: Job) -> int:
             peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
             code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
             if peer_is_gone and not os.environ.get("PLIMSOLL_TRACEBACK"):
-                # The frames are of whatever was waiting for it, and of no use.
+                # The traceback shows whatever was waiting for the peer, which does not help the user.
                 first_line = str(error).strip().partition("\n")[0][:300]
                 print(f"error: process {process}: another process of the run is gone: {first_line}", file=sys.stderr)
             else:
@@ -192,22 +190,22 @@ def _guarded(job: Job) -> int:
             if not dry_run:
                 pulse.write(exit=code, reason=reason)
     if count > 1 and code in (ExitCode.FAILED, ExitCode.PEER, *REFUSED):
-        # JAX ends all others as soon as the first is gone; they may be about to speak.
+        # JAX kills the other processes as soon as process 0 exits, and they may still have to print their error.
         time.sleep(0 if process else 1)
         workdir.release(undo=dry_run or code in REFUSED)
-        # os._exit waits for no process that waits for this one, and flushes nothing.
+        # os._exit does not wait for processes that wait for this one, and does not flush.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     if count > 1:
-        # Waits for the others, whose saves may need this process.
+        # Wait for the other processes, whose saves may need this one.
         jax.distributed.shutdown()
     return code
 
 
 def _train(job: Job, pulse: Any) -> int:
-    """Trains on this process's devices; the exit code."""
-    # All that a run needs until its end is imported here: hours later, the files may have changed.
+    """Train on this process's devices; returns the exit code."""
+    # Import everything that the run needs until its end now: the source files may change in the hours until then.
     from framework.run.training import Training
 
     return Training(job, pulse).execute()

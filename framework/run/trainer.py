@@ -1,4 +1,4 @@
-"""Trainer: the training loop. It dispatches steps, calls the hooks between them, stops and rolls back."""
+"""Trainer: the training loop. Dispatches steps, calls the hooks between them, stops, and rolls back."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from framework.terminal.phases import SHORT, phase
 
 
 class LastStepNotSavedError(RuntimeError):
-    """The run is over, and its last checkpoint is not on disk."""
+    """The run is over, but its last checkpoint is not on disk."""
 
 
 class Trainer:
-    """The loop of one run.
+    """The training loop of one run.
 
     Args:
-        run: has its state.
-        need: what the step was predicted to need; after the first steps it is shown beside what was measured.
-        hooks: the user's own; they are asked after those that every run has.
+        run: run to train; it holds the state.
+        need: predicted memory of the step; after the first steps it is shown next to the measured memory.
+        hooks: the user's own hooks; they are called after the built-in hooks.
     """
 
     def __init__(self, run: Run, need: Need, hooks: Sequence[Hook] = ()):
         self.run = run
-        # The order counts: Guard ends the run or rolls it back before anything is written of a bad
-        # step, and Agree finds replicas that differ before Save writes them.
+        # The order matters: Guard ends the run or rolls it back before anything from a bad step is written, and Agree
+        # detects replicas that differ before Save writes them.
         self.hooks: list[Hook] = [
             Guard(),
             Report(),
@@ -56,20 +56,23 @@ class Trainer:
             *hooks,
         ]
         self.ballot = distributed.Ballot(run.program.mesh)
-        # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
+        # Values that the processes have agreed on: the signal that ends the run, and whether to save by the clock.
         self.agreed = {"stop": 0, "save": 0}
-        # Whether a step was trained, which a signal would lose.
+        # Whether a step was trained that a signal would lose.
         self._begun = False
-        # The step that `run.state` is of, and the metrics that have not been handed to the hooks.
+        # The step number of `run.state`, and the metrics not yet passed to the hooks.
         self._step = 0
         self._buffer = MetricsBuffer()
 
     def train(self, step: int) -> int | None:
-        """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end. A
-        signal that one process gets stops all of them, after the same step.
+        """Train from `step` to max_steps.
 
-        An error of the user's code (a hook, a reward, a source of data) ends the run after a save. Of several processes
-        each would have to take part in that, and another one may not have met the error: there nothing is saved.
+        A signal that one process receives stops all processes after the same step. An error of the user's code (a
+        hook, a reward, a data source) ends the run after a save. With several processes there is no such save: each
+        would have to take part in it, and another process may not have hit the error.
+
+        Returns:
+            The signal that stopped training early, after saving; None at the end of the run.
 
         Raises:
             LastStepNotSavedError: the checkpoint of the last step is not on disk.
@@ -99,17 +102,17 @@ class Trainer:
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {saved_steps or 'none'}")
             if self.agreed["stop"]:
                 return self.agreed["stop"]
-            # A signal may have come after the last vote: evaluating and saving take a while.
+            # A signal may arrive after the last vote, because evaluating and saving take a while.
             last_signal = distributed.greatest(next(iter(run.signals), 0))
             return last_signal or None
 
     def _save_after_error(self, first_step: int) -> None:
-        """Saves the state as it was after the last step, if a step was taken and the state is whole."""
+        """Save the state after the last step, if a step was taken and the state is intact."""
         run = self.run
         is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.state))
         if self._step == first_step or not is_whole:
             return
-        # A hook may be what has failed.
+        # The hook itself may have raised the error.
         with suppress(Exception):
             self._metrics(self._buffer.take(keep=0))
         if self._step not in run.checkpointer.steps():
@@ -122,16 +125,16 @@ class Trainer:
     def _compile(self) -> None:
         run = self.run
         with run.goodput.during("compile"):
-            # Before the first batch is read, and in all processes before any of them goes on.
+            # Compile before the first batch is read; no process continues until all have compiled.
             run.program.compile()
             distributed.barrier("compiled")
             if run.data.validation_names:
-                # Before there are steps to lose: who interrupts a compiler need not wait for it.
+                # Compile now, while there are no steps to lose if the user interrupts the compiler.
                 with phase("compiling the evaluation", patience=SHORT):
                     run.program.compile_evaluation(run.state)
 
     def _train_through_roll_backs(self, step: int) -> int:
-        """Trains until max_steps or a stop, from an earlier step again after each roll back; returns the last step."""
+        """Train until max_steps or a stop, resuming after each rollback; returns the last step."""
         while True:
             try:
                 return self._steps(step)
@@ -140,15 +143,18 @@ class Trainer:
                     step = self._roll_back(*request.args)
 
     def _roll_back(self, bad_step: int) -> int:
-        """Goes back to the newest checkpoint, or to the start where there is none, for a course of the run in which
-        the batch of `bad_step` never was. Returns the step that the run goes on from."""
+        """Go back to the newest checkpoint, or to the start if there is none, and leave out the batch of `bad_step`.
+
+        Returns:
+            The step that the run continues from.
+        """
         run = self.run
         bad_batch = run.batch_order.batch_after(bad_step - 1)
-        # The checkpoint may be older than the roll backs before this one: what they left out stays out.
+        # The checkpoint may be older than earlier rollbacks: the batches they left out stay left out.
         left_out = (*run.batch_order.left_out, bad_batch)
-        # A checkpoint that is being written counts.
+        # Wait for a checkpoint that is being written, so that it counts.
         run.saved(bad_step)
-        # The processes must take the same branch, whatever each sees of the directory.
+        # All processes must take the same branch, even if they see different directory contents.
         if distributed.from_primary(bool(run.checkpointer.steps())):
             step = run.restore()
             run.batch_order = run.batch_order.without(*left_out)
@@ -168,14 +174,14 @@ class Trainer:
         return step
 
     def _steps(self, step: int) -> int:
-        """Trains from `step` until max_steps or a stop; returns the last step. Raises RollBack: a hook asks for it."""
+        """Train from `step` until max_steps or a stop; returns the last step. Raises RollBack if a hook requests it."""
         with ExitStack() as until_reported:
             return self._reported_steps(step, until_reported)
 
     def _reported_steps(self, step: int, until_reported: ExitStack) -> int:
-        """`_steps`; what is open in `until_reported` ends with the first line about a step."""
+        """Run the loop of `_steps`. Closes `until_reported` at the first line about a step."""
         run = self.run
-        # Later lines come at a pace that is known by then; the first one may take minutes.
+        # The first line may take minutes. Later lines come at a known pace.
         first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
         first_report = min(step - step % run.options.log_every + run.options.log_every, run.options.max_steps)
         buffer = self._buffer = MetricsBuffer()
@@ -194,19 +200,20 @@ class Trainer:
                 run.state, metrics = run.program.step(run.state, run.program.put(batch))
                 self._step = step
                 buffer.put(step, self._with_votes(metrics))
-                # The line comes a step late.
+                # The line comes one step late.
                 if step > first_report:
                     until_reported.close()
-                # Waits for the step before this one, which bounds how far Python runs ahead of the device.
+                # Wait for the previous step, which bounds how far Python runs ahead of the device.
                 self._metrics(buffer.take(keep=1))
                 run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
                 if run.save_is_due:
-                    # It waits for this step anyway; if a kill leaves nothing but the checkpoint, its row is needed.
+                    # Saving waits for this step anyway. If only the checkpoint survives a kill, its row of metrics is
+                    # needed.
                     self._metrics(buffer.take(keep=0))
                 for hook in self.hooks:
                     hook.after_step(run, step)
                 if run.stopping:
-                    # Not after one more step: an evaluation that the signal has interrupted is of this one.
+                    # Do not train one more step: an evaluation that the signal interrupted belongs to this one.
                     self.agreed["stop"] = next(iter(run.signals))
             until_reported.close()
             self._metrics(buffer.take(keep=0))
@@ -216,8 +223,11 @@ class Trainer:
         return step
 
     def _with_votes(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Casts this process's votes on stopping and saving. Of several processes the result comes with the metrics of
-        the step, one step late, so that all of them learn it after the same step."""
+        """Add this process's votes on stopping and saving to the metrics of the step.
+
+        With several processes the result arrives with the metrics, one step late, so that all processes learn it
+        after the same step.
+        """
         run = self.run
         votes = {
             "stop": next(iter(run.signals), 0),
@@ -230,7 +240,7 @@ class Trainer:
         return {**metrics, **cast_votes}
 
     def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Takes the votes out of metrics that have arrived, and hands the rest to the hooks."""
+        """Remove the votes from the metrics that have arrived, and pass the rest to the hooks."""
         for step, metrics in rows:
             for name, vote in self.agreed.items():
                 self.agreed[name] = int(metrics.pop(name, vote))

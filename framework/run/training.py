@@ -1,4 +1,4 @@
-"""One process's part of a run, from its config to its last picture. Imports all that a run needs."""
+"""One process's part of a run, from its config to its last picture. Imports everything that a run needs."""
 
 import signal
 from collections.abc import Callable
@@ -44,14 +44,15 @@ from framework.terminal.tables import human_bytes, render
 class Training:
     """One process's part of a run.
 
-    The job's experiment is trained, unless the config changes after it was built: by a rule for the accelerator, or in
-    `_prepare`, as the steps of an epoch are known only when the data is ready. Then the changed config is built.
+    The job's experiment is trained unless the config changes after the experiment was built. An accelerator rule may
+    change it, and so may `_prepare`, because the steps per epoch are known only when the data is ready. Then the
+    experiment is built again from the changed config.
     """
 
-    saved_step: int | None  # the step of the newest checkpoint; known when the run is prepared
-    begins: bool  # whether the workdir holds no checkpoint; known when the run is prepared
-    need: Need  # what the step needs; known when the run is planned
-    run: Run  # there when the training begins
+    saved_step: int | None  # step of the newest checkpoint; set by `_prepare`
+    begins: bool  # whether the workdir holds no checkpoint; set by `_prepare`
+    need: Need  # memory that the step needs; set by `_plan`
+    run: Run  # set when training starts
 
     def __init__(self, job: Job, pulse: Pulse):
         config, self.rule_lines = job.request.resolve(accelerator_name(jax.devices()))
@@ -70,7 +71,7 @@ class Training:
         if jax.default_backend() == "cpu":
             keep_freed_memory()
         self.primary = distributed.is_primary()
-        # One process of a run speaks to the terminal and to the log.
+        # Only process 0 writes to the terminal and to the log.
         self.progress = Progress(
             self.options.known_steps or 0,
             log_every=self.options.log_every,
@@ -81,7 +82,7 @@ class Training:
         )
 
     def execute(self) -> int:
-        """Does everything from the start table to the last picture; the exit code."""
+        """Run everything from the start table to the last picture; returns the exit code."""
         with self.progress:
             self._tell(self.job.request.notes)
             self._tell(self.rule_lines)
@@ -98,16 +99,16 @@ class Training:
 
     @property
     def options(self) -> TrainerOptions:
-        """The trainer's options, of the experiment as it is now."""
+        """The trainer's options in the current experiment."""
         return self.experiment.trainer
 
     def _tell(self, lines: list[str]) -> None:
-        """Prints lines above the progress bar, and into the log."""
+        """Print lines above the progress bar and into the log."""
         for line in lines:
             self.progress.print(line)
 
     def _prepare(self) -> None:
-        """Looks at what the workdir holds, makes the data ready, and settles how long the run is."""
+        """Inspect the workdir, prepare the data, and determine the length of the run."""
         check_installed(self.options.wandb_project, self.options.mlflow_uri)
         notes = remains.check(self.workdir, self.job.resume, self.config.to_dict())
         self._tell(notes)
@@ -116,7 +117,7 @@ class Training:
         self.begins = not saved_steps
         pretrained = self.experiment.pretrained
         if pretrained is not None and self.begins:
-            # What is wrong with a directory shows before any compile.
+            # Report a bad weights directory before anything is compiled.
             pretrained.places(self.experiment.language_model)
         self._prepare_data()
         checkpointer = Checkpointer(directory=self.workdir.checkpoints, read_only=True)
@@ -125,14 +126,14 @@ class Training:
             self._tell(kept_lines)
             self.experiment = self.config.instantiate(data=self.experiment.data)
             self.program = Program(self.experiment)
-        # Before anything is compiled.
+        # Check this before anything is compiled.
         order = resuming.check(checkpointer, self.program, self.config, force=self.job.force)
         max_epochs = self.options.max_epochs
         if max_epochs is not None:
             epoch_steps = self.experiment.data.epoch_steps(max_epochs, order.origin)
             self._tell(set_length(self.config, epoch_steps))
             if self.config.trainer.max_steps != self.options.known_steps:
-                # The data is ready already and does not depend on the length.
+                # Pass the prepared data on: it does not depend on the length.
                 self.experiment = self.config.instantiate(data=self.experiment.data)
                 self.program = Program(self.experiment)
             self.progress.set_total(self.options.max_steps)
@@ -141,14 +142,14 @@ class Training:
             self.experiment.companion.check_files(self.program, self.workdir.path, begins=self.begins)
 
     def _prepare_data(self) -> None:
-        """Makes the data ready: the first process of a run tokenizes, the others wait for its files."""
+        """Prepare the data: process 0 tokenizes, and the others wait for its files."""
         barrier = partial(distributed.barrier, "data")
         meet = partial(self.workdir.meet, barrier, is_primary=self.primary)
         with self.job.goodput.during("data"), phase("preparing data", patience=SHORT):
             self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=meet)
 
     def _begins_at(self) -> str:
-        """The step that the run begins at, and where its values come from."""
+        """Describe the step that the run starts at and the source of its weights."""
         if self.saved_step is not None:
             return f"step {self.saved_step:,}, resumed from {self.workdir.checkpoints}"
         if self.experiment.pretrained is not None:
@@ -156,8 +157,11 @@ class Training:
         return "step 0, first values"
 
     def _plan(self) -> int | None:
-        """Compiles the step, and compares its memory with that of the devices. The exit code of a run that ends with
-        that; None: it goes on."""
+        """Compile the step and compare its memory with the devices' memory.
+
+        Returns:
+            The exit code if the run ends here; None if it continues.
+        """
         job = self.job
         goodput = job.goodput
         report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
@@ -168,8 +172,7 @@ class Training:
         self._tell([f"warning: {warning}" for warning in warnings])
         host_room.check_host(self.program)
         goodput.enter("compile")
-        # First values that come from a checkpoint or from files are not drawn, and a dry run draws
-        # none.
+        # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
         if self.begins and self.experiment.pretrained is None and not job.dry_run:
             begin_first_values(self.program)
         if self.experiment.health.canary:
@@ -179,8 +182,7 @@ class Training:
                 self.progress.print(line)
         self.need = guard.need(self.program)
         refusal = guard.refusal(self.config, self.program, self.need, job.limit)
-        # One process may have compiled what another found in its cache, so they come here minutes
-        # apart.
+        # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
         distributed.barrier("planned")
         goodput.enter("start")
         if not distributed.everywhere(refusal is None):
@@ -197,7 +199,7 @@ class Training:
         return None
 
     def _train(self) -> int | None:
-        """Trains to the last step. The exit code of a run that ends before it; None: it came to its end."""
+        """Train to the last step. Returns the exit code of a run that ends before it, else None."""
 
         goodput = self.job.goodput
         force = self.job.force
@@ -214,7 +216,7 @@ class Training:
         waits = True
         try:
             if self.experiment.companion is not None:
-                # Before there is a state: another model may need the room.
+                # Open it before the state exists: an auxiliary model may need the memory.
                 self.experiment.companion.open(
                     self.program, self.workdir.path, begins=self.begins, tell=self.progress.print
                 )
@@ -231,7 +233,7 @@ class Training:
             codes = {NonFiniteError: ExitCode.NONFINITE, ReplicaMismatchError: ExitCode.REPLICAS}
             return codes.get(type(error), ExitCode.FAILED)
         except jax.errors.JaxRuntimeError:
-            # Pending saves are waited for, but not one that another process has left.
+            # Wait for pending saves, but not for a save that another process has abandoned.
             waits = jax.process_count() == 1
             raise
         finally:
@@ -242,11 +244,11 @@ class Training:
         if stopped is None:
             return None
         self.progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
-        # The shell's convention: 128 and the number of the signal.
+        # Shell convention: 128 plus the signal number.
         return 128 + stopped
 
     def _finish(self) -> None:
-        """Draws the pictures, and prints the samples and lines that end a run."""
+        """Draw the pictures, and print the samples and lines that end a run."""
         with phase("drawing a sample", patience=1.0):
             text, images, table = self._sample()
         if self.primary:
@@ -262,11 +264,10 @@ class Training:
         self.progress.print(f"checkpoint: {self.workdir.checkpoints} (steps {steps})")
 
     def _sample(self) -> tuple[str | None, Any, answers.Table]:
-        """(a text, images, answers) of the trained model, None or [] for what it does not make.
+        """Sample (text, images, answers) from the trained model; None or [] for what it does not produce.
 
-        Every process takes part.
-
-        The state is gone afterwards: its memory is free for whoever runs another training in this process.
+        Every process takes part. The state is deleted afterwards, which frees its memory for another training in this
+        process.
         """
         state = self.run.state
         self.run.state = {}
@@ -277,7 +278,7 @@ class Training:
         return text, images, table
 
     def _draw(self, images: Any) -> None:
-        """Writes the pictures of what was logged and of sampled images, and prints where they are."""
+        """Write pictures of the logged metrics and of sampled images, and print their paths."""
         path = self.workdir.path
         data = self.experiment.data
         spec = self.job.request.spec
@@ -305,13 +306,13 @@ class Training:
 
 
 def _reports_experts(model: Chain) -> bool:
-    """Whether a router of the model reports the load of each expert."""
+    """Return whether any router of the model reports the load of each expert."""
     layers = [layer for stack in model.stacks.values() for layer in stack.unit.walk()]
     return any(isinstance(layer, Router) and layer.expert_metrics for layer in layers)
 
 
 def _picture(name: str, draw: Callable[[], object]) -> str:
-    """What to say of a picture that is drawn. A full disk costs it, and not the run that it is of."""
+    """Draw a picture and return the line about it. A full disk only loses the picture; the run continues."""
     try:
         return f"{name}: {draw()}"
     except OSError as error:

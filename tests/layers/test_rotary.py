@@ -13,6 +13,8 @@ from framework.config import config_for
 from framework.layers.longrope import LongRopeScaling
 from framework.layers.rotary import Rotary
 from framework.layers.yarn import YarnScaling
+from tests.support import small
+from tests.support.latent import with_latents
 
 POSITIONS = np.array([[0, 1, 7, 30]])
 
@@ -97,6 +99,15 @@ def test_the_short_factors_refuse_sequences_that_they_are_not_for():
     short(positions[:, :16], x_BSNH[:, :16])
     long = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, use="long", **FACTORS))
     long(positions, x_BSNH)
+
+
+def test_latent_attention_in_any_stack_limits_the_positions_of_a_model():
+    config = with_latents(small.llama())
+    config.first.pattern[0].attention.rotary.scaling = config_for(LongRopeScaling, **FACTORS)
+    program = small.program(small.experiment(config))
+    assert program.experiment.language_model.max_positions == 16
+    with pytest.raises(ValueError, match=r"sequences of 17 tokens are over rotary\.scaling\.original_length = 16"):
+        small.program(small.experiment(config, seq_len=17))
 
 
 @pytest.mark.pairs

@@ -1,1 +1,1 @@
-"""Mixtures of experts: a router, experts by grouped products, and where their tokens go."""
+"""Mixtures of experts: the router, the experts as grouped matrix products, and the dispatch of tokens."""

@@ -1,6 +1,6 @@
 """Biases of experts: each row gets the bias of its own expert.
 
-N is the number of rows, E the number of experts here, O that of outputs.
+N is the number of rows, E the number of local experts, O the number of outputs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 
 def experts_of_rows(sizes_E: jax.Array, num_rows: int) -> jax.Array:
-    """int32[N]: the expert of each row, where those of expert 0 come first; E for the rows behind the last expert's."""
+    """Return the expert of each row, int32[N], with rows sorted by expert; E for rows after the last expert's."""
     ends_E = jnp.cumsum(sizes_E)
     rows_N1 = jnp.arange(num_rows)[:, None]
     return jnp.sum(ends_E <= rows_N1, axis=1, dtype=jnp.int32)
 
 
 def add_biases(y_NO: jax.Array, bias_EO: jax.Array, experts_N: jax.Array) -> jax.Array:
-    """y_NO, each row with its expert's bias added, in y's dtype.
+    """Add the bias of each row's expert to y_NO, in y's dtype.
 
     Args:
-        y_NO: rows; those behind the last expert's may hold anything, and have no part in the gradient of the biases.
-        bias_EO: of y's dtype.
-        experts_N: of `experts_of_rows`.
+        y_NO: rows; those after the last expert's may hold anything, and do not contribute to the gradient of the
+            biases.
+        bias_EO: biases in y's dtype.
+        experts_N: the result of `experts_of_rows`.
     """
     return _add(bias_EO.shape[0], y_NO, bias_EO, experts_N)
 
@@ -43,8 +44,8 @@ def _forward(
 
 
 def _backward(num_experts: int, experts_N: jax.Array, grad_NO: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    # A product of matrices, summed in float32 at least, where JAX's own rule would scatter N rows into E in the rows'
-    # dtype. What is behind the last expert's rows may be no number, which times 0 would still be none.
+    # A matrix product, summed in float32 or wider; JAX's own rule would scatter N rows into E in the rows' dtype.
+    # Rows after the last expert's may hold NaN, and 0 times NaN is NaN, so they are replaced by zeros first.
     is_row_N1 = (experts_N < num_experts)[:, None]
     rows_grad_NO = jnp.where(is_row_N1, grad_NO, 0)
     is_of_expert_NE = jax.nn.one_hot(experts_N, num_experts, dtype=grad_NO.dtype)

@@ -1,8 +1,9 @@
-"""Experts with a fixed number of places: what finds no place is dropped (Lepikhin et al. 2020, arXiv 2006.16668).
+"""Experts with a fixed capacity: choices above it are dropped (Lepikhin et al. 2020, arXiv 2006.16668).
 
-Every sequence has places of its own, so what is dropped depends neither on the other sequences of a batch nor on how
-they are spread over devices and microbatches. C is the number of an expert's places in a sequence. Padding has no
-place, and gives none: a sequence is given the same places however far its row is padded.
+Every sequence has its own slots, so which choices are dropped depends neither on the other sequences of a batch nor
+on how they are distributed over devices and microbatches. C is the number of slots of an expert in a sequence.
+Padding takes no slot, and does not add to the capacity: a sequence has the same slots no matter how far its row is
+padded.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A product that should be a whole number may come out one bit above it.
+# A product that should be an integer may be one bit above it.
 _ROUNDING = 1.0 - 1e-6
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Places:
-    """Which place each choice has.
+    """The slot of each choice.
 
     Attributes:
         places_BSK: int32, e * C + c; E * C for a dropped choice.
-        tokens_BEC: int32, the token of each place; S for an empty one.
-        is_kept_BSK: bool.
+        tokens_BEC: int32, the token of each slot; S for an empty one.
+        is_kept_BSK: bool, whether the choice has a slot.
     """
 
     places_BSK: jax.Array
@@ -37,11 +38,11 @@ class Places:
 
 
 def tokens_of(batch: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Which positions are no padding, bool[B, S]; None where nothing says so.
+    """Return which positions are not padding, bool[B, S]; None if the batch does not tell.
 
     Args:
-        batch: `segments`, which are 0 in padding; or `weights`, where behind the last counted target there is nothing
-            that a counted target depends on.
+        batch: has `segments`, which are 0 in padding; or `weights`: no counted target depends on positions after the
+            last counted target.
     """
     if "segments" in batch:
         return batch["segments"] != 0
@@ -52,18 +53,19 @@ def tokens_of(batch: Mapping[str, jax.Array]) -> jax.Array | None:
 
 
 def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_BS: jax.Array | None = None) -> Places:
-    """Gives out places: first choices come before second ones, and earlier tokens before later ones.
+    """Assign slots: first choices come before second ones, and earlier tokens before later ones.
 
     Args:
         experts_BSK: int32, the choices.
         num_experts: E.
-        capacity: an expert has this times K * n / E places, rounded up, in a sequence of n tokens; C is that of S.
-        is_token_BS: False in padding, which has no place; None: all are tokens.
+        capacity: in a sequence of n tokens, an expert has this times K * n / E slots, rounded up; C is the number for
+            n = S.
+        is_token_BS: False in padding, which has no slot; None if all positions are tokens.
     """
     batch, length, top_k = experts_BSK.shape
     share = np.float32(capacity * top_k / num_experts * _ROUNDING)
     count = min(length, math.ceil(np.float32(length) * share))
-    # In the order in which places are given out.
+    # In the order in which slots are assigned.
     experts_BN = experts_BSK.swapaxes(1, 2).reshape(batch, top_k * length)
     chosen_BNE = jax.nn.one_hot(experts_BN, num_experts, dtype=jnp.int32)
     limit_B1: Any = count
@@ -79,7 +81,7 @@ def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_B
 
     def tokens_of_places(places_N: jax.Array) -> jax.Array:
         empty = jnp.full(num_experts * count, length, jnp.int32)
-        # Dropped choices have a place behind the last one.
+        # The index of dropped choices is past the last slot.
         return empty.at[places_N].set(tokens_N, mode="drop")
 
     tokens_BEC = jax.vmap(tokens_of_places)(places_BN).reshape(batch, num_experts, count)
@@ -91,20 +93,23 @@ def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_B
 
 
 def dispatch(x_BSD: jax.Array, places: Places) -> jax.Array:
-    """The token of each place, [B, E, C, D]; zeros in empty ones."""
+    """Return the token of each slot, [B, E, C, D]; zeros for empty slots."""
     return jax.vmap(_rows_or_zeros)(x_BSD, places.tokens_BEC)
 
 
 def multiply_stored(
     x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
 ) -> jax.Array:
-    """Places [B, E, C, in] with their experts' stored weights, as `framework.layers.experts.stored.Multiply` says."""
+    """Multiply slots [B, E, C, in] by their experts' stored weights.
+
+    See `framework.layers.experts.stored.Multiply`.
+    """
     weight_EIO = dense(weights)
     return jnp.einsum("beco,eio->beci" if transpose else "beci,eio->beco", x, weight_EIO)
 
 
 def collect(y_BECD: jax.Array, places: Places) -> jax.Array:
-    """The result of each choice, [B, S, K, D]; zeros for dropped ones."""
+    """Return the result of each choice, [B, S, K, D]; zeros for dropped ones."""
     batch, num_experts, count, dim = y_BECD.shape
     y_BPD = y_BECD.reshape(batch, num_experts * count, dim)
     return jax.vmap(_rows_or_zeros)(y_BPD, places.places_BSK)

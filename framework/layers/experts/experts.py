@@ -1,10 +1,10 @@
-"""The experts: feed-forward layers of equal shape, of which each token is given to a few.
+"""The experts: feed-forward layers of equal shape; each token is routed to a few of them.
 
-Without a capacity no choice is dropped. Rows of tokens are sorted by expert, and each group of rows is multiplied by
-its expert's weights (Gale et al. 2022, arXiv 2211.15841). On a mesh whose axis `expert` cuts the experts, the devices
-along that axis give each other all of their tokens, each computes what its own experts have to say of them, and the
-sums over experts go back to where the tokens came from. So every token reaches its experts whatever the router does, in
-arrays of fixed size; what travels is each token once to every device of the axis, and its result once back.
+Without a capacity, no choice is dropped. Rows of tokens are sorted by expert, and each group of rows is multiplied by
+its expert's weights (Gale et al. 2022, arXiv 2211.15841). On a mesh whose `expert` axis shards the experts, tokens
+are all-gathered along that axis; each device applies its own experts, and the outputs are reduce-scattered. So every
+token reaches its experts regardless of the router's choices, in arrays of fixed size. Each token travels once to
+every device of the axis, and its result once back.
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ from framework.layout import Nested, ParameterSpec
 
 @component
 class Experts(Layer):
-    """E feed-forward layers, down(act(gate(x)) * up(x)) or down(act(up(x))), and the sum of a token's by their shares.
+    """E feed-forward layers and the sum of a token's results, weighted by their shares.
+
+    A layer is down(act(gate(x)) * up(x)) or down(act(up(x))).
 
     Args:
-        dim: D, given by the parent.
-        num_experts: E, given by the parent.
-        top_k: K, given by the parent.
-        hidden: F, the inner width of each.
-        activation, gated: as of `framework.layers.mlp.MLP`.
-        gating: how the gate and `up` are joined, e.g. `config_for(ClampedSwiGLU)`; None means act(gate) * up. It has an
-            activation of its own, so `activation` stays "silu".
-        bias: whether each expert's projections have biases, which are zero at first.
-        capacity: the places of an expert in a sequence of n tokens, as a multiple of K * n / E, rounded up. Choices
-            that find no place are dropped: first choices come before second ones, earlier tokens before later ones.
-            Padding takes no place. None means a place for every choice.
-        implementation: of the products without a capacity, see `framework.layers.experts.grouped`.
-        init: initializer of each expert's weights.
-        output_init_scale: multiplies the initial `down` weights; given by the stack.
+        dim: D, the width of the residual stream; set by the parent.
+        num_experts: E, the number of experts; set by the parent.
+        top_k: K, the number of experts per token; set by the parent.
+        hidden: F, the inner width of each expert.
+        activation, gated: see `framework.layers.mlp.MLP`.
+        gating: config of how the gate and `up` are combined, e.g. `config_for(ClampedSwiGLU)`; None means act(gate) *
+            up. It has its own activation, so `activation` stays "silu".
+        bias: whether each expert's projections have biases, initially zero.
+        capacity: capacity factor: an expert has this times K * n / E slots in a sequence of n tokens, rounded up.
+            Choices above the capacity are dropped: first choices come before second ones, earlier tokens before later
+            ones. Padding takes no slot. None means a slot for every choice.
+        implementation: kernel of the products without a capacity, see `framework.layers.experts.grouped`.
+        init: config of the initializer of each expert's weights.
+        output_init_scale: factor on the initial `down` weights; set by the stack.
     """
 
     def __init__(
@@ -92,21 +94,24 @@ class Experts(Layer):
         self.implementation: Implementation = implementation
         self._init = init.instantiate()
         self._output_scale = output_init_scale
-        # By name, those that `model.lora` stores otherwise; see `framework.layers.lora`.
+        # By name, the matrices whose storage `model.lora` changes; see `framework.layers.lora`.
         self.stored: dict[str, StoredMatrix] = {}
 
     def check_platform(self, platform: str) -> None:
-        """As Layer.check_platform. With a capacity no grouped product is computed, so any implementation will do."""
+        """See `Layer.check_platform`. With a capacity, no grouped product is computed, so any implementation works."""
         if self.capacity is None:
             check_platform(self.implementation, platform)
 
     def own_specs(self) -> dict[str, Any]:
-        """gate and up [E, D, F], down [E, F, D]; with biases gate_bias and up_bias [E, F], down_bias [E, D]; with
-        `model.lora` what `StoredMatrix.specs` says."""
+        """Return the specs of gate and up [E, D, F], and down [E, F, D].
+
+        With biases, also gate_bias and up_bias [E, F], and down_bias [E, D]; with `model.lora`, those of
+        `StoredMatrix.specs`.
+        """
 
         def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             keys = jax.random.split(key, shape[0])
-            # Expert by expert, since the variance of most initializers depends on the shape of a matrix.
+            # Expert by expert: the variance of most initializers depends on the shape of a matrix.
             return scale * jax.vmap(lambda key: self._init(key, shape[1:], dtype))(keys)
 
         specs: dict[str, Any] = {}
@@ -131,8 +136,11 @@ class Experts(Layer):
         return specs
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """The weights in the compute dtype. Without a capacity they are gathered where they are used, see `_on_device`:
-        the transpose of that sums their gradients into the shards that the update takes."""
+        """Cast the weights to the compute dtype.
+
+        Without a capacity, `_on_device` gathers them where they are used: the transpose of that gather sums their
+        gradients into the shards that the update uses.
+        """
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
 
@@ -144,17 +152,19 @@ class Experts(Layer):
     def __call__(
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
     ) -> tuple[jax.Array, jax.Array | None]:
-        """(the sum of the chosen experts' results by their shares [B, S, D], which choices were kept: bool [B, S, K],
-        or None where all were)."""
+        """Return (the weighted sum of the chosen experts' results, which choices were kept).
+
+        The first is [B, S, D], the second bool [B, S, K], or None if all choices were kept.
+        """
         if self.capacity is not None:
             return self._with_capacity(weights, x_BSD, choice, ctx)
         mesh = ctx.mesh
         if ctx.kernels is not None:
-            # A trace of one device's share: the arrays are that device's, and the weights gathered.
+            # This is a trace of one device's share: the arrays are that device's, and the weights are gathered.
             return self._on_device(weights, x_BSD, choice, ctx, gathers=False), None
         if mesh is None or mesh.size == 1:
             return self._of_tokens(weights, x_BSD, choice, ctx, first_expert=0, shards=1), None
-        # One token at a time, as in generation, cannot be cut over seq: these devices compute the same.
+        # A single token, as in generation, cannot be sharded over seq: these devices compute the same.
         length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
         token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
         weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.own_specs())
@@ -168,13 +178,16 @@ class Experts(Layer):
         return on_device(weights, x_BSD, choice), None
 
     def _on_device(self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, gathers: bool) -> jax.Array:
-        """Inside shard_map: one device's tokens, and its shard of the weights, which `gathers` puts together."""
+        """Process one device's tokens with its shard of the weights, inside shard_map.
+
+        With `gathers`, the weights are first all-gathered over fsdp.
+        """
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
         if gathers and sizes["fsdp"] > 1:
             weights = jax.tree.map(_gathered, self.own_specs(), weights)
         if self.bias and sizes["model"] > 1:
-            # Each of these devices has a part of the sum over F; one alone may add what is no part of it.
+            # Each device of the model axis has a partial sum over F, so only one of them may add the bias.
             is_first = jax.lax.axis_index("model") == 0
             weights = {**weights, "down_bias": jnp.where(is_first, weights["down_bias"], 0)}
         first_expert: Any = 0
@@ -192,17 +205,19 @@ class Experts(Layer):
     def _of_tokens(
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, first_expert: Any, shards: int
     ) -> jax.Array:
-        """The sum of what the experts here say of their tokens, [B, S, D]; the first of them is `first_expert`.
+        """Return the sum of the local experts' results for their tokens, [B, S, D].
+
+        The local experts start at index `first_expert`.
 
         Args:
-            shards: the number of devices that the choices fall on, by which the estimate of work divides them.
+            shards: the number of devices that share the choices; the estimate of work is divided by it.
         """
         implementation = choose_implementation(self.implementation, ctx.platform, x_BSD.dtype)
         num_experts = _num_experts(weights)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         top_k = choice.experts_BSK.shape[-1]
         experts_TK = choice.experts_BSK.reshape(-1, top_k) - first_expert
-        # A token chooses an expert once, so it has no more rows than there are experts here.
+        # A token chooses an expert at most once, so it has no more rows than there are local experts.
         num_rows = with_spare_rows(x_TD.shape[0] * min(top_k, num_experts), implementation)
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
@@ -230,7 +245,7 @@ class Experts(Layer):
         return y_TD.reshape(x_BSD.shape)
 
     def _hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """The inner activations; project(name, x) is the projection of that name."""
+        """Return the inner activations; project(name, x) is the projection with that name."""
         up = checkpoint_name(project("up", x), "mlp_up")
         if "gate" not in self.names:
             return keeping_inputs(self.activation)(up)
@@ -247,7 +262,7 @@ class Experts(Layer):
         is_token_BS = capacities.tokens_of(ctx.batch)
         places = capacities.places(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
         x_BECD = capacities.dispatch(x_BSD, places)
-        # From here on experts are cut, no longer sequences: the partitioner makes an all-to-all of it.
+        # From here on, experts are sharded instead of sequences: the partitioner inserts an all-to-all.
         sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")
 
         def placed(x_BECD: jax.Array, last_axis: str | None) -> jax.Array:
@@ -274,19 +289,19 @@ class Experts(Layer):
         return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F, and of their adapters."""
+        """Count the K experts of a token, not all: 2 * K * (2 or 3) * D * F, and their adapters."""
         ranks = sum(stored.rank or 0 for stored in self.stored.values())
         adapters = ranks * (self.dim + self.hidden)
         return 2.0 * self.top_k * (len(self.names) * self.dim * self.hidden + adapters)
 
 
 def _num_experts(weights: Nested) -> int:
-    """The number of experts whose weights are here."""
+    """Return the number of local experts."""
     return jax.tree.leaves(weights["up"])[0].shape[0]
 
 
 def _gathered(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-    """Inside shard_map: a weight whose shards over fsdp are put together, if it has any."""
+    """All-gather a weight over fsdp, inside shard_map, if it is sharded over fsdp."""
     if "fsdp" not in spec.mesh_axes:
         return weight
     return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
@@ -300,14 +315,14 @@ def _multiply_as_estimated(
     transpose: bool,
     sizes: jax.Array,
 ) -> jax.Array:
-    """`multiply_stored` by the product of an estimate."""
+    """Compute `multiply_stored` with the product of an estimate."""
     weight_EIO = dense_experts(dense, weights)
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 
 def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
-    """The sum over K by shares, in float32 at least, [..., D] in y's dtype."""
+    """Sum over K, weighted by shares, in float32 or wider: [..., D] in y's dtype."""
     wide = jnp.promote_types(y_TKD.dtype, jnp.float32)
-    # Not a product of matrices: XLA would make one of a single row for each token.
+    # Not a matrix product: XLA would compute one with a single row for each token.
     total = jnp.sum(y_TKD.astype(wide) * shares_TK.astype(wide)[..., None], axis=-2)
     return total.astype(y_TKD.dtype)

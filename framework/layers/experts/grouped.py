@@ -1,13 +1,13 @@
 """Products of rows with their experts' weights: row n of expert e becomes x_n @ weight_e.
 
-Implementations, of which "auto" chooses by the platform:
+Implementations; "auto" chooses one by platform and dtype:
     megablox   kernels for TPU, see grouped_tpu.py
     triton     kernels for GPU, see grouped_gpu.py
-    blocks     for CPU, and for dtypes that those kernels do not take: a loop over experts, and inside it one over
-               blocks of rows. The last block of an expert reaches into the rows of the next one, which come later and
-               overwrite it.
-    ragged     `jax.lax.ragged_dot`. XLA for CPU and GPU computes it as a product with every expert's weight, of which
-               all but one are thrown away, and XLA for TPU so computes the gradient of the weights.
+    blocks     for CPU, and for dtypes that those kernels do not support: a loop over experts, and inside it one over
+               blocks of rows. The last block of an expert extends into the rows of the next one, which are computed
+               later and overwrite it.
+    ragged     `jax.lax.ragged_dot`. XLA for CPU and GPU computes it as a product with every expert's weight and
+               discards all but one; XLA for TPU computes the gradient of the weights in this way.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from framework.layers.products import dense_cotangent
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
 Chosen = Literal["megablox", "triton", "blocks", "ragged"]
 _ONLY_PLATFORM = {"megablox": "tpu", "triton": "gpu"}
-# The beginning of the name of a scope around the products, by which framework/plan/grouped_work.py counts them.
+# Prefix of the name of a scope around the products; framework/plan/grouped_work.py counts them by it.
 EVEN_ROWS = "even_rows_"
-# Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
+# Rows per block, largest first: many rows make a fast product, few rows waste little at an expert's end.
 BLOCKS = (256, 64, 16)
 
 
 def check_platform(implementation: Implementation, platform: str) -> None:
-    """Raises ValueError: the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
+    """Raise ValueError if the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
     only_platform = _ONLY_PLATFORM.get(implementation, platform)
     if only_platform != platform:
         raise ValueError(
@@ -43,7 +43,7 @@ def check_platform(implementation: Implementation, platform: str) -> None:
 
 
 def choose_implementation(implementation: Implementation, platform: str, dtype: Any) -> Chosen:
-    """The implementation for a platform (tpu, gpu or cpu) and a dtype; one that is asked for by name is that one.
+    """Return the implementation for a platform (tpu, gpu or cpu) and a dtype; an explicit choice is returned as it is.
 
     Raises:
         ValueError: it is a kernel for another platform.
@@ -59,14 +59,14 @@ def choose_implementation(implementation: Implementation, platform: str, dtype: 
 
 
 def with_spare_rows(num_rows: int, implementation: Chosen) -> int:
-    """How many rows there have to be for so many that are used: with spare ones behind those of the last expert."""
+    """Return the number of rows to allocate for `num_rows` used ones, including spare rows after the last expert's."""
     if implementation == "megablox":
         tile = grouped_tpu.TILE_ROWS
         return (num_rows + tile - 1) // tile * tile
     if implementation == "triton":
         return num_rows + grouped_gpu.TILE_ROWS
     if implementation == "blocks":
-        # Large blocks are full always.
+        # Large blocks are always full.
         return num_rows + BLOCKS[-1]
     return num_rows
 
@@ -78,18 +78,20 @@ def grouped_dot(
     implementation: Chosen,
     even_rows: int | None = None,
 ) -> jax.Array:
-    """Multiplies each row by the weight of its expert: [N, O] in x's dtype.
+    """Multiply each row by the weight of its expert: [N, O] in x's dtype.
 
     Args:
-        x_NI: rows, all of expert 0 first, then all of expert 1, and so on, then spare ones (`with_spare_rows`).
-        weight_EIO: of x's dtype.
-        sizes_E: int32, the number of each expert's rows; 0 is one.
-        implementation: how. Rows behind the last expert's are undefined in the result, and have no part in gradients.
-        even_rows: how many rows an even router would fill, for those who count a program's work; None means all.
+        x_NI: rows sorted by expert: all of expert 0, then all of expert 1, and so on, then spare ones
+            (`with_spare_rows`).
+        weight_EIO: weights in x's dtype.
+        sizes_E: int32, the number of rows of each expert; may be 0.
+        implementation: how the products are computed. Rows of the result after the last expert's are undefined, and
+            do not contribute to gradients.
+        even_rows: number of rows that an even router would fill, for counting a program's work; None means all.
     """
     if implementation == "ragged":
         return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
-    # Kernels skip the rows that nobody chose, which the shapes of their arrays do not tell.
+    # Kernels skip rows without a token; array shapes do not show this, so the scope records the number of rows.
     work = _Work(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
     return _grouped_dot(x_NI, weight_EIO, sizes_E, work)
 
@@ -104,9 +106,9 @@ def multiply_stored(
     implementation: Chosen,
     even_rows: int,
 ) -> jax.Array:
-    """`grouped_dot` with weights that are stored otherwise, as `framework.layers.experts.stored.Multiply` says.
+    """Compute `grouped_dot` with stored weights, see `framework.layers.experts.stored.Multiply`.
 
-    "blocks" has one expert's weights at a time, the others the matrix of all experts that are here.
+    "blocks" has one expert's dense weights at a time; the others have the matrix of all local experts.
     """
     with jax.named_scope(f"{EVEN_ROWS}{even_rows}"):
         if implementation == "blocks":
@@ -118,7 +120,7 @@ def multiply_stored(
 
 
 class _Work(NamedTuple):
-    """How products are computed, and the name of the scope that says how much they are."""
+    """The implementation of products, and the name of the scope that records the amount of work."""
 
     implementation: Chosen
     scope: str
@@ -131,8 +133,8 @@ def _grouped_dot(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, wor
 
 
 def _grouped_dot_forward(x: Any, weight: Any, sizes: Any, work: _Work) -> Any:
-    """The product, and what the gradients need: of weights that do not learn, no rows."""
-    # With symbolic_zeros each argument says whether it is differentiated.
+    """Return the product, and the residuals of the gradients: frozen weights need no rows."""
+    # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
     y_NO = _grouped_dot(x.value, weight.value, sizes.value, work)
@@ -163,15 +165,17 @@ def _over_blocks(
     num_rows: int,
     carry: Any,
 ) -> Any:
-    """Calls carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end, of
-    `num_rows` rows that there are."""
+    """Call carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end.
+
+    `num_rows` is the total number of rows.
+    """
     smallest = BLOCKS[-1]
     for block in BLOCKS:
-        # No expert has so many rows.
+        # No expert can have that many rows.
         if block > num_rows:
             continue
         rows_left = end - start
-        # Only the last of the smallest blocks may be partly empty.
+        # Only the last one of the smallest blocks may be partly empty.
         count = rows_left // block if block != smallest else (rows_left + block - 1) // block
         one_block = partial(_one_block, body, start, block)
         carry = jax.lax.fori_loop(0, count, one_block, carry)
@@ -196,11 +200,11 @@ def _rows_times_weights(
     transpose: bool = False,
     dense: Callable[[Any], jax.Array] = lambda weight_IO: weight_IO,
 ) -> jax.Array:
-    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I].
+    """Multiply rows by their experts' weights: [N, O]; with `transpose`, x_NI is [N, O] and the result [N, I].
 
     Args:
-        weights: [E, I, O]; or a tree of arrays whose first axis is that of the experts, of which `dense` makes one
-            expert's [I, O].
+        weights: [E, I, O]; or a tree of arrays with a leading expert axis, from which `dense` computes one expert's
+            [I, O].
     """
     ends_E = jnp.cumsum(sizes_E)
     contracted = 1 if transpose else 0
@@ -223,7 +227,10 @@ def _rows_times_weights(
 
 
 def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """[E, I, O], each the sum over the expert's rows of x^T grad, in the rows' dtype but summed in float32 at least."""
+    """Return [E, I, O], the sum over each expert's rows of x^T grad.
+
+    The result has the rows' dtype; the sum is in float32 or wider.
+    """
     ends_E = jnp.cumsum(sizes_E)
     wide = jnp.promote_types(x_NI.dtype, jnp.float32)
 
@@ -234,7 +241,7 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
             x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
             grad_block = jax.lax.dynamic_slice_in_dim(grad_NO, row, block)
             if block == BLOCKS[-1]:
-                # The rows of the next expert are none of this one's.
+                # The block may contain rows of the next expert, which must not contribute.
                 is_own = row + jnp.arange(block) < end
                 grad_block = jnp.where(is_own[:, None], grad_block, 0)
             block_grad = jax.lax.dot_general(
@@ -254,7 +261,7 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
 
 
 class _Products(NamedTuple):
-    """An implementation: the products forward, which with `transpose` give the rows' gradients, and the weights'."""
+    """An implementation: the products (with `transpose`, the rows' gradients) and the gradients of the weights."""
 
     rows_times_weights: Callable[..., jax.Array]
     weight_gradients: Callable[..., jax.Array]

@@ -1,12 +1,12 @@
 """Grouped products on GPUs, as Pallas kernels for Triton: rows times their experts' weights, and their gradients.
 
-XLA for GPU has no kernel for `jax.lax.ragged_dot`: it multiplies all rows with all experts' weights and throws all but
-one of the products away, which takes E times the multiply-adds, and memory for E times the rows. (jax 0.10.2 and
+XLA for GPU has no kernel for `jax.lax.ragged_dot`: it multiplies all rows by all experts' weights and discards all
+but one of the products, which takes E times the multiply-adds, and memory for E times the rows. (jax 0.10.2 and
 0.11.2; its option `jax_ragged_dot_use_gpu_pallas_triton_lowering` names a module that no released jax has.)
 
-A tile is TILE_ROWS rows that follow each other, of one expert; the last tile of an expert may be partly empty. The
-number of tiles depends on the router, so there are programs for as many as there could be, and those without rows end
-at once.
+A tile is TILE_ROWS consecutive rows of one expert; the last tile of an expert may be partly empty. The number of
+tiles depends on the router, so there are as many programs as there could be tiles, and those without rows end
+immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 TILE_ROWS = 64
-# Of a weight's columns and of the contracted axis: the largest that divides it.
+# Tile sizes of a weight's columns and of the contracted axis: the largest that divides the axis is used.
 _TILE_COLUMNS = (128, 64, 32, 16)
 _TILE_CONTRACTED = (64, 32, 16)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -33,12 +33,12 @@ def rows_times_weights(
     transpose: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Each row times its expert's weight, [N, O] in x's dtype, summed in float32.
+    """Multiply each row by its expert's weight: [N, O] in x's dtype, summed in float32.
 
     Args:
-        x_NI: rows by experts, and at least TILE_ROWS spare ones behind them.
-        weight_EIO: of x's dtype.
-        sizes_E: int32, the number of each expert's rows.
+        x_NI: rows sorted by expert, followed by at least TILE_ROWS spare ones.
+        weight_EIO: weights in x's dtype.
+        sizes_E: int32, the number of rows of each expert.
         transpose: x is [N, O], and the result [N, I].
         interpret: run the kernel as JAX operations, on any platform.
     """
@@ -73,11 +73,11 @@ def weight_gradients(
     sizes_E: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """The sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
+    """Return the sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
 
     Args:
-        x_NI, grad_NO: rows by experts, and at least TILE_ROWS spare ones behind them.
-        sizes_E, interpret: as of `rows_times_weights`.
+        x_NI, grad_NO: rows sorted by expert, followed by at least TILE_ROWS spare ones.
+        sizes_E, interpret: see `rows_times_weights`.
     """
     shape = (sizes_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
     x_NI = _padded(x_NI, 1)
@@ -101,7 +101,7 @@ def weight_gradients(
 
 
 def _padded(x: jax.Array, axis: int) -> jax.Array:
-    """x with zeros behind an axis, so that the smallest tile divides it: adapters may have few columns."""
+    """Pad an axis of x with zeros to a multiple of the smallest tile: adapters may have few columns."""
     missing = -x.shape[axis] % _TILE_CONTRACTED[-1]
     if missing == 0:
         return x
@@ -110,7 +110,7 @@ def _padded(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _check_size(dtype: Any, elements: int) -> None:
-    """Raises ValueError for rows of so many elements that their places are no int32, which Triton computes with."""
+    """Raise ValueError if the offsets of the elements do not fit into int32, which Triton computes with."""
     if elements >= 2**31:
         raise ValueError(
             f"the rows of all experts have {elements} elements of {dtype}; the kernels for GPU take less than 2^31: "
@@ -123,12 +123,15 @@ def _largest_divisor(size: int, candidates: tuple[int, ...]) -> int:
 
 
 def _tiles(sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each tile its expert, its first row, and the end of its expert's rows, int32 [T]; unused tiles end at 0."""
+    """Return for each tile its expert, its first row, and the end of its expert's rows, int32 [T].
+
+    Unused tiles end at 0.
+    """
     num_experts = sizes_E.shape[0]
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     starts_E = ends_E - sizes_E
     tile_ends_E = jnp.cumsum((sizes_E + TILE_ROWS - 1) // TILE_ROWS, dtype=jnp.int32)
-    # Each expert has less than one tile more than its rows fill.
+    # Each expert needs less than one tile more than its rows fill.
     tiles_T = jnp.arange(num_rows // TILE_ROWS + num_experts, dtype=jnp.int32)
     experts_T = jnp.searchsorted(tile_ends_E, tiles_T, side="right").astype(jnp.int32)
     is_used_T = experts_T < num_experts
@@ -154,14 +157,15 @@ def _rows_kernel(
     tile_contracted: int,
     transpose: bool,
 ) -> None:
-    """One tile of rows times some columns of its expert's weight."""
+    """Multiply one tile of rows by some columns of its expert's weight."""
     tile = pl.program_id(0)
     expert = experts_ref[tile]
     first_row = first_rows_ref[tile]
     end_row = end_rows_ref[tile]
     rows = pl.ds(first_row, TILE_ROWS)
     columns = pl.ds(pl.program_id(1) * tile_columns, tile_columns)
-    # The rows behind the expert's are the next one's: read, as every row of a product is by itself, and not written.
+    # Rows after the expert's belong to the next one. They are read, because each row of a product is independent, but
+    # not written.
     is_own = (first_row + jnp.arange(TILE_ROWS)) < end_row
 
     def add_product(step: jax.Array, total: jax.Array) -> jax.Array:
@@ -173,7 +177,7 @@ def _rows_kernel(
             weight_tile = plgpu.load(weight_ref.at[expert, contracted, columns])
         return total + plgpu.dot(x_tile, weight_tile, trans_b=transpose, allow_tf32=False)
 
-    # An unused tile does nothing. Not by `where`, whose result Pallas lowers to a boolean.
+    # An unused tile does nothing. This avoids `where`, whose result Pallas lowers to a boolean.
     is_used = (first_row < end_row).astype(jnp.int32)
     steps = is_used * (x_ref.shape[1] // tile_contracted)
     zeros = jnp.zeros((TILE_ROWS, tile_columns), jnp.float32)
@@ -191,7 +195,7 @@ def _weights_kernel(
     tile_inputs: int,
     tile_outputs: int,
 ) -> None:
-    """Some inputs and outputs of one expert's gradient, the sum over all of its rows."""
+    """Compute some inputs and outputs of one expert's gradient, the sum over all of its rows."""
     expert = pl.program_id(0)
     start = starts_ref[expert]
     end = ends_ref[expert]
@@ -202,7 +206,7 @@ def _weights_kernel(
         first_row = start + step * TILE_ROWS
         rows = pl.ds(first_row, TILE_ROWS)
         is_own = ((first_row + jnp.arange(TILE_ROWS)) < end)[:, None]
-        # Both are masked: what a spare row holds may be no number, and 0 times that is none either.
+        # Both are masked: a spare row may hold NaN, and 0 times NaN is NaN.
         x_tile = plgpu.load(x_ref.at[rows, inputs], mask=is_own, other=0.0)
         grad_tile = plgpu.load(grad_ref.at[rows, outputs], mask=is_own, other=0.0)
         return total + plgpu.dot(x_tile, grad_tile, trans_a=True, allow_tf32=False)

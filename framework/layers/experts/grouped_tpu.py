@@ -1,6 +1,6 @@
-"""Grouped products on TPUs, by the kernels that JAX ships (megablox, Gale et al. 2022, arXiv 2211.15841).
+"""Grouped products on TPUs, with the kernels that JAX ships (megablox, Gale et al. 2022, arXiv 2211.15841).
 
-`jax.lax.ragged_dot` uses kernels too, but not for the gradient of the weights: that one XLA computes as a convolution
+`jax.lax.ragged_dot` uses kernels too, but not for the gradient of the weights: XLA computes that as a convolution
 over all rows for each expert, E times the multiply-adds (jax 0.10.2, seen in the compiler's text).
 """
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-# The kernels take rows in whole tiles. With the tiles of the other axes below, two of each operand and one sum in
+# The kernels process rows in whole tiles. With the tiles of the other axes below, two of each operand and one sum in
 # float32 take under 12 of the 16 MiB of vector memory that a kernel may use.
 TILE_ROWS = 512
 _TILE_BYTES = 2048
@@ -24,12 +24,12 @@ def rows_times_weights(
     transpose: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Each row times its expert's weight, [N, O] in x's dtype, summed in float32.
+    """Multiply each row by its expert's weight: [N, O] in x's dtype, summed in float32.
 
     Args:
-        x_NI: rows by experts; N is a multiple of TILE_ROWS.
-        weight_EIO: of x's dtype.
-        sizes_E: int32, the number of each expert's rows.
+        x_NI: rows sorted by expert; N is a multiple of TILE_ROWS.
+        weight_EIO: weights in x's dtype.
+        sizes_E: int32, the number of rows of each expert.
         transpose: x is [N, O], and the result [N, I].
         interpret: run the kernel as JAX operations, on any platform.
     """
@@ -51,8 +51,10 @@ def weight_gradients(
     sizes_E: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """The sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32; arguments as of
-    `rows_times_weights`."""
+    """Return the sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
+
+    The arguments are as in `rows_times_weights`.
+    """
     return tgmm(
         x_NI.swapaxes(0, 1),
         grad_NO,
@@ -64,6 +66,6 @@ def weight_gradients(
 
 
 def _tiling(x_NI: jax.Array, columns: int) -> tuple[int, int, int]:
-    """The sizes of tiles: of rows, of x's columns, and of the other operand's columns."""
+    """Return the tile sizes: of rows, of x's columns, and of the other operand's columns."""
     widest = _TILE_BYTES // x_NI.dtype.itemsize
     return TILE_ROWS, min(widest, x_NI.shape[1]), min(widest, columns)

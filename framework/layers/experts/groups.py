@@ -1,6 +1,6 @@
-"""Rows of tokens in the order of their experts, and back: two gathers, each of which is the other's gradient.
+"""Sorting rows of tokens by expert, and back: two gathers, each the gradient of the other.
 
-T is the number of tokens, K how many experts each is given to, E the number of experts here, N the number of rows.
+T is the number of tokens, K the number of experts per token, E the number of local experts, N the number of rows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Groups:
-    """Where each choice of a token has its row: all rows of expert 0, then all of expert 1, and so on.
+    """The row of each choice of a token: all rows of expert 0, then all of expert 1, and so on.
 
     Attributes:
         sizes_E: int32, the number of rows of each expert.
-        rows_TK: int32, the row of each choice; N where its expert is not here.
-        choices_N: int32, the choice t * K + k of each row; T * K for the rows behind the last expert's.
+        rows_TK: int32, the row of each choice; N if its expert is not local.
+        choices_N: int32, the choice t * K + k of each row; T * K for rows after the last expert's.
     """
 
     sizes_E: jax.Array
@@ -30,17 +30,17 @@ class Groups:
 
 
 def group(experts_TK: jax.Array, num_experts: int, num_rows: int) -> Groups:
-    """Sorts the choices by their experts; those of one expert stay in the order of tokens.
+    """Sort the choices by expert; those of one expert stay in the order of tokens.
 
     Args:
-        experts_TK: int32; those outside of 0 to E - 1 are not here, and get no row.
+        experts_TK: int32; values outside of 0 to E - 1 are not local, and get no row.
         num_experts: E.
-        num_rows: N, at least T * K (or T * E, where that is less: a token chooses an expert once).
+        num_rows: N, at least T * K (or T * E, if that is less: a token chooses an expert at most once).
     """
     num_choices = experts_TK.size
     experts = experts_TK.reshape(-1)
     is_here = (experts >= 0) & (experts < num_experts)
-    # What is not here comes last.
+    # Choices of experts that are not local come last.
     keys = jnp.where(is_here, experts, num_experts)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     sizes_E = jnp.sum(jax.nn.one_hot(keys, num_experts, dtype=jnp.int32), axis=0)
@@ -54,24 +54,24 @@ def group(experts_TK: jax.Array, num_experts: int, num_rows: int) -> Groups:
 
 
 def dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
-    """The token of each row, [N, D]; zeros in the rows behind the last expert's."""
+    """Return the token of each row, [N, D]; zeros in rows after the last expert's."""
     return _dispatch(x_TD, groups)
 
 
 def collect(y_ND: jax.Array, groups: Groups) -> jax.Array:
-    """The row of each choice, [T, K, D]; zeros where its expert is not here."""
+    """Return the row of each choice, [T, K, D]; zeros if its expert is not local."""
     return _collect(y_ND, groups)
 
 
 def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:
-    """x_MD[indices], with zeros for the index M."""
+    """Return x_MD[indices], with zeros for the index M."""
     return jnp.take(x_MD, indices, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def _dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
     top_k = groups.rows_TK.shape[1]
-    # The choice T * K, of no token, is that of the token T.
+    # The choice T * K, which marks no token, maps to the token index T.
     return _rows_or_zeros(x_TD, groups.choices_N // top_k)
 
 
@@ -80,7 +80,7 @@ def _dispatch_forward(x_TD: jax.Array, groups: Groups) -> tuple[jax.Array, Group
 
 
 def _dispatch_backward(groups: Groups, grad_ND: jax.Array) -> tuple[jax.Array, Any]:
-    # A sum over K rows, where JAX's own rule would scatter N rows into T in the rows' dtype.
+    # A sum over K rows; JAX's own rule would scatter N rows into T in the rows' dtype.
     grad_TKD = _rows_or_zeros(grad_ND, groups.rows_TK)
     wide = jnp.promote_types(grad_ND.dtype, jnp.float32)
     grad_TD = jnp.sum(grad_TKD.astype(wide), axis=1)
@@ -101,7 +101,7 @@ def _collect_forward(y_ND: jax.Array, groups: Groups) -> tuple[jax.Array, Groups
 
 def _collect_backward(groups: Groups, grad_TKD: jax.Array) -> tuple[jax.Array, Any]:
     grad_choices = grad_TKD.reshape(-1, grad_TKD.shape[-1])
-    # Each choice has one row, so nothing is added up.
+    # Each choice has one row, so nothing is summed.
     return _rows_or_zeros(grad_choices, groups.choices_N), _no_gradient(groups)
 
 

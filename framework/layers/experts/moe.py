@@ -1,4 +1,4 @@
-"""MoE: a router, its experts, and shared experts that all tokens are given to. In a block it takes the MLP's place."""
+"""MoE: a router, its experts, and shared experts that process all tokens. In a block it replaces the MLP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class MoE(Layer):
     """A sparse mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): shared(x) + sum_k share_k expert_k(x).
 
     Args:
-        dim: D, given by the parent.
-        num_experts: E.
+        dim: D, the width of the residual stream; set by the parent.
+        num_experts: E, the number of experts.
         router: config of a `Router`.
         experts: config of `Experts`.
-        shared: config of an `MLP` that all tokens are given to (DeepSeekMoE, arXiv 2401.06066; of several shared
-            experts the hidden widths add up); none by default.
-        output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
+        shared: config of an `MLP` that processes all tokens (DeepSeekMoE, arXiv 2401.06066; for several shared
+            experts, add up the hidden widths); none by default.
+        output_init_scale: factor on the initial weight of each branch's last projection; set by the stack.
     """
 
     def __init__(
@@ -52,18 +52,21 @@ class MoE(Layer):
             self.shared = shared.instantiate(dim=dim, output_init_scale=output_init_scale)
 
     def children(self) -> dict[str, Layer]:
-        """router, experts, and shared where there are any."""
+        """Return router and experts, and shared if there is one."""
         children: dict[str, Layer] = {"router": self.router, "experts": self.experts}
         if self.shared is not None:
             children["shared"] = self.shared
         return children
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises ValueError: the axis `expert` does not divide the number of experts."""
+        """Raise ValueError if the `expert` axis does not divide the number of experts."""
         check_axis(mesh, "expert", "num_experts", self.experts.num_experts)
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
-        """x_BSD -> [B, S, D]; the router's losses leave as loss, what it says of the load as metrics."""
+        """Apply the mixture to x_BSD and return [B, S, D].
+
+        The router's losses are returned as loss, and its load statistics as metrics.
+        """
         with jax.named_scope("router"):
             routing = self.router(weights["router"], carry, ctx, layer_state.get("router", {}))
         with jax.named_scope("experts"):

@@ -1,4 +1,4 @@
-"""The router: which experts a token is given to, and what keeps them evenly used."""
+"""The router: assigns experts to each token, and keeps the load balanced."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name, ne
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router says of a batch.
+    """The router's results for a batch.
 
     Attributes:
         choice: each token's experts and their shares.
-        loss: scalar, the balance and z losses with their coefficients, divided by ctx.num_targets; None outside of
-            training, and without coefficients.
+        loss: scalar, the balance and z losses times their coefficients, divided by ctx.num_targets; None outside of
+            training, and if all coefficients are 0.
         metrics: scalars by name, means over counted targets; {} outside of training.
         buffers: new values of the router's buffers.
     """
@@ -35,33 +35,34 @@ class Routing:
 
 @component
 class Router(Layer):
-    """A linear map to one logit for each expert, in float32 whatever the compute dtype.
+    """A linear map to one logit per expert, in float32 regardless of the compute dtype.
 
-    Losses and metrics are over counted targets, as the model's loss is: padding and prompts of no weight are left out.
+    Losses and metrics are over counted targets, like the model's loss: padding and prompts with weight 0 are excluded.
 
     Args:
-        dim: D, given by the parent.
-        num_experts: E, given by the parent.
-        top_k: K, how many experts a token is given to.
-        score: what the choice and the shares are made of, see `framework.layers.experts.scores.choose`.
+        dim: D, the width of the residual stream; set by the parent.
+        num_experts: E, the number of experts; set by the parent.
+        top_k: K, the number of experts per token.
+        score: how logits become scores for the choice and the shares, see `framework.layers.experts.scores.choose`.
         normalize: divide the shares of the chosen experts by their sum (norm_topk_prob of a config.json).
-        scale: multiplies the shares (routed_scaling_factor).
-        groups: into how many groups of equal size the experts are cut (n_group); a token's experts are of few of them.
-            1 means no limit.
-        top_groups: of how many groups a token's experts may be (topk_group).
-        group_score: by what groups are chosen, see `framework.layers.experts.scores.GroupLimit`.
-        jitter: in training the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter (Fedus et
-            al. 2021, arXiv 2101.03961, appendix C); what the experts see is not.
-        balance: coefficient of the load-balance loss, which is 1 where all experts are used alike.
-        balance_over: what must be balanced, each "sequence" or the "batch". A batch is one microbatch of all devices,
-            so with learner.accumulate only the first is the same loss as without.
+        scale: factor on the shares (routed_scaling_factor).
+        groups: number of groups of equal size that the experts form (n_group); a token's experts come from a few of
+            them. 1 means no limit.
+        top_groups: number of groups that a token's experts may come from (topk_group).
+        group_score: how groups are scored, see `framework.layers.experts.scores.GroupLimit`.
+        jitter: in training, the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter (Fedus
+            et al. 2021, arXiv 2101.03961, appendix C); the experts' input is not.
+        balance: coefficient of the load-balancing loss, which is 1 if all experts are used equally.
+        balance_over: balance the load of each "sequence" or of the "batch". A batch is one microbatch of all devices,
+            so with learner.accumulate only "sequence" gives the same loss as without.
         z: coefficient of the z loss, the mean of logsumexp(logits)^2.
-        bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the batch chose
-            it less than the mean expert, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
-            score = sigmoid). None means that there is no bias.
-        logit_bias: the logits have a learned bias, zero at first (gpt-oss): choice, shares and losses all see it.
+        bias_rate: step size of each expert's selection bias. After each step, the bias increases by this if the batch
+            chose the expert less than the mean expert, and otherwise decreases (Wang et al. 2024, arXiv 2408.15664;
+            DeepSeek-V3 uses 0.001 with score = sigmoid). None means that there is no bias.
+        logit_bias: whether the logits have a learned bias, initially zero (gpt-oss); it affects choice, shares and
+            losses.
         expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
-        init: initializer of the weight.
+        init: config of the initializer of the weight.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Router(Layer):
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """weight [D, E], and bias [E] where the logits have one.
+        """Return the specs of weight [D, E] and, with logit_bias, bias [E].
 
-        E is not cut over the axis `expert`: every device routes its own tokens among all experts.
+        E is not sharded over the `expert` axis: every device routes its own tokens among all experts.
         """
         weight = ParameterSpec(
             (self.dim, self.num_experts),
@@ -122,29 +123,36 @@ class Router(Layer):
         return {"weight": weight, "bias": bias}
 
     def own_buffers(self) -> dict[str, TensorSpec]:
-        """bias [E], which the last step but one has left, and loads [E], of the last step; none without a bias."""
+        """Return the specs of bias [E], updated up to the step before last, and loads [E], of the last step.
+
+        There are none without bias_rate.
+        """
         if self.bias_rate is None:
             return {}
         return {name: TensorSpec((self.num_experts,), "float32") for name in ("bias", "loads")}
 
     @property
     def depends_on_microbatches(self) -> bool:
-        """Whether what is balanced is a microbatch. The bias moves once a step, whatever that is made of."""
+        """True if the loss balances a microbatch. The bias moves once per step, regardless of microbatches."""
         return self.balance > 0.0 and self.balance_over == "batch"
 
     def _bias(self, buffers: Nested, ctx: Context) -> jax.Array | None:
-        """The bias [E] with the update of the last step in it; None where there is none."""
+        """Return the bias [E] including the update of the last step; None if there is no bias."""
         if self.bias_rate is None:
             return None
-        # The loads are complete when the next step begins, whatever the number of microbatches: so the update is made
-        # there, by the first microbatch. The others find it made, and loads that are theirs.
+        # The loads are complete when the next step begins, regardless of the number of microbatches, so that step's
+        # first microbatch computes the update. The other microbatches find the bias updated, and loads of the current
+        # step.
         missing = jnp.mean(buffers["loads"]) - buffers["loads"]
         updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
         return jnp.where(self._begins_a_step(ctx), updated, buffers["bias"])
 
     @staticmethod
     def _begins_a_step(ctx: Context) -> jax.Array | bool:
-        """Whether nothing of the loads is of the present step: the first microbatch has the batch's first row."""
+        """Return whether the loads contain nothing of the current step.
+
+        The first microbatch of a step has the batch's first row.
+        """
         if not ctx.training:
             return True
         assert ctx.rows is not None, "a bias needs row indices"
@@ -152,7 +160,7 @@ class Router(Layer):
 
     def _new_buffers(self, bias_E: jax.Array | None, experts_BSK: jax.Array, buffers: Nested, ctx: Context) -> Nested:
         if bias_E is None or not ctx.training:
-            # A cache for generation has no place for what does not change.
+            # A generation cache has no room for state that does not change.
             return {} if ctx.cache else buffers
         loads_BE = scores.loads(experts_BSK, ctx.batch["weights"], self.num_experts)
         loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
@@ -160,7 +168,7 @@ class Router(Layer):
         return {"bias": bias_E, "loads": earlier_E + loads_E}
 
     def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
-        """Routes the tokens x_BSD; `buffers` are as `own_buffers`."""
+        """Route the tokens x_BSD; `buffers` has the structure of `own_buffers`."""
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
         inputs_BSD = self._jittered(x_BSD.astype(wide), ctx)
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
@@ -189,7 +197,7 @@ class Router(Layer):
         assert ctx.rows is not None, "jitter needs row indices"
         key = fold_in_name(ctx.rng, "jitter")
 
-        # A key for each global row, as for dropout: sharding and microbatching leave the draw unchanged.
+        # One key per global row, as for dropout, so that sharding and microbatching do not change the draw.
         def row_factors(row: jax.Array) -> jax.Array:
             row_key = jax.random.fold_in(key, row)
             return jax.random.uniform(row_key, x_BSD.shape[1:], x_BSD.dtype, 1.0 - self.jitter, 1.0 + self.jitter)
@@ -199,7 +207,7 @@ class Router(Layer):
     def _judged(
         self, logits_BSE: jax.Array, choice: Choice, ctx: Context
     ) -> tuple[jax.Array | None, dict[str, jax.Array]]:
-        """(the losses with their coefficients, metrics), both divided by ctx.num_targets."""
+        """Return (the losses times their coefficients, metrics), both divided by ctx.num_targets."""
         assert ctx.num_targets is not None, "losses are means over targets"
         weights_BS = ctx.batch["weights"].astype(logits_BSE.dtype)
         probabilities_BSE = scores.probabilities(logits_BSE, self.score)
@@ -213,7 +221,7 @@ class Router(Layer):
             if coefficient:
                 losses.append(coefficient * sums[name] / ctx.num_targets)
         loads_E = jnp.sum(loads_BE, axis=0)
-        # Times E / K: 1 is an expert's even share. Of several microbatches, the largest loads are averaged.
+        # Times E / K: 1 is an expert's even share. With several microbatches, the maxima and minima are averaged.
         even_E = loads_E * (self.num_experts / self.top_k)
         sums |= {
             "entropy": scores.entropy(probabilities_BSE, weights_BS),
@@ -230,12 +238,12 @@ class Router(Layer):
         return loss, metrics
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 * D * E."""
+        """Count the product with the weight: 2 * D * E."""
         return 2.0 * self.dim * self.num_experts
 
 
 def _check_groups(num_experts: int, top_k: int, groups: int, top_groups: int, group_score: GroupScore) -> None:
-    """Raises ValueError: the groups are not of one size, or those that are chosen have too few experts."""
+    """Raise ValueError if the groups differ in size, or the chosen groups have too few experts."""
     if num_experts % groups:
         raise ValueError(
             f"groups = {groups} does not divide num_experts = {num_experts}; "

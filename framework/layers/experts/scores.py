@@ -1,6 +1,6 @@
-"""From the router's logits to each token's experts and their shares, and what is learnt of how evenly they are used.
+"""Conversion of router logits to each token's experts and their shares, and the losses and metrics of their balance.
 
-Pure functions of arrays. E is the number of experts, K how many of them a token is given to.
+Pure functions of arrays. E is the number of experts, K the number of experts per token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GroupScore = Literal["best", "best_two"]
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """A token is given to experts of a few groups alone, the first E / groups experts being the first group.
+    """Limits a token's experts to a few groups; the first E / groups experts form the first group.
 
     Attributes:
-        groups: how many groups there are; divides E.
-        top_groups: how many of them a token's experts may be in.
-        score: a group's is that of its "best" expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), or the sum of its
-            "best_two" (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with K / top_groups = 2).
+        groups: number of groups; divides E.
+        top_groups: number of groups that a token's experts may come from.
+        score: a group's score is that of its "best" expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), or the sum
+            of its "best_two" (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with K / top_groups = 2).
     """
 
     groups: int
@@ -38,8 +38,8 @@ class Choice:
     """The experts of each token.
 
     Attributes:
-        experts_BSK: int32, which experts; in the order of their scores, and of equal scores the lower number first.
-        shares_BSK: by how much each of them counts, in the dtype of the logits.
+        experts_BSK: int32, the experts in the order of their scores; for equal scores, the lower number comes first.
+        shares_BSK: the weight of each of these experts, in the dtype of the logits.
     """
 
     experts_BSK: jax.Array
@@ -56,18 +56,18 @@ def choose(
     scale: float,
     limit: GroupLimit | None = None,
 ) -> Choice:
-    """Chooses each token's experts.
+    """Choose each token's experts.
 
     Args:
         logits_BSE: float32 or wider.
-        bias_E: added to the scores by which experts are chosen, not to the shares (DeepSeek-V3, arXiv 2412.19437,
-            equation 16); None for none.
+        bias_E: added to the scores that determine the choice, not to the shares (DeepSeek-V3, arXiv 2412.19437,
+            equation 16); None for no bias.
         top_k: K.
         score: "softmax" over all experts, before the choice (Switch, Mixtral, Qwen3-MoE); "softmax_chosen" over the
             chosen ones (Shazeer et al. 2017, arXiv 1701.06538, equation 4; gpt-oss); "sigmoid" of each (DeepSeek-V3).
         normalize: divide the shares by their sum.
-        scale: multiplies the shares, last.
-        limit: of which groups the experts may be; None means any.
+        scale: factor on the shares, applied last.
+        limit: the groups that the experts may come from; None means any.
     """
     scores_BSE = logits_BSE
     if score == "softmax":
@@ -75,7 +75,7 @@ def choose(
     elif score == "sigmoid":
         scores_BSE = jax.nn.sigmoid(logits_BSE)
     ranks_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E.astype(scores_BSE.dtype)
-    # The choice has no gradient: it is a step function of the scores.
+    # The choice has no gradient, because it is a step function of the scores.
     ranks_BSE = jax.lax.stop_gradient(ranks_BSE)
     if limit is not None:
         ranks_BSE = jnp.where(_in_top_groups(ranks_BSE, limit), ranks_BSE, -jnp.inf)
@@ -85,15 +85,15 @@ def choose(
         shares_BSK = jax.nn.softmax(shares_BSK, axis=-1)
     if normalize:
         sums_BS1 = jnp.sum(shares_BSK, axis=-1, keepdims=True)
-        # Sigmoids may all underflow to 0. The smallest normal number keeps 0 / 0 away, and is lost in any other sum.
+        # All sigmoids may underflow to 0. The smallest normal number avoids 0 / 0, and is lost in any other sum.
         tiny = jnp.finfo(sums_BS1.dtype).tiny
         shares_BSK = shares_BSK / (sums_BS1 + tiny)
     return Choice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
 
 
 def _in_top_groups(ranks_BSE: jax.Array, limit: GroupLimit) -> jax.Array:
-    """bool [B, S, E]: is the expert in one of the token's best groups?"""
-    # Axes: G groups of M members, of which T are chosen.
+    """Return bool [B, S, E]: whether the expert is in one of the token's best groups."""
+    # Axes: G groups of M members; T of the groups are chosen.
     ranks_BSGM = ranks_BSE.reshape(*ranks_BSE.shape[:2], limit.groups, -1)
     num_counted = 1 if limit.score == "best" else 2
     best_BSGN, _ = jax.lax.top_k(ranks_BSGM, num_counted)
@@ -103,15 +103,15 @@ def _in_top_groups(ranks_BSE: jax.Array, limit: GroupLimit) -> jax.Array:
 
 
 def probabilities(logits_BSE: jax.Array, score: Score) -> jax.Array:
-    """The scores of each token as a distribution over all experts, [B, S, E]: sigmoids are divided by their sum."""
+    """Return each token's scores as a distribution over all experts, [B, S, E]: sigmoids are divided by their sum."""
     if score == "sigmoid":
-        # By logarithms, as all sigmoids may underflow.
+        # Computed from logarithms, because all sigmoids may underflow.
         return jax.nn.softmax(jax.nn.log_sigmoid(logits_BSE), axis=-1)
     return jax.nn.softmax(logits_BSE, axis=-1)
 
 
 def loads(experts_BSK: jax.Array, weights_BS: jax.Array, num_experts: int) -> jax.Array:
-    """How many of each sequence's tokens each expert was chosen for, by their weights: [B, E] in the weights' dtype."""
+    """Count the tokens of each sequence that chose each expert, by their weights: [B, E] in the weights' dtype."""
     chosen_BSE = jnp.sum(jax.nn.one_hot(experts_BSK, num_experts, dtype=weights_BS.dtype), axis=2)
     return jnp.einsum("bse,bs->be", chosen_BSE, weights_BS)
 
@@ -123,17 +123,17 @@ def balance_loss(
     top_k: int,
     scope: Scope,
 ) -> jax.Array:
-    """E * sum_e(f_e * P_e), times the tokens that it is of: a scalar, 1 for each token if all experts are used alike.
+    """Compute E * sum_e(f_e * P_e), times the number of tokens: a scalar, 1 per token if all experts are used equally.
 
     f_e is the share of the choices that fell on expert e, P_e its mean probability (Fedus et al. 2021, arXiv
     2101.03961, equations 4 to 6; with K choices, each counts 1/K).
 
     Args:
-        loads_BE: of `loads`; no gradient flows through it.
-        probabilities_BSE: of `probabilities`.
-        weights_BS: by which tokens count; 0 leaves a token out.
+        loads_BE: the result of `loads`; no gradient flows through it.
+        probabilities_BSE: the result of `probabilities`.
+        weights_BS: weights of the tokens; 0 excludes a token.
         top_k: K.
-        scope: what f and P are means over: each "sequence" (DeepSeek-V3, equations 17 to 20), or all of the "batch".
+        scope: f and P are means over each "sequence" (DeepSeek-V3, equations 17 to 20), or over the whole "batch".
     """
     num_experts = loads_BE.shape[-1]
     masses_BE = jnp.einsum("bse,bs->be", probabilities_BSE, weights_BS)
@@ -143,19 +143,19 @@ def balance_loss(
         loads_BE = jnp.sum(loads_BE, axis=0, keepdims=True)
         masses_BE = jnp.sum(masses_BE, axis=0, keepdims=True)
         counts_B = jnp.sum(counts_B, keepdims=True)
-    # A sequence without a counted token has no loads either: 0 / 1.
+    # A sequence without counted tokens has no loads either: 0 / 1.
     divisors_B = jnp.where(counts_B > 0, counts_B, 1.0)
     products_B = jnp.sum(loads_BE * masses_BE, axis=-1) / divisors_B
     return num_experts / top_k * jnp.sum(products_B)
 
 
 def z_loss(logits_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """The sum over tokens, by their weights, of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
+    """Sum logsumexp(logits)^2 over tokens, by their weights (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
     sizes_BS = jax.nn.logsumexp(logits_BSE, axis=-1)
     return jnp.sum(jnp.square(sizes_BS) * weights_BS)
 
 
 def entropy(probabilities_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """The sum over tokens, by their weights, of the entropy of their probabilities, in nats."""
+    """Sum the entropy of the tokens' probabilities, in nats, by the tokens' weights."""
     entropies_BS = jnp.sum(jax.scipy.special.entr(probabilities_BSE), axis=-1)
     return jnp.sum(entropies_BS * weights_BS)

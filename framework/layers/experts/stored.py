@@ -1,9 +1,9 @@
-"""One of the experts' matrices as `model.lora` stores it: in few bits, with an adapter for each expert, or both.
+"""The storage of one of the experts' matrices under `model.lora`: in few bits, with an adapter per expert, or both.
 
     row n of expert e:  y_n = x_n W_e + (alpha / rank) x_n A_e B_e,   W [E, in, out], A [E, in, rank], B [E, rank, out]
 
-as LoRA has it (arXiv 2106.09685), of each expert's matrix by itself. A product with W dequantizes W, forward and
-backward, and keeps nothing of it; how much of W is there at once is for `Multiply` to say.
+This is LoRA (arXiv 2106.09685) for each expert's matrix separately. A product with W dequantizes W, forward and
+backward, and saves nothing of it; `Multiply` determines how much of W exists at once.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from framework.layout import Nested, ParameterSpec
 
 
 class Multiply(Protocol):
-    """Rows times their experts' weights, in x's dtype."""
+    """Multiplies rows by their experts' weights, in x's dtype."""
 
     def __call__(
         self, x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
     ) -> jax.Array:
-        """The product.
+        """Return the product.
 
         Args:
             x: rows [..., in], or with `transpose` [..., out].
-            weights: a tree of arrays whose first axis is that of the experts.
-            dense: from such a tree the weights [..., in, out].
-            transpose: multiply with the transposed weights.
-            sizes: int32[E], the number of each expert's rows, where the rows are sorted.
+            weights: a tree of arrays with a leading expert axis.
+            dense: converts such a tree to the weights [..., in, out].
+            transpose: multiply by the transposed weights.
+            sizes: int32[E], the number of rows of each expert, if the rows are sorted.
         """
         ...
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """How a matrix of the experts is kept.
+    """The storage of one matrix of the experts.
 
     Attributes:
-        path: of the matrix, for messages.
-        base: the dtype of the weights, or a storage; None means the model's param_dtype.
-        rank: of the adapter; None for none.
+        path: path of the matrix, for messages.
+        base: the dtype of the weights, or a quantized format; None means the model's param_dtype.
+        rank: rank of the adapter; None for no adapter.
         scale: alpha / rank.
-        dtype: of the adapter.
+        dtype: dtype of the adapter.
     """
 
     path: str
@@ -58,14 +58,16 @@ class StoredMatrix:
 
     @property
     def storage(self) -> Storage | None:
-        """Of weights in few bits; None for floats."""
+        """The quantized format of the weights; None for floats."""
         return self.base if self.base in ("int8", "nf4") else None
 
     def specs(self, name: str, weight: ParameterSpec) -> dict[str, Any]:
-        """{name, and with an adapter NAME_lora_a [E, in, rank] and NAME_lora_b [E, rank, out]: spec}; the name of a
-        quantized weight stands for a dict. Of all these only adapters have an axis of the role "rank".
+        """Return {name: spec}, with an adapter also NAME_lora_a [E, in, rank] and NAME_lora_b [E, rank, out].
 
-        Raises ValueError as `quantized_specs`.
+        For a quantized weight, the value under `name` is a dict of specs. Only adapters have an axis with the role
+        "rank".
+
+        Raise ValueError like `quantized_specs`.
         """
         specs: dict[str, Any] = {name: weight}
         if self.storage is not None:
@@ -77,7 +79,7 @@ class StoredMatrix:
         num_experts, inputs, outputs = weight.shape
         expert_axis, in_axis, out_axis = weight.mesh_axes
         expert_role, in_role, out_role = weight.roles
-        # U(-1/sqrt(in), 1/sqrt(in)) for each expert, as the authors' code has it for a matrix.
+        # U(-1/sqrt(in), 1/sqrt(in)) for each expert, as the authors' code does for a matrix.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=0)
         specs[f"{name}_lora_a"] = ParameterSpec(
             (num_experts, inputs, self.rank),
@@ -87,7 +89,7 @@ class StoredMatrix:
             roles=(expert_role, in_role, "rank"),
             own_dtype=True,
         )
-        # Without an initializer B starts at zero, and so does the adapter's product.
+        # Without an initializer, B starts at zero, and so does the adapter's product.
         specs[f"{name}_lora_b"] = ParameterSpec(
             (num_experts, self.rank, outputs),
             dtype=self.dtype,
@@ -106,13 +108,13 @@ class StoredMatrix:
         multiply: Multiply,
         sizes: jax.Array | None,
     ) -> jax.Array:
-        """x W + scale x A B in x's dtype.
+        """Return x W + scale x A B in x's dtype.
 
         Args:
             x: rows.
-            weights: of all experts here, by the names of `specs`.
-            name: of the matrix.
-            dot: multiplies rows with weights that are arrays.
+            weights: weights of all local experts, with the names of `specs`.
+            name: name of the matrix.
+            dot: multiplies rows by weights that are arrays.
             multiply, sizes: for stored weights.
         """
         y: Any
@@ -123,15 +125,17 @@ class StoredMatrix:
         if self.rank is None:
             return y
         low = dot(x, weights[f"{name}_lora_a"])
-        # Scaled in float32: the compute dtype would round a scale that is no power of two.
+        # Scaled in float32: the compute dtype would round a scale that is not a power of two.
         wide = jnp.promote_types(low.dtype, jnp.float32)
         scaled = (self.scale * low.astype(wide)).astype(low.dtype)
         return y + dot(scaled, weights[f"{name}_lora_b"])
 
 
 def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements: int = 1 << 24) -> jax.Array:
-    """The weights [E, in, out] of stored experts, some experts at a time: what is computed on the way, which is 32 bits
-    for each weight and more, is there for so many elements, or for one expert."""
+    """Return the dense weights [E, in, out] of stored experts, converting some experts at a time.
+
+    The intermediates take 32 bits per weight or more, so they exist for only `num_elements` weights, or for one expert.
+    """
     one = jax.eval_shape(dense, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights))
     group = max(1, num_elements // one.size)
     if group >= jax.tree.leaves(weights)[0].shape[0]:

@@ -1,8 +1,9 @@
-"""Base classes of normalizing flows' layers, `Invertible` and `Bijection`, and how the layers join a chain.
+"""Base classes of the layers of normalizing flows, `Invertible` and `Bijection`, and how the layers form a chain.
 
-A flow maps an image x to a latent z of the same size; log p(x) = log p(z) + log |det dz/dx|. Between layers flows the
-carry: {"x": [B, H, W, C], "log_det": [B], "log_prior": [B]}, float32. A layer adds the logarithm of its Jacobian's
-determinant to log_det; what leaves the flow early (framework.layers.flow.ends.Split) is counted in log_prior.
+A flow maps an image x to a latent z of the same size; log p(x) = log p(z) + log |det dz/dx|. The carry between layers
+is {"x": [B, H, W, C], "log_det": [B], "log_prior": [B]}, float32. A layer adds the logarithm of its Jacobian's
+determinant to log_det; log_prior accumulates the log-density of what leaves the flow early
+(framework.layers.flow.ends.Split).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Carry = dict[str, jax.Array]
 
 
 class Invertible(Layer):
-    """A layer with an inverse and a log-determinant, however expensive: memory.remat = sqrt, full or none.
+    """A layer with an inverse and a log-determinant, which may be expensive: use memory.remat = sqrt, full or none.
 
-    Its own weights are prepared in float32 at least, so that forward and inverse agree; a net inside it has the compute
-    dtype.
+    Its own weights are prepared in float32 or wider, so that forward and inverse agree; a net inside it uses the
+    compute dtype.
     """
 
     def forward(
@@ -35,7 +36,7 @@ class Invertible(Layer):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """x_BHWC -> (y, log |det dy/dx|): f32[B], or as wide as x."""
+        """Map x_BHWC to (y, log |det dy/dx|): f32[B], or as wide as x."""
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def inverse(
@@ -44,11 +45,11 @@ class Invertible(Layer):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """y -> (x_BHWC, log |det dy/dx|): the log-determinant that `forward` returns at x, not its negative."""
+        """Map y to (x_BHWC, log |det dy/dx|): the log-determinant that `forward` returns at x, not its negative."""
         raise NotImplementedError(f"{type(self).__name__}.inverse")
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Prepares own parameters in float32, and those of children in the compute dtype."""
+        """Prepare the layer's own parameters in float32 or wider, and those of children in the compute dtype."""
         weights = super().prepare(params, ctx)
         wide_weights = prepare_own(self.own_specs(), params, wide(ctx))
         return {**weights, **wide_weights}
@@ -60,7 +61,10 @@ class Invertible(Layer):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Carry, Out]:
-        """Adds the log-determinant to the carry's. Raises ValueError when it is not what `forward` promises."""
+        """Apply `forward` and add the log-determinant to the carry's.
+
+        Raise ValueError if the log-determinant does not have the shape and dtype that `forward` promises.
+        """
         x = carry["x"]
         y, log_det = self.forward(weights, x, ctx)
         y, log_det = checked(self, x, y, log_det)
@@ -69,12 +73,12 @@ class Invertible(Layer):
 
 
 class Bijection(Invertible, Reversible):
-    """An Invertible whose inverse is about as cheap as `forward`: memory.remat = invert may use it."""
+    """An Invertible whose inverse is about as cheap as `forward`, so memory.remat = invert can use it."""
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Carry, Nested, Carry]:
-        """The inverse, then the gradient of `forward` there; see Reversible."""
+        """Compute the inverse, then the gradient of `forward` there; see `Reversible.reverse`."""
         carry_ct, _ = cts
         x, _ = self.inverse(weights, carry["x"], ctx)
 
@@ -82,7 +86,7 @@ class Bijection(Invertible, Reversible):
             return self.forward(weights, x, ctx)
 
         (_, log_det), pull = jax.vjp(forward, weights, x)
-        # The layer adds to log_det, so the cotangent of the sum is that of its term, too.
+        # The layer adds to log_det, so its term has the same cotangent as the sum.
         grads, x_ct = pull((carry_ct["x"], carry_ct["log_det"]))
         input_carry = {**carry, "x": x, "log_det": carry["log_det"] - log_det}
         input_ct = {**carry_ct, "x": x_ct}
@@ -95,12 +99,12 @@ def checked(
     y: jax.Array,
     log_det: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y, log_det) if a carry can hold them; raises ValueError, while tracing, if not.
+    """Return (y, log_det) if a carry can hold them; otherwise raise ValueError, while tracing.
 
-    Both are expected in float32, or in float64 where x is that (with JAX's x64 mode, in tests).
+    Both must be float32, or float64 if x is (with JAX's x64 mode, in tests).
     """
-    # A log-determinant in bfloat16 has three digits of what is often a thousand nats, and one that
-    # was summed over the batch would train something else.
+    # A log-determinant is often a thousand nats, and bfloat16 has only three digits. One that is summed over the
+    # batch would train something else.
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     has_log_det_shape = log_det.shape == x.shape[:1]
     has_y_size = y.size == x.size
@@ -116,14 +120,17 @@ def checked(
 
 
 def wide(ctx: Context) -> Context:
-    """The same context with a compute dtype of float32 at least."""
+    """Return the same context with a compute dtype of float32 or wider."""
     dtype = jnp.promote_types(ctx.compute_dtype, jnp.float32)
     return replace(ctx, compute_dtype=dtype)
 
 
 def row_keys(ctx: Context, name: str, batch: int) -> jax.Array:
-    """A key for each of the batch's rows: by its number in the global batch in training, else always the same."""
-    # An evaluation is to give the same figures each time, so its noise is fixed.
+    """Return a key for each of the batch's rows.
+
+    In training it depends on the row's index in the global batch; otherwise it is always the same.
+    """
+    # The noise of an evaluation is fixed, so that it gives the same figures each time.
     key = ctx.rng if ctx.training and ctx.rng is not None else jax.random.key(0)
     rows = jnp.arange(batch) if ctx.rows is None or not ctx.training else ctx.rows
 
@@ -134,13 +141,13 @@ def row_keys(ctx: Context, name: str, batch: int) -> jax.Array:
 
 
 def sum_each(x: jax.Array) -> jax.Array:
-    """[B, ...] -> [B]: the sum over all axes but the first."""
+    """Sum over all axes but the first: [B, ...] -> [B]."""
     inner_axes = tuple(range(1, x.ndim))
     return jnp.sum(x, axis=inner_axes)
 
 
 def log_normal(x: jax.Array, mean: jax.Array, log_std: jax.Array) -> jax.Array:
-    """The log-density of each x [B, ...] under independent Gaussians, [B], nats."""
+    """Return the log-density of each x [B, ...] under independent Gaussians, [B], in nats."""
     standardized = (x - mean) * jnp.exp(-log_std)
     log_density = -0.5 * jnp.square(standardized) - 0.5 * math.log(2.0 * math.pi) - log_std
     return sum_each(log_density)

@@ -1,4 +1,4 @@
-"""Coupling layers: half of the channels stay, and a net of them says what becomes of the other half.
+"""Coupling layers: one half of the channels stays, and a net computes from it how the other half changes.
 
 Additive: Dinh et al. 2014 (NICE, arXiv 1410.8516). Affine: Dinh et al. 2016 (RealNVP, arXiv 1605.08803).
 """
@@ -19,11 +19,11 @@ from framework.layout import Nested
 
 @component
 class AdditiveCoupling(Bijection):
-    """(a, b) -> (a, b + t(a)); its log-determinant is 0.
+    """Maps (a, b) to (a, b + t(a)); the log-determinant is 0.
 
     Args:
-        dim: C, given by the parent; the channels are halved.
-        net: config of t: from the channels that stay to `outputs_each` times those that change.
+        dim: C, the number of channels, which are halved; set by the parent.
+        net: config of t, which maps the channels that stay to `outputs_each` times those that change.
         flip: whether the first half changes instead of the second.
     """
 
@@ -40,38 +40,38 @@ class AdditiveCoupling(Bijection):
             raise ValueError(f"a coupling halves the channels: expected 2 or more, given {dim}; squeeze first")
         self.half = dim // 2
         self.flip = flip
-        # With an odd number of channels the second half is the larger one.
+        # With an odd number of channels, the second half is larger.
         num_fixed = dim - self.half if flip else self.half
         num_changed = dim - num_fixed
         self.net = net.instantiate(inputs=num_fixed, outputs=self.outputs_each * num_changed)
 
     def children(self) -> dict[str, Layer]:
-        """The net."""
+        """Return the net."""
         return {"net": self.net}
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The new value of the half x, given the net's output, and log_det [B]."""
+        """Return the new value of the half x, given the net's output, and log_det [B]."""
         y = x + raw
         return y, jnp.zeros_like(x[:, 0, 0, 0])
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
-        """The inverse of `change`."""
+        """Inverse of `change`."""
         return y - raw
 
     def _halves(self, x_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the half that stays, the half that changes)."""
+        """Return (the half that stays, the half that changes)."""
         first = x_BHWC[..., : self.half]
         second = x_BHWC[..., self.half :]
         return (second, first) if self.flip else (first, second)
 
     def _joined(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
-        """The inverse of `_halves`."""
+        """Inverse of `_halves`."""
         halves = (changed, fixed) if self.flip else (fixed, changed)
         return jnp.concatenate(halves, axis=-1)
 
     def _raw(self, net_weights: Nested, fixed: jax.Array, ctx: Context) -> jax.Array:
-        """The net's output for the half that stays, in the dtype of that half."""
-        # The net computes in the compute dtype, while x is float32 at least.
+        """Return the net's output for the half that stays, in the dtype of that half."""
+        # The net uses the compute dtype, while x is float32 or wider.
         net_input = fixed.astype(ctx.compute_dtype)
         raw = self.net(net_weights, net_input, ctx.fold("net"))
         return raw.astype(fixed.dtype)
@@ -82,7 +82,7 @@ class AdditiveCoupling(Bijection):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.forward`."""
         fixed, changed = self._halves(x_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
         y, log_det = self.change(raw, changed)
@@ -94,7 +94,7 @@ class AdditiveCoupling(Bijection):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.inverse`."""
         fixed, changed = self._halves(y_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
         x = self.restore(raw, changed)
@@ -105,9 +105,9 @@ class AdditiveCoupling(Bijection):
     def reverse(
         self, weights: Nested, carry: Carry, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Carry, Nested, Carry]:
-        """See Reversible. The net is evaluated once."""
-        # The net's input is the same before and after the layer, so one pass through the net gives
-        # both the inverse and what the gradient needs.
+        """See `Reversible.reverse`. The net is evaluated once."""
+        # The net's input is the same before and after the layer, so one pass through the net gives both the inverse
+        # and the residuals of the gradient.
         carry_ct, _ = cts
         fixed, changed = self._halves(carry["x"])
 
@@ -122,7 +122,7 @@ class AdditiveCoupling(Bijection):
         net_grads, net_input_ct = pull_net(raw_ct)
         input_x = self._joined(fixed, x)
         input_carry = {**carry, "x": input_x, "log_det": carry["log_det"] - log_det}
-        # The half that stays is both passed on and read by the net.
+        # The half that stays is both returned and read by the net.
         input_x_ct = self._joined(fixed_ct + net_input_ct, x_ct)
         input_ct = {**carry_ct, "x": input_x_ct}
         return input_carry, {"net": net_grads}, input_ct
@@ -130,11 +130,12 @@ class AdditiveCoupling(Bijection):
 
 @component
 class AffineCoupling(AdditiveCoupling):
-    """(a, b) -> (a, b * exp(s(a)) + t(a)), s = bound * tanh(. / bound); log_det = sum of s.
+    """Maps (a, b) to (a, b * exp(s(a)) + t(a)), s = bound * tanh(. / bound); log_det = sum of s.
 
     Args:
-        dim, net, flip: as for AdditiveCoupling.
-        bound: of |s|: without one, a single step could scale by more than the inverse recovers from in float32.
+        dim, net, flip: see AdditiveCoupling.
+        bound: bound of |s|. Without one, a single step could scale by more than the inverse can recover from in
+            float32.
     """
 
     outputs_each = 2
@@ -156,12 +157,12 @@ class AffineCoupling(AdditiveCoupling):
         return shift, log_scale
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See AdditiveCoupling."""
+        """See `AdditiveCoupling.change`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         y = x * jnp.exp(log_scale) + shift
         return y, sum_each(log_scale)
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
-        """See AdditiveCoupling."""
+        """See `AdditiveCoupling.restore`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         return (y - shift) * jnp.exp(-log_scale)

@@ -1,7 +1,7 @@
-"""Where a flow begins and ends: integers to real numbers, halves that leave on the way, the prior, the loss.
+"""The ends of a flow: dequantization of integers, channels that leave early, the prior, and the loss.
 
-Dequantization: Theis et al. 2015 (arXiv 1511.01844). Logit and multi-scale structure: Dinh et al. 2016 (RealNVP, arXiv
-1605.08803).
+Dequantization: Theis et al. 2015 (arXiv 1511.01844). Logit and multi-scale structure: Dinh et al. 2016 (RealNVP,
+arXiv 1605.08803).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from framework.layout import Nested, ParameterSpec
 
 @component
 class Preprocess(Invertible):
-    """Integers x in 0..levels-1 -> logit(alpha + (1 - 2 alpha) (x + u) / levels), u uniform in [0, 1).
+    """Maps integers x in 0..levels-1 to logit(alpha + (1 - 2 alpha) (x + u) / levels), u uniform in [0, 1).
 
-    The log-determinant is that of the map from [0, levels): so log p counts the original integers, of which a unit cube
-    each is filled.
+    The log-determinant is that of the map from [0, levels), so log p refers to the original integers: each one fills
+    a unit cube.
 
     Args:
-        levels: given by the model.
-        alpha: how far from 0 and 1 the logit's argument stays; 0 leaves the logit out: (x + u) / levels - 1/2.
+        levels: number of values of a channel; set by the model.
+        alpha: distance of the logit's argument from 0 and 1; 0 omits the logit: (x + u) / levels - 1/2.
     """
 
     def __init__(self, *, levels: PositiveInt, alpha: Fraction = 0.05):
@@ -44,11 +44,14 @@ class Preprocess(Invertible):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Carry, Out]:
-        """ctx.batch["images"] -> the carry; u depends on the image's row and, in training, on the step."""
+        """Dequantize ctx.batch["images"] and return the carry.
+
+        The noise u depends on the image's row and, in training, on the step.
+        """
         images = ctx.batch["images"]
         inner_axes = (None,) * (images.ndim - 1)
         images = ctx.constrain(images, BATCH_AXES, *inner_axes)
-        # float32 even where the nets compute in bfloat16, whose 8 bits cannot hold the noise.
+        # float32 even if the nets compute in bfloat16, whose 8 bits cannot hold the noise.
         dtype = wide(ctx).compute_dtype
         keys = row_keys(ctx, "dequantize", images.shape[0])
 
@@ -66,10 +69,10 @@ class Preprocess(Invertible):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """x_BHWC in [0, levels], dequantized."""
+        """Map dequantized x_BHWC in [0, levels]; see `Invertible.forward`."""
         unit = x_BHWC / self.levels
         num_values = math.prod(x_BHWC.shape[1:])
-        # Division by the number of levels, for each value.
+        # The division by the number of levels contributes this for each value.
         scale_log_det = jnp.full_like(x_BHWC[:, 0, 0, 0], -num_values * math.log(self.levels))
         if not self.alpha:
             return unit - 0.5, scale_log_det
@@ -85,7 +88,7 @@ class Preprocess(Invertible):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """x_BHWC: within [0, levels] where y is the image of such an x."""
+        """Return x_BHWC: within [0, levels] if y is the image of such an x."""
         if self.alpha:
             unit = (jax.nn.sigmoid(y_BHWC) - self.alpha) / (1.0 - 2.0 * self.alpha)
         else:
@@ -96,18 +99,18 @@ class Preprocess(Invertible):
 
 
 class Gaussian(Layer):
-    """A stage at which some or all of x leaves for its prior, a Gaussian. Standardized by the prior, it is a latent."""
+    """A stage at which some or all of x leaves for a Gaussian prior. Standardized by the prior, it is a latent."""
 
     def moments(self, weights: Nested, remaining: Any, ctx: Context) -> tuple[Any, Any]:
-        """Mean and log_std of the part that leaves, given the part that stays."""
+        """Return mean and log_std of the part that leaves, given the part that stays."""
         raise NotImplementedError
 
     def halves(self, x_BHWC: jax.Array) -> tuple[Any, jax.Array]:
-        """(the part that stays, the part that leaves)."""
+        """Return (the part that stays, the part that leaves)."""
         return None, x_BHWC
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Prepares in float32: the density is computed with these weights."""
+        """Prepare the weights in float32 or wider: the density is computed with them."""
         return super().prepare(params, wide(ctx))
 
     def log_prior(
@@ -116,7 +119,7 @@ class Gaussian(Layer):
         carry: Carry,
         ctx: Context,
     ) -> tuple[Any, jax.Array]:
-        """(the part that stays, the carry's log_prior [B] plus the log-density of the part that leaves)."""
+        """Return (the part that stays, the carry's log_prior [B] plus the log-density of the part that leaves)."""
         remaining, leaving = self.halves(carry["x"])
         prior_sum = carry["log_prior"]
         mean, log_std = self.moments(weights, remaining, ctx)
@@ -128,7 +131,7 @@ class Gaussian(Layer):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[Any, jax.Array]:
-        """x -> (the part that stays, latent)."""
+        """Map x to (the part that stays, latent)."""
         remaining, leaving = self.halves(x_BHWC)
         mean, log_std = self.moments(weights, remaining, ctx)
         latent = (leaving - mean) * jnp.exp(-log_std)
@@ -141,7 +144,7 @@ class Gaussian(Layer):
         latent: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """The inverse of `encode`."""
+        """Inverse of `encode`."""
         mean, log_std = self.moments(weights, remaining, ctx)
         leaving = mean + jnp.exp(log_std) * latent
         if remaining is None:
@@ -151,11 +154,11 @@ class Gaussian(Layer):
 
 @component
 class Split(Gaussian):
-    """Half of the channels leave; log_prior grows by their log-density.
+    """Removes half of the channels and adds their log-density to log_prior.
 
     Args:
-        dim: C, given by the model; the first C // 2 stay.
-        learned: mean and log_std are a convolution of what stays (Glow); else 0.
+        dim: C, the number of channels; the first C // 2 stay. Set by the model.
+        learned: whether mean and log_std are a convolution of the part that stays (Glow); otherwise they are 0.
     """
 
     def __init__(self, *, dim: PositiveInt, learned: bool = True):
@@ -163,16 +166,16 @@ class Split(Gaussian):
             raise ValueError(f"a split halves the channels: expected 2 or more, given {dim}")
         self.kept = dim // 2
         num_leaving = dim - self.kept
-        # It starts at zero, so that the prior starts as a standard Gaussian.
+        # Starts at zero, so that the prior starts as a standard Gaussian.
         self.conv = Conv(inputs=self.kept, outputs=2 * num_leaving, zero=True) if learned else None
 
     def children(self) -> dict[str, Layer]:
-        """The learned prior's convolution."""
+        """Return the learned prior's convolution."""
         return {} if self.conv is None else {"conv": self.conv}
 
     def moments(self, weights: Nested, remaining: Any, ctx: Context) -> tuple[Any, Any]:
-        """See Gaussian."""
-        # Two zeros split into one mean and one log_std, which broadcast over all channels.
+        """See `Gaussian.moments`."""
+        # Two zeros are split into a mean and a log_std, which broadcast over all channels.
         if self.conv is None:
             raw = jnp.zeros(2, remaining.dtype)
         else:
@@ -181,7 +184,7 @@ class Split(Gaussian):
         return mean, log_std
 
     def halves(self, x_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See Gaussian."""
+        """See `Gaussian.halves`."""
         remaining = x_BHWC[..., : self.kept]
         leaving = x_BHWC[..., self.kept :]
         return remaining, leaving
@@ -193,19 +196,19 @@ class Split(Gaussian):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[Carry, Out]:
-        """The carry with half the channels."""
+        """Return the carry with half the channels."""
         x, log_prior = self.log_prior(weights, carry, ctx)
         return {**carry, "x": x, "log_prior": log_prior}, Out()
 
 
 @component
 class Prior(Gaussian):
-    """All that is left leaves, and the loss is made.
+    """The last stage: everything that is left leaves, and the loss is computed.
 
     Args:
-        shape: (H, W, C), given by the model.
-        dims: how many values an image has, given by the model: what the loss is divided by.
-        learned: whether mean and log_std of each value are learned; else they are 0.
+        shape: (H, W, C), the shape of the remaining x; set by the model.
+        dims: number of values of an image, by which the loss is divided; set by the model.
+        learned: whether mean and log_std of each value are learned; otherwise they are 0.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class Prior(Gaussian):
         self.learned = learned
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """mean and log_std [H, W, C]."""
+        """Return the specs of mean and log_std [H, W, C]."""
         if not self.learned:
             return {}
         spec = ParameterSpec(self.shape, "float32", roles=("position", "position", "channel"))
@@ -232,7 +235,7 @@ class Prior(Gaussian):
         remaining: None,
         ctx: Context,
     ) -> tuple[Any, Any]:
-        """See Gaussian."""
+        """See `Gaussian.moments`."""
         zero = jnp.zeros((), wide(ctx).compute_dtype)
         if not self.learned:
             return zero, zero
@@ -245,8 +248,10 @@ class Prior(Gaussian):
         ctx: Context,
         layer_state: Nested,
     ) -> tuple[None, Out]:
-        """loss = sum_b weights * nll / ctx.num_targets / dims: nats per dimension in training. So are the metrics
-        nll = -(log_det + log_prior), log_det and log_prior; in evaluation (num_targets = 1) they are sums over images.
+        """Return loss = sum_b weights * nll / ctx.num_targets / dims, in training nats per dimension.
+
+        The metrics nll = -(log_det + log_prior), log_det and log_prior have the same unit; in evaluation (num_targets
+        = 1) they are sums over images.
         """
         assert ctx.num_targets is not None
         _, log_prior = self.log_prior(weights, carry, ctx)

@@ -17,23 +17,26 @@ from framework.layers.base import Context
 from framework.layers.flow.base import Bijection
 from framework.layout import Nested, ParameterSpec
 
-# A channel that is constant in the first batch would be scaled without bound.
+# Lower bound on a channel's standard deviation: a channel that is constant in the first batch would otherwise be
+# scaled without bound.
 SMALLEST_STD = 1e-3
 
 
 @component
 class ActNorm(Bijection):
-    """y = (x + bias) * exp(log_scale), by channel; calibrated so that the first batch leaves with mean 0, variance 1.
+    """Computes y = (x + bias) * exp(log_scale) per channel.
+
+    Calibration sets the parameters so that the first batch leaves with mean 0 and variance 1.
 
     Args:
-        dim: C, given by the parent.
+        dim: C, the number of channels; set by the parent.
     """
 
     def __init__(self, *, dim: PositiveInt):
         self.dim = dim
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """bias and log_scale [C], zeros before calibration."""
+        """Return the specs of bias and log_scale [C], zeros before calibration."""
         spec = ParameterSpec((self.dim,), "float32", roles=("channel",))
         return {"bias": spec, "log_scale": spec}
 
@@ -43,7 +46,7 @@ class ActNorm(Bijection):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """log_det = H W sum(log_scale)."""
+        """See `Invertible.forward`; log_det = H W sum(log_scale)."""
         log_scale = weights["log_scale"]
         y = (x_BHWC + weights["bias"]) * jnp.exp(log_scale)
         return y, _everywhere(x_BHWC, log_scale)
@@ -54,13 +57,13 @@ class ActNorm(Bijection):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.inverse`."""
         log_scale = weights["log_scale"]
         x = y_BHWC * jnp.exp(-log_scale) - weights["bias"]
         return x, _everywhere(x, log_scale)
 
     def calibrate(self, params: Nested, x_BHWC: jax.Array) -> Nested:
-        """Parameters with which this very x leaves with mean 0 and variance 1."""
+        """Return parameters for which this x leaves with mean 0 and variance 1."""
         mean = jnp.mean(x_BHWC, axis=(0, 1, 2))
         std = jnp.std(x_BHWC, axis=(0, 1, 2))
         bias = -mean
@@ -72,13 +75,14 @@ class ActNorm(Bijection):
 class InvertibleConv(Bijection):
     """A 1x1 convolution: y = W x at each position, W = R L (U + diag(exp(log_scale))).
 
-    L is lower triangular with ones on its diagonal, U strictly upper triangular, so the determinant costs C and the
-    inverse two triangular solves. Glow decomposes a random rotation and keeps its permutation fixed; here R itself is
-    fixed, and L and U begin at the identity: the same first W, the same determinant, and weight decay pulls to R.
+    L is lower triangular with ones on its diagonal and U is strictly upper triangular, so the determinant costs C
+    operations and the inverse takes two triangular solves. Glow decomposes a random rotation and fixes its
+    permutation. Here R itself is fixed, and L and U start at the identity: the initial W and the determinant are the
+    same, and weight decay pulls to R.
 
     Args:
-        dim: C, given by the parent.
-        fixed: what R is, drawn once and frozen: a "rotation" or a "permutation".
+        dim: C, the number of channels; set by the parent.
+        fixed: type of R, which is drawn once and frozen: a "rotation" or a "permutation".
     """
 
     def __init__(self, *, dim: PositiveInt, fixed: Literal["rotation", "permutation"] = "rotation"):
@@ -86,7 +90,10 @@ class InvertibleConv(Bijection):
         self.fixed = fixed
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """lower, upper [C, C] (of which only the triangles are used), log_scale [C]; fixed [C, C], frozen."""
+        """Return the specs of lower and upper [C, C], log_scale [C], and fixed [C, C], which is frozen.
+
+        Only the triangles of lower and upper are used.
+        """
 
         def permutation(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jax.random.permutation(key, jnp.eye(self.dim, dtype=dtype))
@@ -95,7 +102,7 @@ class InvertibleConv(Bijection):
         draw = rotation if self.fixed == "rotation" else permutation
         square = ParameterSpec((self.dim, self.dim), "float32", roles=("out", "in"))
         log_scale = ParameterSpec((self.dim,), "float32", roles=("channel",))
-        # A step of an optimizer would not keep R orthogonal, and its inverse is its transpose.
+        # An optimizer step would not keep R orthogonal, and its inverse is computed as its transpose.
         frozen = replace(square, initializer=draw, trainable=False)
         return {
             "lower": square,
@@ -105,7 +112,7 @@ class InvertibleConv(Bijection):
         }
 
     def _factors(self, weights: Nested) -> tuple[jax.Array, jax.Array]:
-        """L and U + diag(exp(log_scale)), [C, C] each."""
+        """Return L and U + diag(exp(log_scale)), [C, C] each."""
         eye = jnp.eye(self.dim, dtype=weights["lower"].dtype)
         lower = jnp.tril(weights["lower"], -1) + eye
         upper = jnp.triu(weights["upper"], 1) + eye * jnp.exp(weights["log_scale"])
@@ -117,7 +124,10 @@ class InvertibleConv(Bijection):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """log_det = H W sum(log_scale). Products are exact to float32, as the inverse is."""
+        """See `Invertible.forward`; log_det = H W sum(log_scale).
+
+        Products have full float32 precision, like the inverse.
+        """
         lower, upper = self._factors(weights)
         matrix = jnp.linalg.multi_dot([weights["fixed"], lower, upper], precision="highest")
         y = jnp.einsum("bhwc,dc->bhwd", x_BHWC, matrix, precision="highest")
@@ -129,7 +139,7 @@ class InvertibleConv(Bijection):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.inverse`."""
         lower, upper = self._factors(weights)
         rotation_inverse = weights["fixed"].T
         half_solved = jax.scipy.linalg.solve_triangular(
@@ -139,12 +149,12 @@ class InvertibleConv(Bijection):
             unit_diagonal=True,
         )
         matrix = jax.scipy.linalg.solve_triangular(upper, half_solved)
-        # In full float32, which TPUs and GPUs do not multiply in by default.
+        # In full float32 precision, which TPUs and GPUs do not use by default.
         x = jnp.einsum("bhwc,dc->bhwd", y_BHWC, matrix, precision="highest")
         return x, _everywhere(x, weights["log_scale"])
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 C^2 a position."""
+        """Count 2 C^2 operations per position."""
         return 2.0 * self.dim**2
 
 
@@ -153,9 +163,9 @@ class Permutation(Bijection):
     """A fixed order of the channels, the same in all units of a stack.
 
     Args:
-        dim: C, given by the parent.
-        kind: "reverse", or "shuffle": drawn by the seed.
-        seed: of the shuffle.
+        dim: C, the number of channels; set by the parent.
+        kind: "reverse", or "shuffle": a random order that depends on the seed.
+        seed: seed of the shuffle.
     """
 
     def __init__(
@@ -177,7 +187,7 @@ class Permutation(Bijection):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """log_det = 0."""
+        """See `Invertible.forward`; log_det = 0."""
         y = x_BHWC[..., self.order]
         return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
 
@@ -187,14 +197,14 @@ class Permutation(Bijection):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.inverse`."""
         x = y_BHWC[..., np.argsort(self.order)]
         return x, jnp.zeros_like(y_BHWC[:, 0, 0, 0])
 
 
 @component
 class Squeeze(Bijection):
-    """[B, H, W, C] -> [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
+    """Maps [B, H, W, C] to [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
 
     def forward(
         self,
@@ -202,7 +212,7 @@ class Squeeze(Bijection):
         x_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """log_det = 0. Raises ValueError when H or W is odd."""
+        """See `Invertible.forward`; log_det = 0. Raises ValueError if H or W is odd."""
         batch, height, width, channels = x_BHWC.shape
         if height % 2 or width % 2:
             raise ValueError(f"squeeze: expected an even height and width, given {height} x {width}")
@@ -217,7 +227,7 @@ class Squeeze(Bijection):
         y_BHWC: jax.Array,
         ctx: Context,
     ) -> tuple[jax.Array, jax.Array]:
-        """See Invertible."""
+        """See `Invertible.inverse`."""
         batch, height, width, channels = y_BHWC.shape
         squares = y_BHWC.reshape(batch, height, width, 2, 2, channels // 4)
         squares = squares.transpose(0, 1, 3, 2, 4, 5)
@@ -226,7 +236,7 @@ class Squeeze(Bijection):
 
 
 def _everywhere(x_BHWC: jax.Array, log_scale_C: jax.Array) -> jax.Array:
-    """[B]: the log-determinant of a scale by channel that is applied at each position."""
+    """Return the log-determinant [B] of a scale per channel that is applied at each position."""
     batch, height, width, _ = x_BHWC.shape
     log_det = height * width * jnp.sum(log_scale_C)
     return jnp.broadcast_to(log_det, (batch,))

@@ -1,6 +1,6 @@
 """The small nets inside couplings: convolutions, or attention over the positions.
 
-They need no inverse. Their last layer begins at zero, so that a coupling begins as the identity (Glow, arXiv
+They need no inverse. Their last layer starts at zero, so that a coupling starts as the identity (Glow, arXiv
 1807.03039).
 """
 
@@ -24,9 +24,9 @@ class Conv(Layer):
     """A convolution with "same" padding and a bias.
 
     Args:
-        inputs, outputs: channels.
-        kernel: side of the kernel.
-        zero: whether the weight begins at zero; else by He et al. 2015 (arXiv 1502.01852).
+        inputs, outputs: numbers of channels.
+        kernel: side length of the kernel.
+        zero: whether the weight starts at zero; otherwise it is initialized as in He et al. 2015 (arXiv 1502.01852).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Conv(Layer):
         self.init = jax.nn.initializers.zeros if zero else jax.nn.initializers.he_normal()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """weight [K, K, inputs, outputs], bias [outputs]."""
+        """Return the specs of weight [K, K, inputs, outputs] and bias [outputs]."""
         roles = ("kernel", "kernel", "in", "out")
         return {
             "weight": ParameterSpec(
@@ -54,25 +54,25 @@ class Conv(Layer):
         }
 
     def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
-        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+        """Map [B, H, W, inputs] to [B, H, W, outputs]."""
         return convolve(weights["weight"], x_BHWC) + weights["bias"]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """2 K^2 inputs outputs, at a position."""
+        """Count 2 K^2 inputs outputs operations per position."""
         kernel, _, inputs, outputs = self.shape
         return 2.0 * kernel**2 * inputs * outputs
 
 
 def convolve(weight: jax.Array, x_BHWC: jax.Array) -> jax.Array:
-    """x_BHWC * weight [K, K, C, D] -> [B, H, W, D], with zeros around x.
+    """Convolve x_BHWC with weight [K, K, C, D]: [B, H, W, D], with zero padding around x.
 
-    It is computed as one matrix product: of the neighbors' channels beside each other, or, where D is less than C, with
-    the results of all neighbors beside each other.
+    This is one matrix product: of the concatenated channels of all neighbors, or, if D is less than C, with the
+    results for all neighbors concatenated.
     """
-    # XLA for CPU runs its convolutions ten times slower in the loop over a stack than outside.
+    # In the loop over a stack, XLA for CPU runs its convolutions ten times slower than outside.
     size, _, inputs, outputs = weight.shape
     _, height, width, _ = x_BHWC.shape
-    # "Same" padding of an even kernel has one zero more at the end.
+    # "Same" padding of an even kernel has one more zero at the end.
     margin = ((size - 1) // 2, size // 2)
     corners = [(i, j) for i in range(size) for j in range(size)]
 
@@ -85,13 +85,13 @@ def convolve(weight: jax.Array, x_BHWC: jax.Array) -> jax.Array:
         return neighbors @ weight.reshape(-1, outputs)
     columns = weight.transpose(2, 0, 1, 3).reshape(inputs, -1)
     products = x_BHWC @ columns
-    # A window of the products for each place in the kernel; only that place's columns are used.
+    # Takes a window of the products for each kernel position; only that position's columns are used.
     slices = (y[..., n * outputs : (n + 1) * outputs] for n, y in enumerate(shifted(products)))
     return sum(slices)  # type: ignore
 
 
 def with_coordinates(x_BHWC: jax.Array) -> jax.Array:
-    """x with two more channels: row and column, from -1 to 1 (Liu et al. 2018, arXiv 1807.03247)."""
+    """Add two channels to x: row and column, from -1 to 1 (Liu et al. 2018, arXiv 1807.03247)."""
     batch, height, width, _ = x_BHWC.shape
     rows = jnp.linspace(-1, 1, height)
     columns = jnp.linspace(-1, 1, width)
@@ -103,13 +103,13 @@ def with_coordinates(x_BHWC: jax.Array) -> jax.Array:
 
 @component
 class ConvNet(Layer):
-    """Convolution, 1x1 convolution, convolution (Glow's), with GELU between.
+    """Convolution, 1x1 convolution, convolution, with GELU in between, as in Glow.
 
     Args:
-        inputs, outputs: channels, given by the coupling.
-        hidden: channels inside.
-        kernel: side of the first and the last kernel.
-        dropout: rate, on the hidden channels, in training.
+        inputs, outputs: numbers of channels; set by the coupling.
+        hidden: number of inner channels.
+        kernel: side length of the first and the last kernel.
+        dropout: dropout rate on the hidden channels, in training.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class ConvNet(Layer):
         dropout: Fraction = 0.0,
     ):
         self.dropout = dropout
-        # Two more inputs, which are the coordinates.
+        # Two more inputs for the coordinates.
         self.first = Conv(inputs=inputs + 2, outputs=hidden, kernel=kernel)
         self.middle = Conv(inputs=hidden, outputs=hidden, kernel=1)
         self.last = Conv(inputs=hidden, outputs=outputs, kernel=kernel, zero=True)
 
     def children(self) -> dict[str, Layer]:
-        """The three convolutions."""
+        """Return the three convolutions."""
         return {"first": self.first, "middle": self.middle, "last": self.last}
 
     def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
-        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+        """Map [B, H, W, inputs] to [B, H, W, outputs]."""
         net_input = with_coordinates(x_BHWC)
         h = jax.nn.gelu(self.first(weights["first"], net_input, ctx))
         h = jax.nn.gelu(self.middle(weights["middle"], h, ctx))
@@ -142,14 +142,14 @@ class ConvNet(Layer):
 
 @component
 class AttentionNet(Layer):
-    """A transformer block over all positions, none masked.
+    """A transformer block over all positions, without a mask.
 
     Args:
-        inputs, outputs: channels, given by the coupling.
-        hidden: width.
-        num_heads: divides hidden.
+        inputs, outputs: numbers of channels; set by the coupling.
+        hidden: width of the block.
+        num_heads: number of heads; divides hidden.
         mlp: config of the block's second branch.
-        dropout: rate, on each branch's output, in training.
+        dropout: dropout rate on each branch's output, in training.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class AttentionNet(Layer):
         }
 
     def children(self) -> dict[str, Layer]:
-        """The embedding (first), the block, and the last projection."""
+        """Return the embedding (first), the block, and the last projection."""
         return self.layers
 
     def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
-        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+        """Map [B, H, W, inputs] to [B, H, W, outputs]."""
 
         def run(name: str, x: jax.Array) -> jax.Array:
             return self.layers[name](weights[name], x, ctx)
@@ -203,7 +203,7 @@ class AttentionNet(Layer):
         q = run("query", normed_BSD).reshape(batch, positions, self.num_heads, -1)
         k = run("key", normed_BSD).reshape(batch, positions, self.num_heads, -1)
         v = run("value", normed_BSD).reshape(batch, positions, self.num_heads, -1)
-        # Images are small: all logits exist at once, and no kernel is needed.
+        # Images are small, so all logits can exist at once and no kernel is needed.
         logits_BNST = jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5
         mix_BNST = jax.nn.softmax(logits_BNST, axis=-1)
         mixed_values = jnp.einsum("bnst,btnh->bsnh", mix_BNST, v).reshape(h_BSD.shape)
@@ -216,5 +216,5 @@ class AttentionNet(Layer):
         return y_BSD.reshape(batch, height, width, -1)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and 4 * hidden operations for each position that is attended to."""
+        """Count the projections, and 4 * hidden operations per attended position."""
         return super().flops_per_token(seq_len) + 4.0 * self.hidden * seq_len

@@ -128,7 +128,8 @@ class Chooser:
         needs = f"the least that was found is {human_bytes(peak)} per device of {device}"
         if self.room.host_over(cost) > 0:
             devices_per_host = self.target.num_devices // self.target.num_processes
-            needs += f", with {human_bytes(cost.host * devices_per_host)} of host memory, and a host has {self._host_has()}"
+            host_bytes = cost.host * devices_per_host
+            needs += f", with {human_bytes(host_bytes)} of host memory, and a host has {self._host_has()}"
         advice = f"it takes more devices, or --allow={','.join(allow.ALLOWED)}"
         return f"no settings fit that compute the same: {needs}; {advice}"
 
