@@ -1,4 +1,4 @@
-"""The page of `tools.bench.load_line`."""
+"""Writes the Markdown page of `tools.bench.load_line`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from framework.terminal.tables import human_bytes, human_duration
 
 _HEAD = """# The load line on eight pairs
 
-What `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#the-load-line)), beside the same
+What `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#autotuning)), beside the same
 search with switches for all layers at once, and beside the best of a sweep of a smaller space, of which
 `tools/bench/load_line.py` says what it has. `python -m tools.bench.load_line` wrote this on {day}: two CPU cores with
 other work, {versions}; the GPU rows are from an environment with the `plan-gpu` extra. Bytes are those of the target's
@@ -34,7 +34,7 @@ _COMPARED = """
 
 
 def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
     head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
     choices = "".join(_choice_line(row) for row in rows)
