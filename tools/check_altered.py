@@ -1,11 +1,11 @@
-"""Alters published models one thing at a time, and asks whether transformers and we compute the same, or we refuse.
+"""Alters published models one field at a time, and checks that we compute the same as transformers, or refuse.
 
     python -m tools.check_altered                # every alteration of every shape: about 6,000 directories
     python -m tools.check_altered --sample=250   # some of them, drawn from --seed
     python -m tools.check_altered --shape=qwen3 --only=rope_scaling
 
-Exit status 1: some are read without a word and computed otherwise, or end in an error that does not name its cause.
-Needs torch and transformers (pip install -e '.[peers]').
+Exit status 1: some directories load silently but compute something else, or fail with an error that does not name its
+cause. Needs torch and transformers (pip install -e '.[peers]').
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
 from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
 from tools.peers.recording import Tensors
 
-LIMIT = 1e-4  # of the largest logit
-_LARGEST_ROUNDING = 1e-3  # of the largest logit: a greater difference is none of rounding
-LARGEST = 2_000_000  # elements of a model that is made anew for an alteration
+LIMIT = 1e-4  # as a fraction of the largest logit
+_LARGEST_ROUNDING = 1e-3  # as a fraction of the largest logit; a greater difference cannot come from rounding
+LARGEST = 2_000_000  # elements of a model that is created with its own weights for an alteration
 AGREE, WE_REFUSE, THEY_REFUSE = "agree", "we refuse", "they refuse"
 SILENT, UNNAMED = "SILENTLY DIFFERENT", "UNNAMED ERROR"
 FAILURES = (SILENT, UNNAMED)
@@ -53,7 +53,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (2, SEQ_LEN), dtype=np.int6
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one directory; `reason` is a refusal's text, or the difference."""
+    """Result for one directory; `reason` is the text of a refusal, or the difference."""
 
     alteration: Alteration
     kind: str
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def our_logits(folder: Path) -> np.ndarray:
-    """float32[B, S, V] of a directory, with its weights rounded as a run would hold them, computed in float32.
+    """Return float32[B, S, V] logits of a directory, with its weights rounded as in a run, computed in float32.
 
     Raises:
         FileNotFoundError, ValueError: the directory is refused.
@@ -88,8 +88,11 @@ def our_logits(folder: Path) -> np.ndarray:
 
 
 def their_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
-    """The same of transformers, computed in float32 or float64. Where it takes float16 as it is, we make bfloat16 of
-    it, and so does this. Raises whatever transformers does."""
+    """Return the logits of transformers, computed in float32 or float64.
+
+    Our code converts float16 weights to bfloat16, so this does too, although transformers uses float16 directly. Raises
+    anything that transformers raises.
+    """
     import torch
     import transformers
 
@@ -105,16 +108,16 @@ def their_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
 
 
 def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors of transformers' model of a config.json, without making any.
+    """Return {name: shape} of the tensors of transformers' model for a config.json, without allocating any.
 
     Raises:
-        Whatever transformers does.
+        Any exception of transformers.
     """
     import torch
     import transformers
 
     with torch.device("meta"):
-        # A copy: transformers completes the objects of a config.json in place, which other alterations share.
+        # Copied, because transformers completes the objects of a config.json in place, and alterations share them.
         config = transformers.AutoConfig.for_model(**copy.deepcopy(facts))
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
@@ -122,12 +125,12 @@ def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def saved_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors that transformers saves for a config.json.
+    """Return {name: shape} of the tensors that transformers saves for a config.json.
 
-    They are not those of its model where it holds in one tensor what its files have in several, such as all experts.
+    They differ from the model's if the model holds in one tensor what its files store in several, such as all experts.
 
     Raises:
-        Whatever transformers does.
+        Any exception of transformers.
     """
     import transformers
 
@@ -140,7 +143,7 @@ def saved_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -> Tensors:
-    """Weights with which every part of a model shows: norms' eps too, which small embeddings make visible."""
+    """Draw weights with which every part of a model affects the output, even norms' eps (by small embeddings)."""
     tensors: Tensors = {}
     for number, (name, shape) in enumerate(shapes.items()):
         noise = np.random.default_rng(number).standard_normal(shape)
@@ -151,23 +154,23 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -
             value = 0.2 * noise
         else:
             value = (0.0 if zero_centered else 1.0) + 0.25 * noise
-        # Numbers that float16 has: rounding them twice is rounding them once.
+        # Values that float16 represents exactly, so that rounding them twice equals rounding them once.
         tensors[name] = value.astype(np.float16).astype(np.float32)
     return tensors
 
 
 def quietly(compute: Callable[[Path], np.ndarray], folder: Path) -> np.ndarray | Exception:
-    """Its result, or the exception that it ended with."""
+    """Return the result of a function, or the exception that it raised."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
             return compute(folder)
-        except Exception as error:  # transformers, torch and a mistake of ours may raise anything
+        except Exception as error:  # transformers, torch or a bug of ours may raise anything
             return error
 
 
 def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
-    """Writes the directory, and asks both."""
+    """Write the directory and compare both implementations."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         alteration.write(folder, tensors)
@@ -179,7 +182,7 @@ def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
         theirs = quietly(their_logits, folder)
         precise = theirs
         if _differ(ours, theirs):
-            # Some weights amplify rounding: the judge of two float32 results is a float64 one.
+            # Some weights amplify rounding, so a float64 result decides between two float32 results.
             precise = quietly(partial(their_logits, dtype="float64"), folder)
     if isinstance(theirs, Exception):
         return Verdict(alteration, THEY_REFUSE, f"{type(theirs).__name__}: {str(theirs)[:120]!r}")
@@ -201,17 +204,17 @@ def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
 
 
 def _difference(logits: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as a share of the largest logit expected."""
+    """Return the largest difference as a fraction of the largest expected logit."""
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
 def _differ(ours: np.ndarray, theirs: np.ndarray | Exception) -> bool:
-    """Whether both are logits of one shape, and differ by more than the limit."""
+    """Return whether both are logits of the same shape that differ by more than the limit."""
     return isinstance(theirs, np.ndarray) and ours.shape == theirs.shape and _difference(ours, theirs) > LIMIT
 
 
 def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alteration, Tensors]]:
-    """The directory with the weights of the shape, and where its config.json asks for others, with those besides."""
+    """Yield the directory with the shape's weights, and also with its own if config.json requires other weights."""
     yield alteration, base
     try:
         shapes = their_shapes(alteration.facts)
@@ -219,14 +222,14 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
         if alteration.damage or elements > LARGEST or shapes == their_shapes(base_facts(alteration.shape)):
             return
         shapes_in_file = saved_shapes(alteration.facts)
-    except Exception:  # transformers refuses the config.json, in one of many ways
+    except Exception:  # transformers may refuse the config.json in many ways
         return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
     yield anew, random_tensors(shapes_in_file, zero_centered=alteration.facts["model_type"] in ZERO_CENTERED)
 
 
 def all_alterations(shape: str) -> Iterator[Alteration]:
-    """Of a shape, with every field that transformers' config class has."""
+    """Yield all alterations of a shape, including every field of transformers' config class."""
     import transformers
 
     fields = transformers.AutoConfig.for_model(**base_facts(shape)).to_dict()
@@ -234,13 +237,13 @@ def all_alterations(shape: str) -> Iterator[Alteration]:
 
 
 def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0, only: str = "") -> Iterator[Verdict]:
-    """Of all alterations of the shapes whose names contain `only`, or of a sample of so many in all."""
+    """Yield verdicts for the shapes' alterations whose names contain `only`, or for a random sample of them."""
     import torch
     import transformers
 
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # Models are tiny: threads would only wait for each other.
+    torch.set_num_threads(1)  # Models are tiny, so threads would only wait for each other.
     cases = [case for shape in shapes for case in all_alterations(shape) if only in case.name]
     if sample is not None and sample < len(cases):
         chosen = np.random.default_rng(seed).choice(len(cases), sample, replace=False)

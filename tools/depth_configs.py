@@ -1,6 +1,6 @@
-"""Models whose depth is varied: `python -m tools.memory_vs_depth --config=tools/depth_configs.py:NAME`.
+"""Models for varying the depth: `python -m tools.memory_vs_depth --config=tools/depth_configs.py:NAME`.
 
-Flows take `--depth_field=model.stacks.0.num_layers`; their images are of the size of CIFAR's, and are never read.
+Flows take `--depth_field=model.stacks.0.num_layers`; their images have the size of CIFAR's, and are never read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ LANGUAGE = f"{Path(__file__).relative_to(Path(__file__).parents[1])}:language"
 
 
 def language() -> Config:
-    """nanogpt-cpu with two streams, as a loop over layers, whose compile time does not grow with depth: what a CPU can
-    be timed with."""
+    """nanogpt-cpu with two streams and a loop over layers, so that compile time does not grow with depth.
+
+    It is small enough to be timed on a CPU.
+    """
     config = nanogpt_cpu()
     config.model.stack.streams = "float32"
     config.model.stack.unroll = 1
@@ -34,8 +36,10 @@ def language() -> Config:
 
 
 def language_large() -> Config:
-    """The same with width 256, two heads, and 64 sequences of 1024 tokens, computed in bfloat16: activations are large,
-    and so few parameters are in a layer that 1024 of them fit into a v5e chip with AdamW's state."""
+    """The same model with width 256, two heads, and 64 sequences of 1024 tokens, computed in bfloat16.
+
+    Activations are large, and a layer has so few parameters that 1024 of them fit on a v5e chip with AdamW's state.
+    """
     config = language()
     block = config.model.stack.pattern[0]
     config.model.dim, block.attention.num_heads, block.mlp.hidden = 256, 2, 1024
@@ -46,13 +50,15 @@ def language_large() -> Config:
 
 
 def actnorm() -> Config:
-    """A flow of nothing but ActNorm: a scale and a shift for each of the 12 channels of 16 x 16."""
+    """A flow that only has ActNorm: a scale and a shift for each of the 12 channels of 16 x 16."""
     return _flow([config_for(ActNorm)])
 
 
 def glow() -> Config:
-    """A flow of Glow's steps: ActNorm, 1x1 convolution, affine coupling with a net of 64 channels. A step is three
-    layers, so depths are multiples of three."""
+    """A flow of Glow's steps: ActNorm, 1x1 convolution, affine coupling with a net of 64 channels.
+
+    A step is three layers, so depths are multiples of three.
+    """
     coupling = config_for(AffineCoupling, net=config_for(ConvNet, hidden=64))
     return _flow([config_for(ActNorm), config_for(InvertibleConv), coupling])
 

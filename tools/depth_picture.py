@@ -1,4 +1,4 @@
-"""The picture of tools.memory_vs_depth: temporaries against depth, and step time where it was measured."""
+"""Plots the results of tools.memory_vs_depth: temporaries against depth, and step time if it was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Color and marker by policy, so that pictures of some of them can be laid side by side; dashed where others lie below.
+# Color and marker by policy, so that plots of different policies match. Dashed lines may cover others.
 STYLES = {
     "none": ("#d1495b", "o"),
     "full": ("#edae49", "s"),
@@ -19,10 +19,10 @@ _UNITS = (("KiB", 10), ("MiB", 20), ("GiB", 30))
 
 
 def draw(rows: Sequence[Any], png: Path, title: str) -> Path:
-    """Draws the rows of one config and target (`tools.memory_vs_depth.Row`), and returns `png`.
+    """Plot the rows of one config and target (`tools.memory_vs_depth.Row`), and return `png`.
 
-    What does not fit into the device has a hollow marker. In the panel of times the legend says what a
-    step takes at the greatest depth, as a multiple of the one with `none`.
+    Hollow markers do not fit into the device. In the panel of times, the legend shows the step time at the greatest
+    depth, as a multiple of that of `none`.
     """
     from matplotlib.figure import Figure
 
@@ -76,7 +76,7 @@ def _line(axes: Any, policy: str, rows: Sequence[Any], values: Sequence[float], 
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Ticks at 1, 2, 5 times powers of ten, written out, and room above the lines for the legend."""
+    """Set ticks at 1, 2, 5 times powers of ten, written out, and leave room above the lines for the legend."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = axes.get_ylim()

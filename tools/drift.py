@@ -1,11 +1,11 @@
-"""How exactly stacks of two streams are run backwards: the error of what comes back, by streams, dtype and depth.
+"""Error of running stacks of two streams backward: how exactly inputs are recovered, by streams, dtype and depth.
 
     python -m tools.drift [--layers=16,64,256]
 
-A Llama of width 64 on 2 x 64 tokens, with dropout. "usual": its initial weights. "large": three times as large, and
-branches that do not get smaller with depth, so that what one layer changes the next one makes more of. Forward and
-backward are two compiled scans of one program; in the second, gradients are taken too. Errors are the largest of an
-element, relative to the largest element of the stack's input; 0 means the same bits.
+Runs a Llama of width 64 on 2 x 64 tokens, with dropout. "usual": its initial weights. "large": weights three times as
+large, and branches that do not shrink with depth, so that each layer amplifies the changes of earlier ones. Forward and
+backward are two compiled scans of one program; the second one also computes gradients. Errors are the largest of an
+element, relative to the largest element of the stack's input; 0 means bitwise equal.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from framework.layout import initialize
 
 
 def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any]:
-    """(what goes into the stack, what comes out of its last layer, what comes back), both streams each, on the host.
+    """Return (stack input, output of the last layer, recovered stack input), both streams each, on the host.
 
     `ctx` is a training context of the whole model.
     """
@@ -52,7 +52,7 @@ def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any
 
 
 def error(streams: str, compute: str, layers: int, *, large: bool) -> tuple[float, float]:
-    """(the relative error of the streams that come back, the largest element of those that come out)."""
+    """Return (relative error of the recovered streams, largest element of the output streams)."""
     config = llama_model(layers=layers, heads=4, dim=64, hidden=96, vocab_size=128)
     config.stack.streams, config.compute_dtype, config.stack.unroll = streams, compute, 1
     config.stack.depth_scaled_init, config.stack.pattern[0].dropout = not large, 0.1
@@ -68,7 +68,7 @@ def error(streams: str, compute: str, layers: int, *, large: bool) -> tuple[floa
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="16,64,256")
     depths = [int(text) for text in parser.parse_args().layers.split(",")]

@@ -1,11 +1,11 @@
-"""The endurance run: a process of a run is killed again and again, and what is trained in the end is compared.
+"""Endurance test: kills a process of a training run again and again, and compares the final result.
 
     python -m tools.endurance --folder=/tmp/endurance --minutes=10 --every=60
 
-Trains `nanogpt-cpu` by `plimsoll local` in four processes, first undisturbed, then with SIGKILL to one of them, drawn
-at random, every so many seconds. Prints, as Markdown, a row for each restart, the committed steps of both, and whether
-every loss that was ever logged has the bits of the undisturbed run's. Exit code 1: fewer than 85% of the steps, or
-other bits.
+Trains `nanogpt-cpu` with `plimsoll local` in four processes, first undisturbed, then with a SIGKILL to a randomly
+chosen process every --every seconds. Prints, as Markdown, a row for each restart, the committed steps of both runs, and
+whether every loss that was ever logged is bitwise equal to the undisturbed run's. Exit code 1: fewer than 85% of the
+steps, or different bits.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ FLAGS = [
 
 @dataclass
 class Kill:
-    """One kill, and what the run's output said of it: seconds since the epoch, and steps."""
+    """One kill, and the events that the run's output reports afterwards: seconds since the epoch, and steps."""
 
     at: float
     process: int
-    found: float | None = None  # the launcher says that a process has died
-    gone: float | None = None  # all others have ended
+    found: float | None = None  # the launcher reports that a process has died
+    gone: float | None = None  # all other processes have ended
     resumed: float | None = None  # the state is restored
-    first: float | None = None  # the first step after it is done
-    reached: int = 0  # the last step that was logged before
-    back_to: int = 0  # the step that it goes on from
+    first: float | None = None  # the first step afterwards is done
+    reached: int = 0  # the last step that was logged before the kill
+    back_to: int = 0  # the step that the run resumes from
 
 
 @dataclass
 class Run:
-    """`plimsoll local` in a folder, its output read as it comes."""
+    """A `plimsoll local` run in a folder; its output is read as it arrives."""
 
     workdir: Path
     processes: int
@@ -69,7 +69,7 @@ class Run:
     logged: dict[int, set[float]] = field(default_factory=dict)  # every loss that was ever in metrics.jsonl
 
     def start(self) -> None:
-        """Starts it; `stop` ends it."""
+        """Start the run; `stop` ends it."""
         words = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=0.2", "--max_restarts=20"]
         command = [sys.executable, "-P", "-m", "launch.local", *FLAGS, *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -80,14 +80,14 @@ class Run:
         self._reader.start()
 
     def kill(self, index: int) -> None:
-        """SIGKILL to one process, unless it is gone already."""
+        """Send SIGKILL to one process, unless it has already ended."""
         self.note_losses()
         self.kills.append(Kill(time.time(), index, reached=max(self.logged, default=0)))
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[index], signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM, as a scheduler sends it: the last step is saved. The newest checkpoint's step."""
+        """Send SIGTERM like a scheduler, so that the run saves its last step; return the newest checkpoint's step."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait()
         self._reader.join()
@@ -95,7 +95,7 @@ class Run:
         return max(int(path.name) for path in (self.workdir / "checkpoints").glob("[0-9]*") if path.name.isdigit())
 
     def note_losses(self) -> None:
-        """What is in metrics.jsonl now: a resume drops the rows of steps that are done again."""
+        """Record the losses in metrics.jsonl now, because a resume drops the rows of steps that are repeated."""
         path = self.workdir / "metrics.jsonl"
         for row in read_metrics(path) if path.exists() else []:
             if "train/loss" in row:
@@ -126,7 +126,7 @@ class Run:
 
 
 def main() -> int:
-    """Both runs, one after the other."""
+    """Run both runs, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="for both workdirs; must not hold earlier ones")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each run, its first start included")
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of who is killed")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    warm = Run(args.folder / "warm", args.processes)  # compiles and tokenizes, as both would otherwise
+    warm = Run(args.folder / "warm", args.processes)  # compiles and tokenizes in advance, so that neither run has to
     warm.start()
     while not (warm.workdir / "metrics.jsonl").exists() or not (warm.workdir / "metrics.jsonl").stat().st_size:
         time.sleep(0.5)
@@ -156,7 +156,7 @@ def main() -> int:
 
 
 def report(args: Any, steps: dict[str, int], calm: Run, killed: Run) -> int:
-    """Prints the table; the exit code."""
+    """Print the table and return the exit code."""
     print("| kill | process | detect s | all gone s | start s | restore to first step s | steps done again |")
     print("|---|---|---|---|---|---|---|")
     for number, kill in enumerate(killed.kills, start=1):

@@ -1,10 +1,10 @@
-"""Golden files of the named configs: what each one resolves to, so that no change of a default goes unseen.
+"""Golden files of the resolved named configs, so that no change of a default goes unnoticed.
 
     python -m tools.golden            compares, prints what differs, exits 1 if anything does
     python -m tools.golden --write    rewrites tests/configs/golden/
 
-`defaults.json` holds the defaults of every component that a named config uses; NAME.json holds the parameter count and
-what differs from the defaults, one line per field. Together they are the resolved config.
+`defaults.json` contains the defaults of every component that a named config uses. NAME.json contains the parameter
+count and all differences from the defaults, one line per field. Together they are the resolved config.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Flat = dict[str, Any]
 
 
 def parameter_count(config: Config) -> int:
-    """Elements of all parameters of an experiment's model."""
+    """Return the number of elements of all parameters of an experiment's model."""
     return sum(spec.size for spec in jax.tree.leaves(config.model.instantiate().parameter_specs()))
 
 
 def changes(config: Config) -> Flat:
-    """{dotted path: value} of what differs from the defaults; a component that was chosen is its class's name."""
+    """Return {dotted path: value} of all differences from the defaults; a chosen component is its class's name."""
     return {"": name_of(target_of(config)), **dict(_changes(config, config_for(target_of(config)), ""))}
 
 
@@ -52,7 +52,7 @@ def _changes(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _field(config: Config, name: str) -> Any:
-    return config.get(name, REQUIRED)  # nothing, where it is required and its parent fills it in
+    return config.get(name, REQUIRED)  # REQUIRED, if the field is required and its parent fills it in
 
 
 def _holds_configs(value: Any) -> bool:
@@ -61,7 +61,7 @@ def _holds_configs(value: Any) -> bool:
 
 
 def defaults(of: list[Config]) -> Flat:
-    """{class.field: default} of every component in the configs, in the order of names."""
+    """Return {class.field: default} of every component in the configs, sorted by name."""
     rows: Flat = {}
     todo = [node for config in of for _, node in config.walk() if isinstance(node, Config)]
     done: set[str] = set()
@@ -79,22 +79,22 @@ def defaults(of: list[Config]) -> Flat:
 
 
 def golden() -> dict[str, Flat]:
-    """{file name without .json: its content}."""
+    """Return {file name without .json: content}."""
     named = {name: configs.load(name) for name in configs.names()}
     files: dict[str, Flat] = {
         name: {"parameters": parameter_count(config), **changes(config)} for name, config in named.items()
     }
-    # As JSON has them: tuples are lists.
+    # Round trip through JSON, which turns tuples into lists.
     return json.loads(json.dumps({DEFAULTS: defaults(list(named.values())), **files}))
 
 
 def stored(folder: Path = FOLDER) -> dict[str, Flat]:
-    """What the folder holds."""
+    """Return the contents of the folder."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def differences(left: dict[str, Flat], right: dict[str, Flat]) -> list[str]:
-    """One line for each field that is not the same on both sides."""
+    """Return one line for each field that differs between the two sides."""
     lines = []
     for name in dict.fromkeys([*left, *right]):
         old, new = left.get(name, {}), right.get(name, {})
@@ -109,7 +109,7 @@ def _show(flat: Flat, path: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Compare or write the golden files, and return the exit code."""
     if arguments not in ([], ["--write"]):
         print(__doc__)
         return 2

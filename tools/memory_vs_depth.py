@@ -1,15 +1,16 @@
-"""Memory and time of a training step against the number of layers, under each way to keep (or not keep) activations.
+"""Memory and time of a training step against the number of layers, for each activation memory policy.
 
     python -m tools.memory_vs_depth --target=v5e-1 --layers=16,64,256,1024     # by that machine's compiler, without one
     python -m tools.memory_vs_depth --layers=16,64 --out=here.png              # compiled and measured on this machine
 
-Any config and any overrides, as for every verb; without --config a small reversible language model, and more of them in
-tools/depth_configs.py. Writes a table to stdout, OUT.png and OUT.csv. The policies differ in `memory` alone, and all
-compute the same step.
+Takes any config and overrides, like every command. The default is a small reversible language model;
+tools/depth_configs.py has more models. Writes a table to stdout, OUT.png and OUT.csv. The policies differ only in
+`memory`, and all compute the same step.
 
-"Temporaries" are what the step needs at its worst instant beyond its arguments (weights, optimizer state, batch), which
-have to grow with depth. Steps are timed in turns, policies of one depth side by side, on one state that they hand on:
-medians of wall seconds, and of processor seconds, which other work on the machine changes less.
+"Temporaries" are the memory that the step needs at its peak in addition to its arguments (weights, optimizer state,
+batch), which necessarily grow with depth. The policies of one depth are timed side by side: they take turns and pass
+on a single state. Times are medians of wall-clock seconds, and of processor seconds, which vary less with other work on
+the machine.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One step. Bytes are of one device; None is what is not known here.
+    """One step. Bytes are for one device; None means that a figure is unknown here.
 
     Attributes:
-      config, target, policy, layers: what was compiled, for what.
-      parameters_bytes: of the layout.
-      peak_bytes: compiled, as docs/plan.md defines it. temp_bytes: without arguments.
-      fits: whether the device has so much.
-      measured_peak_bytes: by the device's own statistics.
-      step_seconds: wall. processor_seconds: of all cores of this machine together.
-      jax_version: of the compiler's frontend.
+      config, target, policy, layers: the compiled config, its target, remat policy and depth.
+      parameters_bytes: bytes of the parameters in the layout.
+      peak_bytes: compiled peak, as docs/plan.md defines it.
+      temp_bytes: the peak without arguments.
+      fits: whether the peak is within the device's limit.
+      measured_peak_bytes: peak by the device's own statistics.
+      step_seconds: wall-clock seconds of a step.
+      processor_seconds: processor seconds of all cores of this machine together.
+      jax_version: version of JAX, the compiler's frontend.
     """
 
     config: str
@@ -72,7 +75,7 @@ class Row:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Compiles, measures if on this machine, prints the table and writes the files."""
+    """Compile, measure if the target is this machine, print the table and write the files."""
     if not any(one == "--config" or one.startswith("--config=") for one in argv):
         argv = [f"--config={LANGUAGE}", *argv]
     parser = cli.Parser("plan", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +121,7 @@ def main(argv: list[str]) -> int:
 
 
 def _save(rows: Sequence[Row], png: Path, title: str) -> None:
-    """Both files, after each depth anew: the greatest may take as long as all others, or not fit."""
+    """Write both files. They are rewritten after each depth, because the greatest may take long or not fit."""
     with png.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
@@ -127,7 +130,7 @@ def _save(rows: Sequence[Row], png: Path, title: str) -> None:
 
 
 def _depths(text: str) -> list[int]:
-    """The depths in order, each once."""
+    """Parse the depths; return them sorted and without duplicates."""
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise cli.UsageError(f"--layers={text}: expected numbers of layers from 1 on, such as 16,64,256")
     return sorted({int(part) for part in text.split(",")})
@@ -143,10 +146,10 @@ def _at(config: Config, changed: dict[str, Any]) -> Config:
 def _settings(
     config: Config, policies: Sequence[str], layers: Sequence[int], field: str, target: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(policy, its fields), of those that the platform has; anything else that is wrong is an error before any compile.
+    """Yield (policy, its fields) of the policies that the platform supports; raise other errors before compiling.
 
-    Where gradients are clipped by their global norm, which an update in the backward pass cannot, that one limits each
-    update's RMS instead.
+    Updates in the backward pass cannot clip gradients by their global norm. If the config does, these policies limit
+    the RMS of each update instead.
     """
     from framework.layers.remat import check_platform
     from framework.plan.suggest import check
@@ -175,7 +178,7 @@ def _settings(
 
 
 def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]:
-    """Of each policy at one depth."""
+    """Yield the row of each policy at one depth."""
     import jax
 
     from framework.devices.executables import HostBytes, on_device, peak_bytes
@@ -185,14 +188,14 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
     programs, rows = {}, dict[str, Row]()
     for name, config in configs.items():
         programs[name] = program = Program(config.instantiate(), target.devices())
-        if target.at_hand:  # the very program that runs
+        if target.at_hand:  # measure exactly the program that runs
             stats, hosted = program.compiled_step.memory_analysis(), HostBytes()
             peak, argument = peak_bytes(stats, target.platform, hosted), on_device(stats, target.platform, hosted)[0]
         else:
             step = compile_step(program, target, None)
             peak, argument = step.peak, step.argument
         fits = argument > 0 and (target.limit_bytes is None or peak <= target.limit_bytes)
-        if not argument:  # refused: the compiler has told the sum alone
+        if not argument:  # refused: the compiler only reported the total
             argument = program.layout.bytes_per_device(memory_kind="device")
             argument += sum(spec.num_bytes for spec in program.batch_specs.values()) // target.num_devices
         sizes = program.layout.bytes_per_device("parameter"), peak, peak - argument, fits
@@ -204,10 +207,10 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
 
 
 def _measure(programs: dict[str, Any], peaks: dict[str, int], rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of a step, and the device's own peak, by policy.
+    """Return the seconds of a step, and the device's own peak, by policy.
 
-    A peak that a device tells is the highest so far, so those with the least go first, and one that does not rise above
-    what was there before is not known.
+    Devices report the highest peak so far. Policies therefore run in ascending order of their compiled peaks, and a
+    peak that does not exceed the previous one counts as unknown.
     """
     import jax
 
@@ -239,7 +242,7 @@ def _measure(programs: dict[str, Any], peaks: dict[str, int], rounds: int) -> di
 
 
 def _batch(program: Any) -> dict[str, Any]:
-    """Random tokens or pixels, all of which count."""
+    """Return random tokens or pixels, all with weight 1."""
     import numpy as np
 
     rng, model = np.random.default_rng(0), program.experiment.model
@@ -250,11 +253,11 @@ def _batch(program: Any) -> dict[str, Any]:
     }
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows; of times, also what they are of the step with `none` at that depth."""
+    """Return all rows as text; times are also shown relative to the step with `none` at the same depth."""
     plain = {row.layers: row for row in rows if row.policy == "none"}
     timed = any(row.step_seconds is not None for row in rows)
     head = ["policy", "layers", "parameters", "peak", "temporaries"]

@@ -1,10 +1,10 @@
-"""Breaks the source in 17 ways, one at a time, and reports whether a test fails each time.
+"""Mutation test: breaks the source in 17 ways, one at a time, and reports whether a test fails each time.
 
     python tools/mutate.py             all
     python tools/mutate.py --only mask only those whose name holds "mask"
 
-Each mutation is applied to a copy of the checkout in a temporary folder, where the tests that guard it are run. A
-mutation that no test notices is a hole in the tests: exit code 1.
+Each mutation is applied to a copy of the checkout in a temporary folder, and the tests that guard it run there. A
+mutation that no test notices is a gap in the tests: exit code 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` in `file` becomes `new`; `tests` (pytest arguments) must then fail."""
+    """Replacement of `old` by `new` in `file`, which must make `tests` (pytest arguments) fail."""
 
     name: str
     file: str
@@ -157,7 +157,7 @@ MUTATIONS = (
 
 
 def mutate(mutation: Mutation, python: str) -> tuple[bool, str, float]:
-    """(noticed, the first test that failed or pytest's last line, seconds)."""
+    """Return (noticed, the first test that failed or pytest's last line, seconds)."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "checkout"
         skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__", "*.egg-info")
@@ -187,7 +187,7 @@ def mutate(mutation: Mutation, python: str) -> tuple[bool, str, float]:
 
 
 def main() -> int:
-    """Runs the mutations and prints a line for each."""
+    """Run the mutations and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only mutations whose name holds this")
     chosen = [mutation for mutation in MUTATIONS if parser.parse_args().only in mutation.name]

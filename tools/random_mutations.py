@@ -1,12 +1,13 @@
-"""Breaks framework/ at random places, one at a time, and reports which of the two suites notices.
+"""Mutation test at random places of framework/: makes one change at a time, and reports which test suite notices.
 
     pip install coverage
     python -m tools.random_mutations --trace                  which tests of `make test` run which line (15 minutes)
     python -m tools.random_mutations --count=30 --seed=0      breaks 30 lines that some test runs
 
-A mutation is another operator, another constant, a condition turned round, or a statement dropped. Of `make test`, the
-tests that run the line are tried, in the test's own process; of `make test-pairs`, the cases in the files of those
-tests. What no test notices is either a hole in the tests or the same program in other words: look at each.
+A mutation changes an operator or a constant, negates a condition, or drops a statement. The tests of `make test` that
+run the line in their own process (not in a subprocess) are tried first. If none notices, the cases of `make test-pairs`
+in the files of those tests are tried. A mutation that no test notices is either a gap in the tests or an equivalent
+program, so look at each one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "build" / "lines_of_tests"
 ONCE = "not pairs and not slow and not peers"
 PAIRS = "pairs and not slow and not peers"
-# Tests that are tried for one line, at most. A line that more tests run is noticed by one of them or by none.
+# Maximum number of tests to try for one line. A sample of this size is assumed to notice a mutation if any test does.
 MAX_TESTS = 150
 TIME_LIMIT = 900
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -54,7 +55,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Mutation(NamedTuple):
-    """One change of one file: the text `old` that begins at a line (from 1) and a column (from 0) becomes `new`."""
+    """One change of one file: the text `old` at a line (from 1) and a column (from 0) becomes `new`."""
 
     file: str
     line: int
@@ -65,7 +66,7 @@ class Mutation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a suite said of a mutation: whether a test failed, and which, or how many passed."""
+    """Result of a suite for a mutation: whether a test failed, and which one, or how many passed."""
 
     noticed: bool
     words: str
@@ -75,7 +76,7 @@ class Verdict(NamedTuple):
 
 
 def mutations_of(file: str) -> list[Mutation]:
-    """All single changes of a file's statements, in the order of its lines."""
+    """Return all single changes of a file's statements, ordered by line."""
     source = (ROOT / file).read_text()
     mutations = []
     for statement in ast.walk(ast.parse(source)):
@@ -85,7 +86,7 @@ def mutations_of(file: str) -> list[Mutation]:
 
 
 def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutation]:
-    """The changes of a simple statement, or of the condition of a compound one."""
+    """Yield the changes of a simple statement, or of the condition of a compound one."""
     expression: ast.AST
     if isinstance(statement, ast.If | ast.While):
         expression = statement.test
@@ -100,7 +101,7 @@ def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutatio
             yield _mutation(file, source, statement, "statement dropped", "pass")
     else:
         return
-    # Python 3.11 has wrong places for what is inside of f-strings.
+    # Python 3.11 reports wrong positions for nodes inside f-strings.
     texts = [node for node in ast.walk(expression) if isinstance(node, ast.JoinedStr)]
     inside_texts = {id(node) for text in texts for node in ast.walk(text)}
     for node in ast.walk(expression):
@@ -110,7 +111,7 @@ def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutatio
 
 
 def _changed(node: ast.AST) -> ast.AST | None:
-    """The node with another operator or constant; None: there is nothing to change."""
+    """Return the node with another operator or constant, or None if there is nothing to change."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
@@ -129,14 +130,14 @@ def _mutation(file: str, source: str, node: ast.AST, kind: str, new: str) -> Mut
     assert isinstance(node, ast.stmt | ast.expr)
     old = ast.get_source_segment(source, node)
     assert old is not None
-    # The columns of ast count bytes.
+    # Column offsets of ast count bytes.
     line = source.splitlines()[node.lineno - 1]
     column = len(line.encode()[: node.col_offset].decode())
     return Mutation(file, node.lineno, column, kind, old, new)
 
 
 def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
-    """Mutations of lines that tests run, each with these tests. Every file is as likely as it is long."""
+    """Draw mutations of lines that tests run, each with these tests. Longer files are drawn more often."""
     candidates = []
     for path in sorted((ROOT / "framework").rglob("*.py")):
         candidates += mutations_of(str(path.relative_to(ROOT)))
@@ -156,7 +157,7 @@ def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
 
 
 class LineTracer:
-    """A plugin of pytest that has coverage.py note which test runs which line of framework/."""
+    """A pytest plugin that records with coverage.py which test runs which line of framework/."""
 
     def __init__(self) -> None:
         import coverage
@@ -168,30 +169,30 @@ class LineTracer:
         self._coverage.start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """The lines that run from now on are this test's."""
+        """Attribute lines that run from now on to this test."""
         self._coverage.switch_context(nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the file of this process."""
+        """Write the file of this process."""
         self._coverage.stop()
         self._coverage.save()
 
 
 def pytest_configure(config: object) -> None:
-    """Registers the plugin, in the processes that run tests."""
+    """Register the plugin in the processes that run tests."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(LineTracer())  # type: ignore[attr-defined]
 
 
 def trace() -> int:
-    """Runs `make test` under coverage.py."""
+    """Run `make test` under coverage.py."""
     shutil.rmtree(TRACE, ignore_errors=True)
     options = ["-q", "-n", "2", "--dist", "loadfile", "-m", ONCE, "-p", "tools.random_mutations"]
     return subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False).returncode
 
 
 def _tests_by_line() -> dict[tuple[str, int], set[str]]:
-    """{(file, line): the tests that run it}; lines that run when a module is imported are nobody's."""
+    """Return {(file, line): tests that run it}; lines that only run when a module is imported have no tests."""
     from coverage import CoverageData
 
     tests_by_line: dict[tuple[str, int], set[str]] = {}
@@ -213,7 +214,7 @@ def _tests_by_line() -> dict[tuple[str, int], set[str]]:
 
 
 def apply(mutation: Mutation, folder: Path) -> None:
-    """Changes the file in a copy of the checkout. Raises ValueError: the text is not at its place."""
+    """Change the file in a copy of the checkout. Raises ValueError if the text is not at its position."""
     path = folder / mutation.file
     lines = path.read_text().splitlines(keepends=True)
     start = sum(map(len, lines[: mutation.line - 1])) + mutation.column
@@ -225,7 +226,7 @@ def apply(mutation: Mutation, folder: Path) -> None:
 
 
 def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
-    """The verdict of some tests on a copy of the checkout."""
+    """Run tests on a copy of the checkout and return the verdict."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-summary", "-m", marks]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, "-m", "pytest", *options, *arguments]
@@ -234,16 +235,16 @@ def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIME_LIMIT
         )
     except subprocess.TimeoutExpired:
-        # An endless loop, or many tests on a slow machine: nobody has seen a test fail.
+        # An endless loop, or many tests on a slow machine; in either case no test has failed.
         return Verdict(False, f"no end after {TIME_LIMIT} s")
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     last_line = lines[-1] if lines else done.stderr[-200:]
-    # 5: no test was selected. Anything else but 0 is a failure: of a test, or of an import.
+    # 5: no test was selected. Any other nonzero code is a failure of a test or of an import.
     return Verdict(done.returncode not in (0, 5), last_line)
 
 
 def judged(mutation: Mutation, tests: list[str]) -> tuple[Verdict, Verdict]:
-    """The verdicts of `make test` and, where that notices nothing, of `make test-pairs`."""
+    """Return the verdicts of `make test` and, if that notices nothing, of `make test-pairs`."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as parent:
         folder = Path(parent) / "checkout"
         skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "build", "__pycache__", "*.egg-info")
@@ -257,7 +258,7 @@ def judged(mutation: Mutation, tests: list[str]) -> tuple[Verdict, Verdict]:
 
 
 def main() -> int:
-    """Draws and tries mutations, and prints a line for each."""
+    """Draw and try mutations, and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", action="store_true", help="note which tests run which line, and stop")
     parser.add_argument("--count", type=int, default=30)

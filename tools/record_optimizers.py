@@ -1,4 +1,4 @@
-"""Records what torchao's, adam-mini's and lomo-optim's optimizers compute, so that `make test` needs none of them.
+"""Records results of the optimizers of torchao, adam-mini and lomo-optim, so that `make test` needs none of them.
 
     python -m tools.record_optimizers [--out=FOLDER]
 
@@ -20,7 +20,7 @@ from tools.peers.optimizer_cases import CASES, FOLDER
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Records what other people's optimizers compute.")
     parser.add_argument("--out", type=Path, default=FOLDER)
     out: Path = parser.parse_args().out

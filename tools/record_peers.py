@@ -1,10 +1,10 @@
-"""Records what torch and transformers compute for small random models, so that `make test` needs neither.
+"""Records results of torch and transformers for small random models, so that `make test` needs neither.
 
     python -m tools.record_peers [--seed=N] [--out=FOLDER] [--family=NAME ...]
 
 Writes one file per family (tools/peers/families.py), the rotary tables, and `recorded.json`: versions, seed, command,
-date, the configs, and what float32 rounding costs torch itself. With --family, the files of those alone. Needs the
-`peers` extra (torch, transformers).
+date, the configs, and torch's own float32 rounding error. With --family, writes only the files of those families. Needs
+the `peers` extra (torch, transformers).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.peers.recording import FOLDER, Inputs, save
 
 
 def record(out: Path, seed: int, names: list[str]) -> dict[str, Any]:
-    """Writes the array files of these families; returns what the JSON says about them."""
+    """Write the array files of these families; return their entries of the JSON file."""
     families = {}
     for index, (name, family) in enumerate(FAMILIES.items()):
         if name not in names:
@@ -48,7 +48,7 @@ def record(out: Path, seed: int, names: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Records what torch and transformers compute for small random models.")
     parser.add_argument("--seed", type=int, default=20_260)
     parser.add_argument("--out", type=Path, default=FOLDER)

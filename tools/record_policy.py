@@ -1,4 +1,4 @@
-"""Records what TRL's GRPOTrainer computes of sampled answers, so that `make test` needs neither torch nor TRL.
+"""Records results of TRL's GRPOTrainer for sampled answers, so that `make test` needs neither torch nor TRL.
 
     python -m tools.record_policy [--seed=N] [--out=FOLDER]
 
@@ -16,7 +16,7 @@ from tools.peers.recording import TUNING
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Records what TRL's GRPOTrainer computes of sampled answers.")
     parser.add_argument("--seed", type=int, default=20_260)
     parser.add_argument("--out", type=Path, default=TUNING)

@@ -1,4 +1,4 @@
-"""Records what TRL computes of preferences for small random models, so that `make test` does not need it.
+"""Records results of TRL's preference losses for small random models, so that `make test` does not need TRL.
 
     python -m tools.record_preferences [--seed=N] [--out=FOLDER]
 
@@ -19,9 +19,9 @@ from tools.peers.preference_recording import PREFERENCES, save
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Records what TRL computes of preferences for small random models.")
-    # With this seed KTO's estimate of KL is above 0 in some batches, and below it, so 0, in others.
+    # With this seed, KTO's KL estimate is positive in some batches, and negative (clamped to 0) in others.
     parser.add_argument("--seed", type=int, default=30)
     parser.add_argument("--out", type=Path, default=PREFERENCES)
     args = parser.parse_args()

@@ -1,5 +1,4 @@
-"""Records what transformers and TRL compute for a small classifier and a small reward model, so that `make test` needs
-neither.
+"""Records results of transformers and TRL for a small classifier and reward model, so that `make test` needs neither.
 
     python -m tools.record_scored [--seed=N] [--out=FOLDER]
 
@@ -21,13 +20,13 @@ KINDS: tuple[scored.Kind, ...] = ("classify", "reward")
 
 
 def record(out: Path, seed: int, kind: scored.Kind) -> Path:
-    """Writes the file of a kind, and returns its path."""
+    """Write the file of a kind, and return its path."""
     family = scored.family_of(scored.RECORDED_SHAPE, kind)
     model = theirs.build(family, seed)
     weights = theirs.weights_of(model)
     logits, loss, gradients = scored.their_gradients(model, scored.Sequences.draw(seed), kind)
     arrays: dict[str, Any] = {"seed": np.asarray(seed), "logits": logits, "loss": loss}
-    # The weights are float16 numbers, see `theirs.build`.
+    # The weights are exact float16 numbers, see `theirs.build`.
     arrays |= {f"weights:{name}": tensor.astype(np.float16) for name, tensor in weights.items()}
     arrays |= {f"gradients:{name}": tensor for name, tensor in gradients.items()}
     arrays["losses"] = scored.their_training(model, scored.training_sequences(seed), kind)
@@ -37,7 +36,7 @@ def record(out: Path, seed: int, kind: scored.Kind) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Records what transformers and TRL compute for small score models.")
     parser.add_argument("--seed", type=int, default=20_260)
     parser.add_argument("--out", type=Path, default=TUNING)

@@ -1,11 +1,11 @@
-"""The text of training steps, so that a change of the code that is to change no computation can be seen to change none.
+"""Compares the programs of training steps between two commits, to prove that a refactoring changes no computation.
 
     git worktree add ../before COMMIT; cd ../before; python -m tools.step_text --save /tmp/before.json
     cd -; python -m tools.step_text --against /tmp/before.json
 
-What is compared is the jaxpr of each step (with `memory.update = layer_programs`: the StableHLO of each of its
-programs), of every named config under each schedule that takes it, and of cases of the exactness suite in which any two
-values of its axes meet. Prints how many are equal, and the names of those that are not; ends with 1 if there are any.
+Compares the jaxpr of each step (with `memory.update = layer_programs`, the StableHLO of each of its programs), for
+every named config under each schedule that accepts it, and for pairwise-covering cases of the exactness suite. Prints
+the number of equal steps, and the names of those that differ; exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for meshes of eight
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for meshes of eight devices
 
 import jax
 
@@ -31,7 +31,7 @@ from framework.program.program import Program
 from framework.schedules.layerwise.programs import Compiled
 from tests.support import exact
 
-# Overrides that every named config is tried with.
+# Overrides to try with every named config.
 SETTINGS = {
     "plain": {},
     "streamed": {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host", "remat": "full"},
@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def texts(program: Program) -> list[str]:
-    """The jaxpr of a program's step, or the lowered text of each of its programs."""
+    """Return the jaxpr of a program's step, or the lowered text of each of its programs."""
     jaxprs = program.execution.step_jaxprs()
     if jaxprs:
         return [str(jaxpr) for jaxpr in jaxprs]
@@ -59,14 +59,14 @@ def texts(program: Program) -> list[str]:
 
 
 def digest(program: Program) -> str:
-    """A hash of a program's texts, without addresses in memory."""
+    """Return a hash of a program's texts, without memory addresses."""
     text = "\n".join(_ADDRESS.sub("", text) for text in texts(program))
-    jax.clear_caches()  # they would hold the jaxprs of all programs, gigabytes in the end
+    jax.clear_caches()  # otherwise the caches keep the jaxprs of all programs, gigabytes in the end
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def named_steps(name: str) -> dict[str, str]:
-    """{name and setting: digest} of a named config under each schedule, or why a schedule refuses it."""
+    """Return {name and setting: digest} of a named config under each schedule, or why a schedule refuses it."""
     digests: dict[str, str] = {}
     for setting, fields in SETTINGS.items():
         config = configs.load(name)
@@ -83,7 +83,7 @@ def named_steps(name: str) -> dict[str, str]:
 
 
 def exactness_cases() -> list[exact.Case]:
-    """Cases of the exactness suite in which any two values of its axes meet."""
+    """Return cases of the exactness suite that cover every pair of values of two axes."""
     axes = {
         "model": exact.MODELS,
         "optimizer": exact.OPTIMIZERS | exact.SMALL,
@@ -98,7 +98,7 @@ def exactness_cases() -> list[exact.Case]:
 
 
 def exactness_steps(cases: list[exact.Case]) -> dict[str, str]:
-    """{case: digest}, or why the case is refused."""
+    """Return {case: digest}, or why the case is refused."""
     digests: dict[str, str] = {}
     for case in cases:
         name = "-".join(map(str, case))
@@ -111,7 +111,7 @@ def exactness_steps(cases: list[exact.Case]) -> dict[str, str]:
 
 
 def all_steps() -> dict[str, str]:
-    """The digests of all steps. A process traces few of them: what JAX keeps of large models adds up to gigabytes."""
+    """Return the digests of all steps. A new process starts for every few, as JAX's caches would grow to gigabytes."""
     cases = exactness_cases()
     slices = [cases[start : start + 20] for start in range(0, len(cases), 20)]
     digests: dict[str, str] = {}
@@ -125,7 +125,7 @@ def all_steps() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """See the module's docstring."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", metavar="FILE", help="write all digests into FILE")
     parser.add_argument("--against", metavar="FILE", help="compare with those in FILE")

@@ -1,10 +1,10 @@
-"""Cases of public threads about memory, each reproduced by one command; docs/memory.md has their figures.
+"""Reproduces cases of public issue threads about memory, each with one command; docs/memory.md has their figures.
 
     python -m tools.threads jax-23316
     python -m tools.threads zygote-1541 --target=v5e-1     # compiled for a TPU, none attached
 
-Peaks are what the target's compiler says of the program. A CPU's host memory is its device's: for what is on the host
-on CPU the layout is believed. Sizes are such that any machine compiles them; only the small ones are run.
+Peaks are the target compiler's figures for the program. On a CPU, host memory is device memory, so bytes on the host
+are those of the layout. Sizes are small enough for any machine to compile; only the smallest cases are run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ADAMW = config_for(optax.adamw, learning_rate=0.01)
 
 
 def experiment(model: Config, *, batch: int = 1, seq_len: int = 16, memory: dict[str, Any], **learner: Any) -> Config:
-    """A model with what else an experiment needs; its data is never read."""
+    """Build an experiment around a model; its data is never read."""
     config = configs.load("llama2-7b")
     config.model, config.learner = model, config_for(Learner, clip=None, **learner)
     sizes = {"tokenizer.vocab_size": model.vocab_size, "global_batch_size": batch, "seq_len": seq_len}
@@ -49,25 +49,25 @@ def experiment(model: Config, *, batch: int = 1, seq_len: int = 16, memory: dict
 
 
 def planned(config: Config, target: Any) -> tuple[Program, Compiled]:
-    """An experiment's program on the target's first device, and its compiled step."""
+    """Return an experiment's program on the target's first device, and its compiled step."""
     program = Program(config.instantiate(), target.devices()[:1])
     hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
     return program, compile_for(program.traced_step.lower(), target.platform, HostBytes.in_place(hosted))
 
 
 def host_batch(program: Program) -> Any:
-    """A batch of one row of 16 tokens."""
+    """Return a batch of one row of 16 tokens."""
     tokens = np.arange(16, dtype=np.int32)[None]
     return program.put({"tokens": tokens, "targets": tokens[:, ::-1], "weights": np.ones((1, 16), np.float32)})
 
 
 def wide() -> Config:
-    """A Llama of 0.8B parameters, float32: a layer's are more than a chip's on-chip memory holds."""
+    """Return a Llama of 0.8B parameters in float32; one layer's parameters exceed a chip's on-chip memory."""
     return llama_model(layers=16, heads=16, dim=2048, hidden=5504, vocab_size=256)
 
 
 def table(head: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a markdown table; numbers are bytes."""
+    """Print a markdown table; numbers are bytes."""
     print(f"| {head} |\n|{'---|' * len(head.split('|'))}")
     for row in rows:
         print(f"| {' | '.join(cell if isinstance(cell, str) else human_bytes(cell) for cell in row)} |")
@@ -98,23 +98,23 @@ class Adapted(Layer):
         self.shapes = {"weight": (dim, dim), "a": (dim, rank), "b": (rank, dim)}
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """weight, a and b."""
+        """Return the specs of weight, a and b."""
         return {name: ParameterSpec(shape, "float32", roles=("in", "out")) for name, shape in self.shapes.items()}
 
     def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """[B, S, dim] -> [B, S, dim]."""
+        """Map [B, S, dim] to [B, S, dim]."""
         return carry @ weights["weight"] + (carry @ weights["a"]) @ weights["b"], Out()
 
 
 def loss_by_hand(params: Any, x: jax.Array) -> jax.Array:
-    """The same layers one after the other, in plain JAX, their W behind stop_gradient."""
+    """Apply the same layers one after the other in plain JAX, with W behind stop_gradient, and return the loss."""
     for layer in params:
         x = x @ jax.lax.stop_gradient(layer["weight"]) + (x @ layer["a"]) @ layer["b"]
     return jnp.mean(jnp.square(x))
 
 
 def split_by_hand(params: Any, x: jax.Array) -> Any:
-    """(loss, all parameters) after a step that differentiates A and B alone."""
+    """Return (loss, all parameters) after a step that differentiates only A and B."""
     small = [{name: layer[name] for name in ("a", "b")} for layer in params]
     join = lambda small: [{**old, **new} for old, new in zip(params, small, strict=True)]  # noqa: E731
     value, grads = jax.value_and_grad(lambda small: loss_by_hand(join(small), x))(small)
@@ -122,7 +122,7 @@ def split_by_hand(params: Any, x: jax.Array) -> Any:
 
 
 def jax_23316(target: Any) -> None:
-    """Frozen W, trained A and B: by hand in three ways, and as an experiment with a rule."""
+    """Frozen W, trained A and B: three hand-written programs, and an experiment with a rule."""
     programs = {
         "gradients of the whole tree are returned": jax.jit(jax.value_and_grad(loss_by_hand)),
         "split, but the model is returned without donation": jax.jit(split_by_hand),
@@ -146,7 +146,7 @@ def jax_23316(target: Any) -> None:
 
 
 def zygote_1541(target: Any) -> None:
-    """Memory of a step over the weights', with the update after and in the backward pass; and a tied parameter."""
+    """Memory of a step over that of the weights, with the update after or in the backward pass; a tied parameter."""
     rows = []
     for name, optimizer in (("SGD", SGD), ("Adafactor", config_for(optax.adafactor, learning_rate=0.01))):
         for update in ("after_backward", "in_backward"):
@@ -180,7 +180,7 @@ def invtf_2(target: Any) -> None:
 
 
 def axlearn_867(target: Any) -> None:
-    """Optimizer state on the host: moved whole, streamed; and the interface of the thread in a loop of one's own."""
+    """Optimizer state on the host: moved whole or streamed; and the thread's interface in a custom training loop."""
     rows = []
     for update, kind in (("after_backward", "device"), ("after_backward", "pinned_host"), ("streamed", "pinned_host")):
         memory = {"update": update, "optimizer_state": kind, "remat": "full"}
@@ -193,7 +193,7 @@ def axlearn_867(target: Any) -> None:
         params = {"wide": jnp.ones((1024, 1024)), "bias": jnp.ones((1024,))}
         hosted = offload_optimizer(plain, pattern="/[mn]u/")
         state, ours = plain.init(params), hosted.init(params)
-        for _ in range(3):  # the weights as gradients
+        for _ in range(3):  # with the weights as gradients
             updates, state = jax.jit(plain.update)(params, state, params)
             own, ours = jax.jit(hosted.update)(params, ours, params)
         print("offload_optimizer:", {path: leaf.sharding.memory_kind for path, leaf in flatten(ours).items()})
@@ -208,7 +208,7 @@ CASES = {case.__name__.replace("_", "-"): case for case in _CASES}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one case, or the names of all."""
+    """Print one case, or the names of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=list(CASES))
     parser.add_argument("--target", default="cpu:1")

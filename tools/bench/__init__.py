@@ -1,1 +1,1 @@
-"""Benchmarks, for the people who develop Plimsoll."""
+"""Benchmarks for developers of Plimsoll."""

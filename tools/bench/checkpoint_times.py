@@ -1,9 +1,9 @@
-"""What checkpoints of half a gigabyte cost on this machine: checksums, how long a save blocks, restoring.
+"""Benchmark of half-gigabyte checkpoints on this machine: checksums, time that a save blocks, and restoring.
 
     JAX_PLATFORMS=cpu python -m tools.bench.checkpoint_times [--directory=/tmp] [--leaves=8]
 
-Each number is wall seconds and, in parentheses, CPU seconds of this process, which a busy machine changes less. The
-disk's cache is warm, as it is for a run that saves and goes on.
+Each number is wall-clock seconds, followed in parentheses by CPU seconds of this process, which vary less on a busy
+machine. The disk cache is warm, as it is for a run that saves and continues training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAF_SHAPE = (16, 1024, 1024)
 
 
 class Clock:
-    """Wall and CPU seconds since it was made."""
+    """Wall-clock and CPU seconds since construction."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -39,14 +39,14 @@ class Clock:
 
 
 def timed(function: Callable[[], Any]) -> str:
-    """How long a call took."""
+    """Return the time that a call takes, as text."""
     clock = Clock()
     function()
     return str(clock)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="checkpoints are written below it")
     parser.add_argument("--leaves", type=int, default=8, help="of 64 MiB each")

@@ -1,10 +1,11 @@
-"""How long a step compiles: by depth, with one program and with programs of layers; and with each field of `memory`.
+"""Compile time of a training step by depth, for one program and for per-layer programs, or by field of `memory`.
 
-    python -m tools.bench.compile_time                      # for the CPU at hand, 8 and 80 layers
+    python -m tools.bench.compile_time                      # for this machine's CPU, 8 and 80 layers
     python -m tools.bench.compile_time --target=v5e-1       # for another target, see `plimsoll plan`
     python -m tools.bench.compile_time --memory --config=stdlib-tiny
 
-Each row is compiled anew, with no cache, in turns; the best of `--rounds` counts. Prints a markdown table.
+Every round compiles each row from scratch, without a cache. The rows take turns, and the fastest of `--rounds` rounds
+counts. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from framework.plan import targets
 
 _PREVIOUS_NORM = {"memory.update": "in_backward", "learner.clip_mode": "previous_norm"}
 _HOSTED_STATE = {"memory.optimizer_state": "pinned_host"}
-# What of `memory` is changed from the plain step, which is the first.
+# Changes to `memory` and the learner relative to the plain step, which is the first entry.
 MEMORY_FIELDS: tuple[dict[str, str], ...] = (
     {},
     {"memory.remat": "full"},
@@ -36,7 +37,7 @@ MEMORY_FIELDS: tuple[dict[str, str], ...] = (
 
 
 def main() -> int:
-    """Prints a table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cpu-1")
     parser.add_argument("--depths", type=int, nargs=2, default=(8, 80), metavar="LAYERS")
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tuple[float, float, int]:
-    """(seconds of compiling, seconds with tracing and all, number of programs) of a config's step."""
+    """Return (seconds of compiling, seconds including tracing and setup, number of programs) of a config's step."""
     import jax
 
     import configs
@@ -71,7 +72,7 @@ def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tupl
     start = time.perf_counter()
     program = Program(config.instantiate(), target.devices()[:1])
     step: Any = compile_step(program, target, None)
-    # A program that is called several times is compiled once.
+    # A program that is called several times is compiled only once.
     num_programs = len({id(call) for call in step.ledger.calls})
     return step.seconds, time.perf_counter() - start, num_programs
 

@@ -1,13 +1,15 @@
-"""The contestants, each a process: `python -m tools.bench.contestants NAME SIZE TOKENS_FILE WORKDIR`.
+"""The contestants of the CPU benchmark, one process each.
 
-    ours      `plimsoll train` itself, from its command line on, with one more hook that waits for its turn
+    python -m tools.bench.contestants NAME SIZE TOKENS_FILE WORKDIR
+
+    ours      `plimsoll train` itself, starting at its command line, with an extra hook that waits for its turn
     torch     the hand-written torch step of plain_torch.py, eager, in a plain loop
     plain     the hand-written JAX step of plain_gpt2.py, in a plain loop (GPT-2 only)
     eager     transformers' GPT2LMHeadModel with torch.optim.AdamW (GPT-2 only)
     compiled  the same through torch.compile
 
-All read the same token file with batches of the same shape, AdamW with the same numbers, global-norm clip 1.0, float32,
-no dropout; each looks at its loss every ten steps.
+All contestants read the same token file with the same batch shape, and train in float32 with the same AdamW
+hyperparameters, global-norm clipping at 1.0 and no dropout. Each reads its loss every ten steps.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ NEEDS = {"torch": ("torch",), "eager": ("torch", "transformers"), "compiled": ("
 
 
 def missing(name: str, family: str = "gpt2") -> str | None:
-    """Why a contestant cannot run: this environment lacks a package, or it has no model of that family."""
+    """Return why a contestant cannot run (missing package, or no model of that family), or None if it can."""
     if name in ("plain", "eager", "compiled") and family != "gpt2":
         return "GPT-2 only"
     absent = [module for module in NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]
@@ -42,7 +44,7 @@ def missing(name: str, family: str = "gpt2") -> str | None:
 
 
 class PlainTorch:
-    """plain_torch.train_step in a loop."""
+    """Calls plain_torch.train_step in a loop."""
 
     def __init__(self, size: Size, tokens: Path):
         from tools.bench import plain_torch
@@ -54,12 +56,12 @@ class PlainTorch:
         self._count = 0
 
     def hello(self) -> Hello:
-        """Version of torch."""
+        """Report the model size and the version of torch."""
         count = sum(p.numel() for p in self.model.parameters())
         return Hello(count, self._size.tokens_per_step, _versions("torch"))
 
     def run(self, steps: int) -> float:
-        """Steps, the loss looked at every tenth."""
+        """Run steps, reading the loss every tenth step."""
         loss: Any = None
         for _ in range(steps):
             loss = self._train_step(self.model, self._optimizer, *self._batches())
@@ -70,7 +72,7 @@ class PlainTorch:
 
 
 class PlainJax:
-    """plain_gpt2.step in a loop."""
+    """Calls plain_gpt2.step in a loop."""
 
     def __init__(self, size: Size, tokens: Path):
         from tools.bench import plain_gpt2
@@ -83,14 +85,14 @@ class PlainJax:
         self._count = 0
 
     def hello(self) -> Hello:
-        """Versions of JAX and optax."""
+        """Report the model size and the versions of JAX and optax."""
         import jax
 
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         return Hello(count, self._size.tokens_per_step, _versions("jax", "jaxlib", "optax"))
 
     def run(self, steps: int) -> float:
-        """Steps, the loss looked at every tenth."""
+        """Run steps, reading the loss every tenth step."""
         import jax
 
         for _ in range(steps):
@@ -106,13 +108,14 @@ class PlainJax:
 
 
 class Torch:
-    """transformers' GPT-2 in a loop.
+    """Trains transformers' GPT-2 in a loop.
 
     Args:
-        size: the shape.
-        tokens: the file to read.
-        compiled: through torch.compile.
-        device: "cuda" has bfloat16 by autocast, and flash attention by torch's own choice.
+        size: model and batch shape.
+        tokens: token file to read.
+        compiled: whether to use torch.compile.
+        device: device to train on. Other devices than "cpu" use bfloat16 autocast; on "cuda", torch may also choose
+            flash attention.
     """
 
     def __init__(self, size: Size, tokens: Path, *, compiled: bool, device: str = "cpu"):
@@ -150,12 +153,12 @@ class Torch:
         self._count = 0
 
     def hello(self) -> Hello:
-        """Versions of torch and transformers."""
+        """Report the model size and the versions of torch and transformers."""
         count = sum(p.numel() for p in self.model.parameters())
         return Hello(count, self._size.tokens_per_step, _versions("torch", "transformers"))
 
     def run(self, steps: int) -> float:
-        """Steps, the loss looked at every tenth."""
+        """Run steps, reading the loss every tenth step."""
         torch = self._torch
         loss: Any = None
         for _ in range(steps):
@@ -172,7 +175,7 @@ class Torch:
 
 
 def overrides(size: Size, tokens: Path) -> list[str]:
-    """What `plimsoll train` is told: the size's config with this shape, this data and these numbers; in f32."""
+    """Return the arguments of `plimsoll train`: the size's config with this shape, data and optimizer, in float32."""
     block = "model.stack.pattern.0"
     fields = {
         "model.dim": size.dim,
@@ -205,11 +208,11 @@ def overrides(size: Size, tokens: Path) -> list[str]:
 
 
 class Finished(BaseException):
-    """The driver has left. No Exception, so that nothing on the way takes it for an error of the run."""
+    """Raised when the driver exits. A BaseException, so that the run does not handle it as an error of its own."""
 
 
 def train_in_turns(channel: Channel, arguments: list[str]) -> None:
-    """`plimsoll train` with one more hook, first in the list: it lets steps pass as the driver asks for them."""
+    """Run `plimsoll train` with an extra hook, first in the list, that runs steps when the driver asks for them."""
     import jax
 
     from framework.run import training
@@ -219,14 +222,14 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
     from launch.train import main
 
     class Gate(Hook):
-        """Ends turns between steps, when everything has been computed."""
+        """Ends turns between steps, after all pending computation is done."""
 
         def __init__(self) -> None:
             self.left, self.loss = 0, float("nan")
             self.clock: Clock | None = None
 
         def before_step(self, run: Run, step: int) -> None:
-            """Waits for the driver if the turn is over."""
+            """Wait for the driver if the turn is over."""
             if self.left == 0:
                 if self.clock is None:
                     count = sum(leaf.size for leaf in jax.tree.leaves(run.state["parameter"]))
@@ -242,11 +245,11 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
             self.left -= 1
 
         def on_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-            """Keeps the newest loss."""
+            """Keep the newest loss."""
             self.loss = metrics["loss"]
 
     class GatedTrainer(Trainer):
-        """The trainer that `plimsoll train` builds, with the gate."""
+        """The trainer that `plimsoll train` builds, with the gate added."""
 
         def __init__(self, *args: Any):
             super().__init__(*args)
@@ -269,11 +272,11 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """The process of one contestant."""
+    """Run the process of one contestant."""
     name, size, tokens, workdir = sys.argv[1], SIZES[sys.argv[2]], Path(sys.argv[3]), sys.argv[4]
     channel = Channel.of_process()
     if name == "ours":
-        # No compilation cache: the measured program is the one that this command compiles.
+        # No compilation cache, so that the measured program is always the one compiled by this command.
         extra = [f"--workdir={workdir}", "--config.trainer.max_steps=1000000000"]
         train_in_turns(channel, [*overrides(size, tokens), *extra, "--config.trainer.compilation_cache=none"])
         return

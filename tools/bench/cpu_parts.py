@@ -1,10 +1,11 @@
-"""Where the time of a step goes: its parts alone, in JAX and in torch, at the shapes of one size.
+"""Time of each component of a step on its own, in JAX and in torch, at the shapes of one size.
 
     python -m tools.bench.cpu_parts [--size=6x384] [--rounds=3] [--cores=N] [--xla_flags="--xla_..."]
 
-One process per framework and round, in turn; each part is timed many times, and the shortest time of all rounds counts
-(other work on the machine only ever adds). With --cores=1 processor time is taken, which other work hardly disturbs.
-Float32, forward and backward together but for the square product and AdamW.
+Frameworks take turns, with one process per framework and round. Each component is timed many times, and the shortest
+time of all rounds counts, because other work on the machine only ever adds time. With --cores=1 processor time is
+measured, which other work hardly affects. Times are in float32 and include the forward and backward pass, except for
+the square product and AdamW.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ SQUARE = 1536
 
 
 def counts(size: Size) -> dict[str, int]:
-    """How often each part happens in a step; 0 for what is only there to compare."""
+    """Return how often each component runs in a step; 0 for components that are only for comparison."""
     L = size.layers
     return {
         "square product": 0,
-        "linear D x 4D": 3 * L,  # qkv (of 3D, counted as three quarters), up, down, output (a quarter)
+        "linear D x 4D": 3 * L,  # qkv (3D wide, counted as three quarters), up, down, output (a quarter)
         "attention": L,
         "GELU": L,
         "LayerNorm": 2 * L + 1,
@@ -44,7 +45,7 @@ def counts(size: Size) -> dict[str, int]:
 
 
 def arrays(size: Size) -> dict[str, np.ndarray]:
-    """Inputs of the parts."""
+    """Return the inputs of the components."""
     rng = np.random.default_rng(0)
     T, D, V, N = size.tokens_per_step, size.dim, size.vocab, size.heads
 
@@ -64,7 +65,7 @@ def arrays(size: Size) -> dict[str, np.ndarray]:
 
 
 def jax_parts(size: Size) -> dict[str, Part]:
-    """Each part as a jitted function, on arrays that are there already."""
+    """Return each component as a jitted function of preallocated arrays."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -76,7 +77,7 @@ def jax_parts(size: Size) -> dict[str, Part]:
         return lambda: jax.block_until_ready(compiled(*(a[name] for name in names)))
 
     def both(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Forward and backward, with the output as the cotangent."""
+        """Run forward and backward, with the output as the cotangent."""
 
         def run(*inputs: Any) -> Any:
             out, pull = jax.vjp(function, *inputs)
@@ -126,7 +127,7 @@ def jax_parts(size: Size) -> dict[str, Part]:
 
 
 def torch_parts(size: Size) -> dict[str, Part]:
-    """Each part as eager torch does it."""
+    """Return each component as eager torch runs it."""
     import torch
     import torch.nn.functional as F
 
@@ -161,7 +162,7 @@ def torch_parts(size: Size) -> dict[str, Part]:
 
 
 def shortest(part: Part, clock: Callable[[], float]) -> float:
-    """Seconds of the fastest of all calls within SECONDS, at least three."""
+    """Return the seconds of the fastest call; calls repeat for SECONDS and at least three times."""
     part()
     times: list[float] = []
     begin = time.perf_counter()
@@ -173,16 +174,16 @@ def shortest(part: Part, clock: Callable[[], float]) -> float:
 
 
 def time_parts(framework: str, size: Size, cores: int) -> dict[str, float]:
-    """Seconds of each part in this process, which then uses so many cores."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # read by both frameworks when they start
+    """Return the seconds of each component, measured in this process on the given number of cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # both frameworks read it at startup
     parts = jax_parts(size) if framework == "jax" else torch_parts(size)
-    # On one core, processor time is what an idle machine would take; on several it would count those that only wait.
+    # On one core, processor time equals the time on an idle machine; on several it would also count threads that wait.
     clock = time.process_time if cores == 1 else time.perf_counter
     return {name: shortest(part, clock) for name, part in parts.items()}
 
 
 def measure(framework: str, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of each part, in a process of its own."""
+    """Return the seconds of each component, measured in a separate process."""
     environment = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": args.xla_flags}
     flags = [f"--size={args.size}", f"--cores={args.cores}", f"--only={framework}"]
     command = [sys.executable, "-m", "tools.bench.cpu_parts", *flags]
@@ -190,7 +191,7 @@ def measure(framework: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def rows(size: Size, jax_s: dict[str, float], torch_s: dict[str, float]) -> list[list[str]]:
-    """The table: milliseconds of each part, and of all of its calls in a step."""
+    """Return the table: milliseconds of each component, per call and per step."""
     lines = [["part", "per step", "JAX ms", "torch ms", "JAX / torch", "JAX ms per step", "torch ms per step"]]
     totals = [0.0, 0.0]
     for part, count in counts(size).items():
@@ -203,7 +204,7 @@ def rows(size: Size, jax_s: dict[str, float], torch_s: dict[str, float]) -> list
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="6x384")
     parser.add_argument("--rounds", type=int, default=3)

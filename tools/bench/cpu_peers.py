@@ -1,14 +1,15 @@
-"""How fast is a training step on a CPU? Ours, and steps written by hand in torch and JAX, in one run.
+"""Speed of a training step on a CPU: ours against hand-written torch and JAX steps, in one run.
 
     python -m tools.bench.cpu_peers [--sizes=nanogpt-cpu,6x384,gpt2-124m,llama-26m] [--contestants=torch,plain,ours]
                                     [--rounds=20] [--steps=N] [--first_step=N] [--json=FILE]
 
-Every contestant is a process of its own, kept alive; they take turns of a few steps, there and back, and are compared
-pair by pair with the first one that is installed, so a machine that others use too disturbs the ratios less than the
-times. Printed per contestant: milliseconds per step (median), speed against the first one in wall time and in processor
-time (median of the pairs, and in brackets an interval that holds the true median with 95% probability), and seconds
-from starting the process to its first step. `eager` and `compiled` are transformers' GPT-2, which is slower than torch
-written by hand. Without torch and transformers (`pip install -e '.[peers]'`) their rows say so.
+Each contestant is a separate long-lived process. Contestants take turns of a few steps, in forward and then reverse
+order, and are compared pair by pair with the first one that is installed, so other load on the machine affects the
+ratios less than the times. Prints per contestant: milliseconds per step (median), speed relative to the first one in
+wall-clock time and in processor time (median of the pairs, and in brackets an interval that contains the true median
+with 95% probability), and seconds from starting the process to its first step. `eager` and `compiled` are transformers'
+GPT-2, which is slower than hand-written torch. If torch and transformers are not installed, their rows report that
+(`pip install -e '.[peers]'` installs both).
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from tools.bench.sizes import SIZES, Size, write_tokens
 from tools.bench.turns import ContestantError, Hello, Turn, Worker, rotate
 
 DEFAULT = ["torch", "plain", "ours"]
-# One device, and no flags that somebody left in the environment.
+# One device, and no flags left over in the environment.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass
 class Result:
-    """One contestant at one size.
+    """Result of one contestant at one size.
 
     Args:
-        problem: why there are no turns, None where there are.
-        hello: what it said of itself.
+        problem: why there are no turns, or None if there are.
+        hello: the contestant's own report of its model size, tokens per step and versions.
         first: seconds from starting its process to the end of its first step.
-        turns: all, without warm-up.
+        turns: all turns, without warm-up.
     """
 
     problem: str | None
@@ -57,10 +58,10 @@ class Result:
 
 
 def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder: Path) -> dict[str, Result]:
-    """All turns of all contestants at one size.
+    """Run all turns of all contestants at one size.
 
     Raises:
-        ContestantError: two of them do not train the same model on as many tokens, or a loss did not fall.
+        ContestantError: contestants train different models or batch sizes, or a loss did not fall.
     """
     tokens = folder / f"tokens-{size.vocab}.bin"
     if not tokens.exists():
@@ -84,7 +85,7 @@ def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder
 
 
 def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tuple[Result, Worker | None]:
-    """Starts and warms up one contestant; a peer that cannot start is a row of the table, ours is an error."""
+    """Start and warm up one contestant. A peer that cannot start becomes a row of the table; ours raises an error."""
     problem = missing(name, size.family)
     if problem is not None:
         return Result(problem, None, math.nan, []), None
@@ -105,10 +106,10 @@ def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tup
 
 
 def check_equal(name: str, size: Size, hello: Hello) -> None:
-    """The same number of parameters, and of tokens per step.
+    """Check that the contestant has the expected number of parameters and of tokens per step.
 
     Raises:
-        ContestantError: not the same.
+        ContestantError: a number differs.
     """
     expected, given = (size.num_parameters, size.tokens_per_step), (hello.parameters, hello.tokens_per_step)
     if expected != given:
@@ -116,10 +117,10 @@ def check_equal(name: str, size: Size, hello: Hello) -> None:
 
 
 def check_loss(name: str, size: Size, turns: Sequence[Turn]) -> None:
-    """That it learns: the loss at the end is well below ln V, that of the first step.
+    """Check that the model learns: the loss at the end is well below ln V, the loss of the first step.
 
     Raises:
-        ContestantError: it is not.
+        ContestantError: the loss did not fall.
     """
     at_end = statistics.mean(turn.loss for turn in turns[-5:])
     if not at_end < math.log(size.vocab) - 0.2:
@@ -127,7 +128,7 @@ def check_loss(name: str, size: Size, turns: Sequence[Turn]) -> None:
 
 
 def summarize(size: Size, results: dict[str, Result], steps: int) -> list[dict[str, Any]]:
-    """A row per contestant: JSON data. The first one that took turns is what the others are compared with."""
+    """Return a row of JSON data per contestant. The first contestant that took turns is the reference."""
     reference = next((result.turns for result in results.values() if result.turns), [])
     rows = []
     for name, result in results.items():
@@ -168,7 +169,7 @@ HEADER = [
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Cells of the rows of one size, the header first."""
+    """Return the cells of one size's rows, header first."""
     lines = [HEADER]
     for row in rows:
         name = NAMES[row["contestant"]]
@@ -187,7 +188,7 @@ def _ratio(fields: dict[str, Any]) -> Ratio:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table that reads well as it is, too."""
+    """Format a markdown table that is also readable as plain text."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rule = ["-" * width for width in widths]
     padded = [
@@ -197,7 +198,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def describe(size: Size) -> str:
-    """One line above the table."""
+    """Return the line above the table."""
     shape = f"{size.layers} layers, {size.heads} heads ({size.kv_heads} of keys), width {size.dim}"
     batch = f"{size.seq_len} positions, batch {size.batch}, vocabulary {size.vocab}"
     count = f"{size.num_parameters:,} parameters, {size.tokens_per_step} tokens"
@@ -207,7 +208,7 @@ def describe(size: Size) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Describe the machine."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return {
@@ -231,7 +232,7 @@ def _names(text: str, valid: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: _names(text, list(SIZES)), default=list(SIZES))
     parser.add_argument("--contestants", type=lambda text: _names(text, list(NAMES)), default=DEFAULT)
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len(args.contestants) < 2:
         parser.error("--contestants: expected two or more; they are compared with the first one")
-    # Stopped from outside, it ends its contestants too; by default Python would leave without.
+    # On SIGTERM Python would exit by default without cleaning up; exiting this way also stops the contestants.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     record: dict[str, Any] = {
         "command": " ".join(["python -m tools.bench.cpu_peers", *(sys.argv[1:] if argv is None else argv)]),

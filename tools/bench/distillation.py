@@ -1,11 +1,10 @@
-"""A student with and without its teacher at equal tokens: how much of the gap between both the teacher closes.
+"""Compare a student with and without its teacher at equal tokens, and report how much of the gap distillation closes.
 
     python -m tools.bench.distillation --workdir=runs/distillation [--seeds 0 1 2]
 
-For each seed: `distil-tiny-teacher`, `plimsoll score` with it, `distil-tiny-alone` and `distil-tiny`, in
-WORKDIR/NAME-SEED; a run that is there already is not made again, and one that was stopped goes on. Both students read
-the same rows in the same order. Prints a table of nats per byte of held-out text. Under five minutes a seed on two free
-CPU cores.
+For each seed, runs `distil-tiny-teacher`, `plimsoll score` with it, `distil-tiny-alone` and `distil-tiny` in
+WORKDIR/NAME-SEED. Finished runs are not repeated, and interrupted ones resume. Both students read the same rows in the
+same order. Prints a table of nats per byte of held-out text. Takes under five minutes per seed on two free CPU cores.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ TOP_K = 32
 
 
 class Outcome(NamedTuple):
-    """What one seed comes to: nats per byte of held-out text, and the seconds of all commands that ran now.
+    """Result of one seed: nats per byte of held-out text, and the seconds of all commands run by this invocation.
 
     Attributes:
-        teacher, alone, distilled: at the end of the run.
-        best_alone: the least of the evaluations of the student alone, which learns its text by heart in the end.
-        seconds: of all commands.
+        teacher, alone, distilled: loss at the end of the run.
+        best_alone: lowest evaluation loss of the student without a teacher, which overfits in the end.
+        seconds: total time of all commands.
     """
 
     teacher: float
@@ -43,22 +42,22 @@ class Outcome(NamedTuple):
 
     @property
     def closed(self) -> float:
-        """The share of the gap between the teacher and the student alone that the distilled student closes."""
+        """The share of the gap between the teacher and the student without one that the distilled student closes."""
         return (self.alone - self.distilled) / (self.alone - self.teacher)
 
     @property
     def closed_of_best(self) -> float:
-        """The same where the student alone had been stopped at its best."""
+        """The same share, if the student without a teacher had been stopped at its best evaluation."""
         return (self.best_alone - self.distilled) / (self.best_alone - self.teacher)
 
 
 def plimsoll(*argv: str) -> None:
-    """Runs a verb. Raises CalledProcessError: it failed."""
+    """Run a Plimsoll command. Raises CalledProcessError if it fails."""
     subprocess.run([sys.executable, "-m", "launch", *argv], check=True)
 
 
 def evaluations(folder: Path, name: str) -> dict[int, float]:
-    """A metric of the held-out text, by step."""
+    """Return a metric of the held-out text, by step."""
     file = folder / "metrics.jsonl"
     if not file.exists():
         return {}
@@ -67,21 +66,21 @@ def evaluations(folder: Path, name: str) -> dict[int, float]:
 
 
 def trained(name: str, folder: Path, metric: str, *overrides: str) -> list[float]:
-    """Trains a config, unless it is trained; the metric of the held-out text, the last one that of the run's end."""
+    """Train a config unless it is already trained; return the held-out metric of every evaluation, oldest first."""
     if configs.load(name).trainer.max_steps not in evaluations(folder, metric):
         plimsoll("train", f"--config={name}", f"--workdir={folder}", *overrides)
     return list(evaluations(folder, metric).values())
 
 
 def outcome(seed: int, workdir: Path) -> Outcome:
-    """Trains teacher and students of one seed."""
+    """Train the teacher and both students of one seed."""
     begin = time.monotonic()
     seeded = [f"--config.trainer.seed={seed}", f"--config.data.seed={seed}"]
     teacher = workdir / f"{TEACHER}-{seed}"
     scores = workdir / f"scores-{seed}"
     teacher_losses = trained(TEACHER, teacher, "loss", *seeded)
     alone_losses = trained(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
-    # Where all rows are stored already, this adds none.
+    # Adds nothing if all rows are already stored.
     place = f"--config.companion.path={scores}"
     plimsoll(
         "score", f"--workdir={teacher}", f"--config={DISTILLED}", f"--top_k={TOP_K}", f"--out={scores}", place, *seeded
@@ -97,7 +96,7 @@ def outcome(seed: int, workdir: Path) -> Outcome:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the table; 0 where at least half of the gap is closed for each seed, else 1."""
+    """Print the table. Return 0 if at least half of the gap is closed for every seed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -1,9 +1,9 @@
-"""How far `plimsoll plan --estimate` is from the compiler: peaks of both, config by config and target by target.
+"""Error of `plimsoll plan --estimate` relative to the compiler: peaks of both, by config and target.
 
     python -m tools.bench.estimate_error --results build/estimate_error.json
 
-What is compiled (minutes for each pair) is kept in the file of results, what is estimated is computed each time. A
-target whose compiler is not installed can be left out with --only, and added later by another environment's Python.
+Compiled results (minutes for each pair) are cached in the results file; estimates are recomputed every time. A target
+whose compiler is not installed can be left out with --only, and added later by another environment's Python.
 Prints a markdown table.
 """
 
@@ -23,7 +23,7 @@ from framework.plan import targets
 from framework.plan.estimate import estimate
 from framework.terminal.tables import human_bytes
 
-# Others than these were looked at while the estimate was written: docs/benchmarks/estimate_error.md says which.
+# The estimate was developed against other pairs, which docs/benchmarks/estimate_error.md lists.
 PAIRS = """
 gpt2-124m v5e-1 data.global_batch_size=8
 gpt2-124m v5e-8 data.global_batch_size=128 memory.remat=full
@@ -54,7 +54,7 @@ nanogpt-cpu cpu:4 data.global_batch_size=64 stack_unroll
 
 
 def compiled(pair: str) -> dict[str, Any]:
-    """What the compiler says of a pair, "config target settings": the report of `plimsoll plan`."""
+    """Return the compiler's report for a pair, "config target settings", as written by `plimsoll plan`."""
     name, target, *settings = pair.split()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
@@ -67,7 +67,7 @@ def compiled(pair: str) -> dict[str, Any]:
 
 
 def estimated(pair: str) -> int:
-    """The estimate's peak, bytes per device."""
+    """Return the estimated peak, in bytes per device."""
     name, machine, *settings = pair.split()
     target = targets.resolve(machine)
     config = configs.load(name)

@@ -1,9 +1,9 @@
-"""How long a mixture of experts takes beside an MLP of as many active multiply-adds, forward and backward.
+"""Time of a mixture of experts relative to an MLP with as many active multiply-adds, forward and backward.
 
     python -m tools.bench.experts [--tokens=2048] [--dim=512] [--hidden=1408] [--experts=8] [--top_k=2] [--rounds=10]
 
-Each expert is hidden / top_k wide. Prints, for each implementation of the grouped products, the median over rounds in
-milliseconds and the ratio to the MLP's; the rounds of both take turns. One device, float32.
+Each expert is hidden / top_k wide. For each implementation of the grouped products, prints the median over rounds in
+milliseconds and the ratio to the MLP; the layers take turns in each round. One device, float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 8
 
 
 def step_of(layer: Any, ctx: Context) -> Callable[..., Any]:
-    """(weights, x_BSD) -> gradients of a sum of the layer's output and loss."""
+    """Return a jitted function (weights, x_BSD) -> gradients of a sum of the layer's output and loss."""
 
     def total(weights: Any, x_BSD: jax.Array) -> jax.Array:
         y_BSD, out = layer.apply(layer.prepare(weights, ctx), x_BSD, ctx, {})
@@ -38,7 +38,7 @@ def step_of(layer: Any, ctx: Context) -> Callable[..., Any]:
 
 
 def layers(args: argparse.Namespace) -> dict[str, Layer]:
-    """The MLP, and the mixture by each implementation."""
+    """Return the MLP, and the mixture with each implementation."""
     dense = config_for(MLP, hidden=args.hidden, activation="silu", gated=True)
     found: dict[str, Layer] = {"mlp": dense.instantiate(dim=args.dim)}
     for implementation in ("blocks", "ragged"):
@@ -49,7 +49,7 @@ def layers(args: argparse.Namespace) -> dict[str, Layer]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """{layer: median milliseconds}."""
+    """Return {layer: median milliseconds}."""
     length = args.tokens // BATCH
     batch = {"weights": jnp.ones((BATCH, length))}
     ctx = Context(batch, jax.random.key(0), rows=jnp.arange(BATCH), num_targets=jnp.float32(args.tokens), training=True)
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="A mixture of experts beside an MLP of as many active multiply-adds.")
     defaults = {"tokens": 2048, "dim": 512, "hidden": 1408, "experts": 8, "top_k": 2, "rounds": 10}
     for name, default in defaults.items():

@@ -1,10 +1,10 @@
-"""A mixture of experts beside its dense twin: bits per byte at equal tokens, and how evenly experts are used meanwhile.
+"""Compare a mixture of experts with its dense twin: bits per byte at equal tokens, and balance of the experts' load.
 
     python -m tools.bench.experts_quality --workdir=runs/experts_quality [--seeds 0 1] [--steps=1500]
 
-Trains `stdlib-tiny` and `moe-tiny` (two experts of a token are as wide as the dense MLP) by `plimsoll train` for each
-seed, in WORKDIR/NAME-SEED; a run that is there already is not made again, and one that was stopped goes on. Prints a
-table, and draws WORKDIR/balance.png from the first mixture. About 5 and 8 minutes a run on 2 CPU cores.
+Trains `stdlib-tiny` and `moe-tiny` (a token's two experts together are as wide as the dense MLP) with `plimsoll train`
+for each seed, in WORKDIR/NAME-SEED. Finished runs are not repeated, and interrupted ones resume. Prints a table, and
+plots the first mixture to WORKDIR/balance.png. Takes about 5 and 8 minutes per run on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYERS = "train/stack/block0/mlp/"
 
 
 def trained(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, Any]]:
-    """Trains a config, unless it is trained: its metrics, one dict for each line of metrics.jsonl."""
+    """Train a config unless it is already trained; return its metrics, one dict per line of metrics.jsonl."""
     folder = workdir / f"{name}-{seed}"
     metrics_file = folder / "metrics.jsonl"
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
@@ -38,12 +38,12 @@ def trained(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, A
 
 
 def last_bits(rows: list[dict[str, Any]]) -> float:
-    """Bits per byte of the held-out text at the end."""
+    """Return the bits per byte of the held-out text at the end."""
     return [row[_BITS] for row in rows if _BITS in row][-1]
 
 
 def draw_balance(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws each expert's load over training, as a multiple of its even share, in the mean over layers."""
+    """Plot each expert's load over training as a multiple of its even share, averaged over layers."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -76,7 +76,7 @@ def draw_balance(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the table; 0."""
+    """Print the table and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

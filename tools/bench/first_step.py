@@ -1,7 +1,7 @@
 """Time from command to first step of `plimsoll train`: cold (nothing compiled before) and cached.
 
-Measured from outside: from starting the process until the row of step 1 stands in metrics.jsonl.
-Python's standard library, tools.bench.
+Measured from outside, from starting the process until metrics.jsonl contains the row of step 1.
+Uses only Python's standard library and tools.bench.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ POLL_S = 0.01
 
 
 def first_step_seconds(size: Size, tokens: Path, cache: Path, environment: dict[str, str]) -> float:
-    """One start with the given compilation cache; the run is killed after its first step.
+    """Time one start with the given compilation cache; the run is killed after its first step.
 
     Raises:
-        ContestantError: it ended without a step, or took longer than half an hour.
+        ContestantError: the run ended without a step, or took longer than half an hour.
     """
     with tempfile.TemporaryDirectory() as workdir:
         metrics = Path(workdir) / "metrics.jsonl"
@@ -53,12 +53,12 @@ def first_step_seconds(size: Size, tokens: Path, cache: Path, environment: dict[
                 time.sleep(POLL_S)
             return time.perf_counter() - start
         finally:
-            process.kill()  # before it saves: its workdir is thrown away
+            process.kill()  # before it saves: its workdir is deleted anyway
             process.wait()
 
 
 def cold_and_cached(size: Size, tokens: Path, repeats: int, environment: dict[str, str]) -> dict[str, list[float]]:
-    """Seconds of each of `repeats` starts, in pairs: with an empty cache, then with what the cold one left there."""
+    """Return the seconds of `repeats` pairs of starts: with an empty cache, then with the cache of the cold start."""
     seconds: dict[str, list[float]] = {"cold": [], "cached": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:

@@ -1,13 +1,13 @@
-"""How good a trained flow is: bits per dimension beside Gaussians, and whether its samples can be told from images.
+"""Quality of a trained flow: bits per dimension against Gaussians, and a two-sample test of samples against images.
 
     python -m tools.bench.flow_quality --workdir=runs/digits-glow
 
 Bits per dimension are those of the discrete images, bounded by the density of x + u with u uniform in [0, 1) (Theis et
 al. 2016, arXiv 1511.01844), on the run's first validation set, for several draws of u. The Gaussians are fitted to the
-run's training images with the same u, of which mean (1/2) and variance (1/12) are known. The two-sample test is the
-leave-one-out accuracy of a nearest-neighbour classifier (Lopez-Paz and Oquab 2017, arXiv 1610.06545) between held-out
-images and as many others, by Euclidean distance of pixels: 50% if nothing tells them apart, less for copies of held-out
-images, 100% if all does.
+run's training images with the same u, whose mean (1/2) and variance (1/12) are known. The two-sample test is the
+leave-one-out accuracy of a nearest-neighbor classifier (Lopez-Paz and Oquab 2017, arXiv 1610.06545) between held-out
+images and as many others, by Euclidean distance of pixels: 50% if the sets are indistinguishable, less if the others
+are copies of held-out images, 100% if the sets are separable.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from launch import cli, weights
 
 
 def nearest_neighbour(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
-    """Two sets of images [N, ...]: how often the nearest other image is of an image's own set: of all images, of
-    `ours`, of `theirs`."""
+    """Return how often an image's nearest other image belongs to the same set: over all images, `ours` and `theirs`.
+
+    Both sets have the shape [N, ...].
+    """
     points = np.concatenate([ours, theirs]).reshape(len(ours) + len(theirs), -1).astype(np.float64)
     squares = (points**2).sum(1)
     distances = squares[:, None] + squares - 2.0 * points @ points.T
@@ -36,11 +38,12 @@ def nearest_neighbour(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, floa
 
 
 def gaussian_bits(train: np.ndarray, held: np.ndarray, *, full: bool) -> float:
-    """Bits per dimension of dequantized images `held` [N, ...], real numbers, under a Gaussian.
+    """Return the bits per dimension of dequantized images under a Gaussian.
 
     Args:
-        train: integer images that it is fitted to.
-        full: with all covariances; else every pixel by itself.
+        train: integer images to fit the Gaussian to.
+        held: dequantized held-out images, real numbers [N, ...].
+        full: fit the full covariance; otherwise pixels are independent.
     """
     flat = train.reshape(len(train), -1).astype(np.float64) + 0.5
     covariance = np.cov(flat, rowvar=False, bias=True) + np.eye(flat.shape[1]) / 12.0
@@ -51,7 +54,7 @@ def gaussian_bits(train: np.ndarray, held: np.ndarray, *, full: bool) -> float:
 
 
 def flow_bits(loaded: weights.Loaded, held: np.ndarray, draw: np.random.Generator) -> float:
-    """Bits per dimension of the model. Its noise depends on an image's row, so images are put into rows anew."""
+    """Return the model's bits per dimension. Its noise depends on an image's row, so images are shuffled over rows."""
     data, program, totals = loaded.experiment.data, loaded.program, dict[str, float]()
     order, size = draw.permutation(len(held)), data.global_batch_size
     for start in range(0, len(held), size):
@@ -71,7 +74,7 @@ def _spread(values: list[Any], unit: str = "") -> str:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Prints two tables; 0."""
+    """Print the tables and return 0."""
     parser = weights.parser("flow_quality", __doc__, hf=False)
     parser.add_argument("--draws", type=int, default=8, metavar="N", help="of noise, and of samples; default 8")
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="of samples; several may be given")

@@ -1,12 +1,12 @@
-"""What a hand-written Llama 2 7B needs on one device when it is trained by `pl.eager` and `pl.eager_scan`.
+"""Memory that a hand-written Llama 2 7B needs to train on one device with `pl.eager` and `pl.eager_scan`.
 
     python -m tools.bench.functions_bytes [sgd adalomo adamw streamed] [--target h200x1] [--tokens 2048]
 
-The target's compiler compiles the step, at batch 1, with weights in bfloat16; nothing is run. Without --target SGD,
-AdaLomo and streamed AdamW are compiled for a v5e, resident AdamW for a v5p. Moments are bfloat16 in `adamw`, and
-float32 in the host's memory in `streamed`. The last line of each report has the peak and its ratio to weights and state
-on the device, to these with one layer's gradient and the inputs of all layers, and to these with what one layer's
-pull-back holds.
+The target's compiler compiles the step, at batch 1, with weights in bfloat16; nothing is run. Without --target, SGD,
+AdaLomo and streamed AdamW are compiled for a v5e, and resident AdamW for a v5p. Moments are bfloat16 in `adamw`, and
+float32 in host memory in `streamed`. The last line of each report shows the peak and its ratio to three totals: weights
+and state on the device; these plus one layer's gradient and the inputs of all layers; and these plus the residuals that
+one layer's VJP holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOST = NamedSharding(AbstractMesh((1,), ("devices",)), PartitionSpec(), memory_k
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer with its state, and what it computes, in float32."""
+    """Wrap an optimizer so that it computes, and stores its state, in float32."""
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
@@ -47,7 +47,7 @@ def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(init, update)
 
 
-# By name: the optimizer, and the target that its weights and state fit.
+# For each name: the optimizer, and a target that its weights and state fit on.
 SETTINGS: dict[str, tuple[Callable[[], optax.GradientTransformation], str]] = {
     "sgd": (lambda: optax.sgd(1e-2), "v5e-1"),
     "adalomo": (lambda: adalomo(learning_rate=1e-2), "v5e-1"),
@@ -58,11 +58,11 @@ SETTINGS: dict[str, tuple[Callable[[], optax.GradientTransformation], str]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """A step to be planned.
+    """A step to plan.
 
     Attributes:
-      step: (trained, tokens) -> (loss, trained).
-      trained: shapes of weights and state, of which some are in host memory.
+        step: (trained, tokens) -> (loss, trained).
+        trained: shapes of weights and state, some of them in host memory.
     """
 
     step: Callable[..., Any]
@@ -70,7 +70,7 @@ class Training:
 
 
 def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
-    """A Llama whose pieces are all updated in the backward pass."""
+    """Build a Llama whose parts are all updated in the backward pass."""
     table = pl.eager(lambda weights, tokens: weights[tokens], optimizer, name="table")
     stack = pl.eager_scan(jax.checkpoint(model.layer), optimizer, name="stack")
     head = pl.eager(model.head_loss, optimizer, name="head")
@@ -89,7 +89,7 @@ def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
 
 
 def shapes_of(init: Callable[..., Any], weights: Any) -> Any:
-    """The shapes of what `init` makes of weights, with a sharding for what it puts into host memory."""
+    """Return the shapes that `init` produces from weights, with a sharding on leaves that it offloads to the host."""
     program, shapes = jax.make_jaxpr(init, return_shape=True)(weights)
     leaves, structure = jax.tree.flatten(shapes)
     placed = []
@@ -100,7 +100,7 @@ def shapes_of(init: Callable[..., Any], weights: Any) -> Any:
 
 
 def num_bytes(tree: Any, kind: str = "device") -> int:
-    """The bytes of shapes that are on the device, or those on the host."""
+    """Return the bytes of the shapes on the device, or of those on the host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         is_hosted = leaf.sharding is not None
@@ -110,7 +110,7 @@ def num_bytes(tree: Any, kind: str = "device") -> int:
 
 
 def pull_back_bytes(model: Llama, tokens: int) -> int:
-    """What the pull-back of one layer holds besides its weights."""
+    """Return the bytes that one layer's VJP holds in addition to its weights."""
     x = jax.ShapeDtypeStruct((tokens, model.dim), model.dtype)
     weights = model.layer_shapes()
 
@@ -121,16 +121,16 @@ def pull_back_bytes(model: Llama, tokens: int) -> int:
 
 
 def report(name: str, target: str | None, num_tokens: int) -> None:
-    """Prints the figures of a setting."""
+    """Print the figures of a setting."""
     optimizer, own_target = SETTINGS[name]
     target = target or own_target
-    # Before JAX has looked for devices.
+    # Must run before JAX looks for devices.
     targets.environment(target)
     model = LLAMA2_7B
     made = training(model, optimizer())
     hosted = num_bytes(made.trained, "host")
     if hosted and targets.resolve(target).platform != "tpu":
-        # The program would be traced as if all of it were on the device.
+        # JAX would trace the program as if everything were on the device.
         print(f"{name} on {target}: not planned, as JAX knows of no host memory of a GPU that is not there")
         return
     tokens = jax.ShapeDtypeStruct((num_tokens + 1,), jnp.int32)
@@ -139,7 +139,7 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
         (made.trained, tokens),
         target,
         donate=(0,),
-        # Of what is on the device nothing is said: XLA would choose other layouts, for 346 MiB more of AdamW's peak.
+        # Leaves on the device get no sharding: XLA would choose other layouts, which adds 346 MiB to AdamW's peak.
         out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, made.trained)),
         name=name,
     )
@@ -160,7 +160,7 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
 
 
 def main() -> None:
-    """Prints the figures of the settings that are named."""
+    """Print the figures of the named settings."""
     parser = argparse.ArgumentParser(description="Bytes of a hand-written Llama 2 7B.")
     parser.add_argument("names", nargs="*", default=list(SETTINGS), help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--target", help="one device, such as v5e-1, v5p-8 or h200x1; by default each setting's own")

@@ -1,10 +1,11 @@
-"""What a step costs with `pl.eager`, `pl.eager_scan`, `pl.stream` and `pl.with_lora`, beside `jax.grad` and optax.
+"""Time of a step with `pl.eager`, `pl.eager_scan`, `pl.stream` and `pl.with_lora`, against `jax.grad` and optax.
 
     python -m tools.bench.functions_time [--layers 12] [--dim 512] [--tokens 256] [--rounds 15]
 
-A hand-written Llama in float32, all of which fits. Every contestant is a jitted step with donated weights and state.
-They take turns of one step in one process, there and back, so that what slows the machine down slows all of them. The
-ratio is that of each step to the plain step of the same round: median, and an interval of 95% of the median.
+The model is a hand-written Llama in float32 that fits in device memory as a whole. Every contestant is a jitted step
+with donated weights and state. The contestants take turns of one step in one process, in forward and then reverse
+order, so that a slowdown of the machine affects all of them. The ratio compares each step with the plain step of the
+same round: median, and a 95% interval of the median.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Contestant:
     """A training step.
 
     Attributes:
-      reference: the name of the plain step that it is compared with; its own name for a plain one.
-      step: (state, tokens) -> (loss, state), jitted, whose state is donated.
-      state: what is trained, and its optimizer's state.
+      reference: name of the plain step to compare with; a plain step names itself.
+      step: jitted (state, tokens) -> (loss, state), with the state donated.
+      state: trained arrays and their optimizer state.
     """
 
     reference: str
@@ -43,7 +44,7 @@ class Contestant:
     state: Any
 
     def seconds(self, tokens: jax.Array) -> float:
-        """Takes one step; its wall time."""
+        """Take one step and return its wall-clock time in seconds."""
         begin = time.perf_counter()
         loss, self.state = self.step(self.state, tokens)
         jax.block_until_ready((loss, self.state))
@@ -52,18 +53,18 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Race:
-    """A model, its optimizer, and what they have to train on.
+    """A model and its optimizer, shared by all contestants.
 
     Attributes:
-      model: the sizes.
-      optimizer: of all contestants.
+      model: sizes of the model.
+      optimizer: optimizer of all contestants.
     """
 
     model: Llama
     optimizer: optax.GradientTransformation
 
     def weights(self, *, is_listed: bool = False) -> dict[str, Any]:
-        """{"table", "stack", "head"}; the stack is [layers, ...], or a list of layers."""
+        """Return {"table", "stack", "head"}; the stack is [layers, ...], or a list of layers if `is_listed`."""
         model = self.model
         layers = [drawn(model.layer_shapes(), seed) for seed in range(model.layers)]
         stack = layers if is_listed else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -72,7 +73,7 @@ class Race:
     # --- jax.grad and optax ------------------------------------------------------------------------------------------
 
     def plain(self, name: str, weights: Any, loss: Callable[..., jax.Array], optimizer: Any = None) -> Contestant:
-        """`jax.value_and_grad` and optax, or another optimizer."""
+        """Build a step of `jax.value_and_grad` with optax, or with another optimizer."""
         transformation = optimizer or self.optimizer
 
         def step(state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
@@ -84,13 +85,13 @@ class Race:
         return Contestant(name, jitted(step), (weights, transformation.init(weights)))
 
     def scan_loss(self, weights: Any, tokens: jax.Array) -> jax.Array:
-        """The loss of a scan over layers in `jax.checkpoint`."""
+        """Return the loss of a scan over layers in `jax.checkpoint`."""
         layer = jax.checkpoint(self.model.layer)
         x, _ = jax.lax.scan(lambda x, w: layer(w, x, None), weights["table"][tokens[:-1]], weights["stack"])
         return self.model.head_loss(weights["head"], x, tokens[1:])
 
     def list_loss(self, weights: Any, tokens: jax.Array) -> jax.Array:
-        """The loss of a list of layers in `jax.checkpoint`."""
+        """Return the loss of a list of layers in `jax.checkpoint`."""
         x = weights["table"][tokens[:-1]]
         for layer_weights in weights["stack"]:
             x, _ = jax.checkpoint(self.model.layer)(layer_weights, x, None)
@@ -99,7 +100,7 @@ class Race:
     # --- the functions -----------------------------------------------------------------------------------------------
 
     def eager_scan(self, optimizer: Any) -> Contestant:
-        """All pieces are updated in the backward pass, the layers by `eager_scan`."""
+        """Build a step that updates everything in the backward pass, the layers with `eager_scan`."""
         weights = self.weights()
         table = pl.eager(lambda rows, tokens: rows[tokens], optimizer, name="table")
         stack = pl.eager_scan(jax.checkpoint(self.model.layer), optimizer, name="stack")
@@ -114,7 +115,7 @@ class Race:
         return Contestant("scan", jitted(pl.value_and_update(loss)), trained)
 
     def eager(self, differentiate: Callable[..., Any]) -> Contestant:
-        """All pieces are updated in the backward pass, each layer is one of them."""
+        """Build a step that updates everything in the backward pass, with one `eager` function per layer."""
         weights = self.weights(is_listed=True)
         table = pl.eager(lambda rows, tokens: rows[tokens], self.optimizer, name="table")
         head = pl.eager(self.model.head_loss, self.optimizer, name="head")
@@ -135,7 +136,7 @@ class Race:
         return Contestant("list", jitted(differentiate(loss)), trained)
 
     def lora(self, name: str) -> Contestant:
-        """Adapters of all matrices of the stack, by `with_lora`, or by hand inside of the layer."""
+        """Build a step that trains adapters of all the stack's matrices, by `with_lora` or by hand inside the layer."""
         weights = self.weights()
         adapters: Any = pl.lora_init(jax.random.key(0), weights, "stack/(q|k|v|out|gate|up|down)", rank=RANK)
 
@@ -164,7 +165,7 @@ class Race:
 
 
 class _LowRank:
-    """A matrix and its adapter, as a user multiplies them: x @ W + scale (x @ A) @ B."""
+    """A matrix and its adapter, multiplied as a user would: x @ W + scale (x @ A) @ B."""
 
     def __init__(self, matrix: jax.Array, adapter: pl.Adapter):
         self._matrix = matrix
@@ -175,17 +176,17 @@ class _LowRank:
 
 
 def with_products(weights: Any) -> Any:
-    """A layer's weights, those with adapters as `_LowRank`."""
+    """Wrap a layer's adapted weights in `_LowRank`."""
     return {name: _LowRank(*w) if isinstance(w, tuple) else w for name, w in weights.items()}
 
 
 def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step with a donated state."""
+    """Jit the step with a donated state."""
     return jax.jit(step, donate_argnums=0)
 
 
 def drawn(shapes: Any, seed: int) -> Any:
-    """Weights of these shapes: matrices of a variance that keeps activations in their size, vectors of ones."""
+    """Draw weights of these shapes: matrices with a variance that preserves activation scale, vectors of ones."""
 
     def draw(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         if len(shape.shape) == 1:
@@ -198,7 +199,7 @@ def drawn(shapes: Any, seed: int) -> Any:
 
 
 def makers(race: Race) -> dict[str, Callable[[], Contestant]]:
-    """By name, what makes a contestant."""
+    """Return a function for each contestant's name that builds it."""
     return {
         "list": lambda: race.plain("list", race.weights(is_listed=True), race.list_loss),
         "eager, value_and_update": lambda: race.eager(pl.value_and_update),
@@ -213,7 +214,7 @@ def makers(race: Race) -> dict[str, Callable[[], Contestant]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 12), ("dim", 512), ("tokens", 256), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -225,7 +226,7 @@ def main() -> None:
     makers_of_all = makers(Race(model, optax.adamw(1e-3)))
     racing = {name: makers_of_all[name]() for name in options.only or makers_of_all}
     for contestant in racing.values():
-        # The first step compiles, and the second once more where the first has moved the state to a device.
+        # The first step compiles. The second compiles again if the first one moved the state to a device.
         for _ in range(2):
             contestant.seconds(tokens)
     times: dict[str, list[float]] = {name: [] for name in racing}

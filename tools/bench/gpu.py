@@ -1,16 +1,17 @@
-"""All that needs a GPU, in one call: is it right, does the plan hold, how fast is the link, how fast is training?
+"""Run all checks that need a GPU: exactness, the plan's memory, link bandwidth and training speed.
 
     python -m tools.bench.gpu [exact memory link speed largest torch] [--out=F.json] [--minutes=10] [--dry]
 
 exact     every schedule and placement against the plain one with everything on the device, float32 and bfloat16
-memory    the most device memory that was in use, beside what the plan says of the same program
-link      bandwidth between device and pinned host memory, and how much of a transfer computation hides
-speed     tokens/s, MFU and peak of GPT-2 124M to Llama 3 8B; hosted state over resident at 8k and 32k tokens
+memory    peak device memory in use, compared with the plan of the same program
+link      bandwidth between device and pinned host memory, and the share of a transfer that computation hides
+speed     tokens/s, MFU and peak of GPT-2 124M to Llama 3 8B; offloaded vs. resident state at 8k and 32k tokens
 largest   a model of 65 billion parameters, and whether its loss falls
-torch     GPT-2 in transformers and torch, compiled, bf16, beside ours
+torch     GPT-2 in transformers and torch, compiled, bf16, compared with ours
 
-Each row is a process with a time limit, so what fails costs one row; each part takes at most --minutes. Rows are
-written to --out as they come, and one table ends it. --dry runs tiny shapes on the CPU and measures nothing.
+Each row is a process with a time limit, so a failure costs one row. Each part takes at most --minutes. Rows are
+written to --out as they finish, and a table is printed at the end. --dry runs tiny shapes on the CPU and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
 WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
 WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
 WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
-SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, weights_hosted=N hosts the first N layers
+SCHEDULES = [  # overrides are in WORDS; NAME=VALUE sets a learner field; weights_hosted=N offloads the first N layers
     "after_backward state_hosted",
     "after_backward offload",
     "streamed full",
@@ -64,7 +65,7 @@ H200_BYTES = 128 * 2**30
 
 
 def sets_of(words: str) -> dict[str, str]:
-    """Overrides by dotted path, of the words of a row."""
+    """Return the overrides for the words of a row, by dotted path."""
     found = dict[str, str]()
     for word in words.split():
         name, _, value = word.partition("=")
@@ -76,11 +77,12 @@ def sets_of(words: str) -> dict[str, str]:
 
 
 def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
-    """The rows of a part: what is measured and how large, and the seconds that it may take. Those with `dry` are tried
-    with tiny shapes; `against` names the row whose speed is 1.
+    """Return the rows of a part: what to measure, at which size, and the time limit in seconds.
+
+    `--dry` runs only rows whose `dry` is true, with tiny shapes. `against` names the row that a speed is relative to.
 
     Args:
-        limit_bytes: what a program may use on the device. The sizes are those that fit by the plan on an H200 (128 GiB)
+        limit_bytes: memory that a program may use on the device. By the plan, the sizes fit on an H200 (128 GiB)
             or else on an H100 (72.8 GiB): `plimsoll plan --target=h100 --config=...` with a row's settings.
     """
     is_large = limit_bytes >= H200_BYTES
@@ -110,13 +112,13 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
             {"kind": "link", "name": f"{n} MiB", "mib": n, "seconds": 90, "dry": n == 1} for n in (1, 16, 256, 2048)
         ]
     elif part == "speed":
-        # A loop over layers copies what each keeps into a stack and out of it; without the loop it stays where it is.
+        # A loop over layers copies each layer's residuals into a stack and out again; without the loop they stay put.
         for config in ("gpt2-124m", "gpt2-350m"):
             for words in ("none unrolled", "none"):
                 train(config, "32x1024", words, 20, 240, dry=config == "gpt2-124m")
         for words in ("full", "streamed full", LAYERS):
             train("gpt2-1.5b", "32x1024", words, 8, against="gpt2-1.5b 32x1024 full")
-        # With all of the state resident and in float32 it does not fit.
+        # With the whole state resident and in float32, it does not fit.
         resident = "full moment_dtype=bfloat16" + ("" if is_large else " master_dtype=none")
         for size in ("4x8192" if is_large else "3x8192", "1x8192"):
             for words in (resident, LAYERS):
@@ -138,8 +140,8 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
 
 
 def run(row: Row, dry: bool, seconds: float, log: Path) -> Row:
-    """A row in a process of its own, which has so long: the row with its figures."""
-    from tools.bench.gpu_rows import measure  # in this process it only names the function
+    """Run a row in its own process, for at most `seconds`, and return the row with its figures."""
+    from tools.bench.gpu_rows import measure  # here only the function's name is needed; it runs in the new process
 
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe(duplex=False)
@@ -158,7 +160,7 @@ def run(row: Row, dry: bool, seconds: float, log: Path) -> Row:
 
 
 def text(row: Row) -> str:
-    """A row's figures for people."""
+    """Format a row's figures."""
     plan, peak, found = row.get("plan_bytes"), row.get("peak_bytes"), [row["message"]] if "message" in row else []
     found += [f"off by {row['off_by']:.0e} at {row['at']}, losses {row['loss_off_by']:.0e}"] if "off_by" in row else []
     if rate := row.get("tokens_per_second"):
@@ -172,7 +174,7 @@ def text(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts and prints the table; 1 if anything was wrong."""
+    """Run the parts and print the table. Return 1 if anything was wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.dry:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    multiprocessing.set_forkserver_preload(["tools.bench.gpu_rows"])  # what is imported is imported once
+    multiprocessing.set_forkserver_preload(["tools.bench.gpu_rows"])  # the forkserver imports it once, for all rows
     log = Path(tempfile.mkdtemp()) / "log.txt"
     machine = {"part": "machine", "kind": "machine", "name": "machine", "sets": {}}
     row_of_machine = run(machine, args.dry, 300, log)

@@ -1,13 +1,13 @@
-"""What XLA makes of a training step on a GPU; no GPU is needed, and nothing runs.
+"""Analyze the program that XLA compiles from a training step for a GPU. Needs no GPU and runs nothing.
 
     python -m tools.bench.gpu_program h100 --config=gpt2-124m --config.data.global_batch_size=8
     python -m tools.bench.gpu_program h100x8 --config=llama3-8b --save build/plain
     python -m tools.bench.gpu_program --program build/plain --top 40
     python -m tools.bench.gpu_program h100 --config=... --against build/plain     # two programs side by side
 
-Prints which library or emitter makes each kernel, FLOPs and bytes, the least time that these take (the roofline: how
-fast each kernel really is, is not known), the largest kernels by layer and line, and what runs beside each collective.
-The compiler for GPUs comes with `pip install -e '.[plan-gpu]'`.
+Prints which library or emitter makes each kernel, its FLOPs and bytes, a lower bound on its time (the roofline; the
+kernel's actual speed is unknown), the largest kernels by layer and line, and the kernels that overlap each collective.
+The GPU compiler comes with `pip install -e '.[plan-gpu]'`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Compiles or reads a step, and prints what it is made of."""
+    """Compile or read a step, and print its analysis."""
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
     other = load(args.against) if args.against else None
@@ -91,7 +91,7 @@ def _head(step: CompiledStep, gpu_step: GpuStep, rates: GpuRates) -> list[list[s
 
 
 def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], _Group]) -> list[tuple[_Group, list[Kernel]]]:
-    """The kernels by a key, those with the most time first."""
+    """Group kernels by a key, the groups with the most time first."""
     members: defaultdict[_Group, list[Kernel]] = defaultdict(list)
     for one in kernels:
         members[key(one)].append(one)
@@ -99,7 +99,7 @@ def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], _Group]) -> list
 
 
 def _sum(kernels: Iterable[Kernel]) -> tuple[float, int, int, int]:
-    """(least seconds, runs, FLOPs, bytes) of a step."""
+    """Return (least seconds, runs, FLOPs, bytes) of a step."""
     members = list(kernels)
     return (
         sum(one.runs * one.seconds for one in members),
@@ -157,7 +157,7 @@ def _collectives(overlaps: list[Overlap]) -> Section:
 
 
 def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: str) -> Section:
-    """Least milliseconds by kind, side by side."""
+    """Compare the least milliseconds by kind, side by side."""
     both = [_read(one)[0].kernels for one in (step, other)]
     kinds = dict.fromkeys(kind for kernels in both for kind, _ in _grouped(kernels, lambda one: one.category))
     rows = [["least ms", name, other_name, "ratio"]]

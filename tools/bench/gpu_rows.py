@@ -1,4 +1,4 @@
-"""What tools.bench.gpu measures: each function takes a row and returns its figures, in a process of its own.
+"""The measurements of tools.bench.gpu: each function takes a row and returns its figures, in its own process.
 
 A row has a config's name, `sets` (overrides by dotted path, as text), and sizes.
 """
@@ -45,7 +45,7 @@ _TORCH = {"layers": 2, "heads": 2, "dim": 64, "seq_len": 32, "batch": 4, "vocab"
 
 
 def built(row: Row, shape: dict[str, int]) -> Config:
-    """The named config, of that shape where it says one, with the row's overrides."""
+    """Return the row's config with its overrides, and with the given shape for the sizes that it contains."""
     config = configs.load(row["config"])
     block, positions = config.model.stack.pattern[0], ["model.embed.max_positions"]
     names = {"dim": ["model.dim"], "layers": ["model.stack.num_layers"], "batch": ["data.global_batch_size"]}
@@ -61,7 +61,7 @@ def built(row: Row, shape: dict[str, int]) -> Config:
 
 
 def exact(row: Row, dry: bool) -> Row:
-    """Four steps by the row's schedule and placements, and with everything on the device: do they agree?"""
+    """Compare four steps under the row's schedule and placements with four steps that keep everything on the device."""
     config, canary.STEPS = built(row, _TINY if dry else _MEDIUM), 4
     config.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)  # see framework.run.canary
     ours = Program(config.instantiate(), jax.devices()[:1])
@@ -77,7 +77,7 @@ def exact(row: Row, dry: bool) -> Row:
 
 
 def train(row: Row, dry: bool) -> Row:
-    """Steps on the standard library's sources: speed, model FLOPs utilization, peak and what the plan says of it."""
+    """Train on the standard library's sources: speed, model FLOPs utilization, peak, and the plan's peak."""
     config = built(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
     if dry:
         config.model.param_dtype = config.model.compute_dtype = "float32"
@@ -101,7 +101,7 @@ def train(row: Row, dry: bool) -> Row:
         data = program.put({"tokens": windows[:, :-1], "targets": windows[:, 1:], "weights": weights})
         state, metrics = program.step(state, data)
         buffer.put(step, {"loss": metrics["loss"]})
-        losses += [found["loss"] for _, found in buffer.take()]  # a step late, as the trainer's loop
+        losses += [found["loss"] for _, found in buffer.take()]  # one step late, like the trainer's loop
         clock.step()
     losses += [found["loss"] for _, found in buffer.take(0)]
     layouts.check(state)
@@ -112,8 +112,10 @@ def train(row: Row, dry: bool) -> Row:
 
 
 def link(row: Row, dry: bool) -> Row:
-    """GB/s between device and pinned host memory: by device_put, in a program, and both ways at once; and how much of a
-    transfer is hidden behind products of matrices."""
+    """Measure GB/s between device and pinned host memory: by device_put, in a program, and both ways at once.
+
+    Also measures the share of a transfer that matrix products hide.
+    """
     size, n = (1 << 20 if dry else row["mib"] << 20), 256 if dry else 8192
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     host = device.with_memory_kind("pinned_host")
@@ -145,7 +147,7 @@ def _products(matrix: jax.Array, count: jax.Array | int) -> jax.Array:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The median of five calls after one that compiles."""
+    """Return the median seconds of five calls, after one that compiles."""
     times = list[float]()
     for _ in range(6):
         start = time.perf_counter()
@@ -155,7 +157,10 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def torch(row: Row, dry: bool) -> Row:
-    """The same shape by transformers and torch: compiled, bf16 autocast, scaled_dot_product_attention, fused AdamW."""
+    """Train the same shape with transformers and torch.
+
+    The model is compiled, with bf16 autocast, scaled_dot_product_attention and fused AdamW.
+    """
     if problem := missing("compiled"):
         return {"status": "not available", "message": problem}
     import torch as pytorch
@@ -174,7 +179,7 @@ def torch(row: Row, dry: bool) -> Row:
 
 
 def machine(row: Row, dry: bool) -> Row:
-    """What this is measured on."""
+    """Describe the machine."""
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
     versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
     facts = {"cores": os.cpu_count(), "host_memory_bytes": machine_memory_bytes(), "python": sys.version.split()[0]}
@@ -186,14 +191,14 @@ KINDS = {"exact": exact, "train": train, "link": link, "torch": torch, "machine"
 
 
 def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
-    """The process of one row: its figures, or why there are none, are sent; what it prints goes to a file."""
+    """Run the process of one row: send its figures, or why there are none; redirect its output to a file."""
     with open(log, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        if row["part"] == "exact":  # several at once
+        if row["part"] == "exact":  # several rows run at the same time
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        if dry:  # tiny leaves are hosted too
+        if dry:  # offload even tiny leaves
             layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]
         cli.prepare_jax()
         result = KINDS[row["kind"]](row, dry)

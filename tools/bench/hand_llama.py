@@ -1,4 +1,4 @@
-"""A Llama by hand, in plain JAX, for the benchmarks of `pl.eager`, `pl.stream` and `pl.with_lora`."""
+"""A hand-written Llama in plain JAX, for the benchmarks of `pl.eager`, `pl.stream` and `pl.with_lora`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of a model, and the functions of its parts. Activations are [tokens, dim], of one row of a batch."""
+    """The sizes of a model, and functions for its parts. Activations are [tokens, dim], from one row of a batch."""
 
     layers: int
     dim: int
@@ -24,7 +24,7 @@ class Llama:
     dtype: Any
 
     def layer(self, weights: Any, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        """One layer: [tokens, dim] -> the same, and None, as `jax.lax.scan` has it."""
+        """Apply one layer to [tokens, dim]; return the same shape, and None, as `jax.lax.scan` requires."""
         tokens = x.shape[0]
         normed = norm(x, weights["norm1"])
         queries, keys, values = ((normed @ weights[name]).reshape(tokens, self.heads, -1) for name in ("q", "k", "v"))
@@ -34,28 +34,28 @@ class Llama:
         return x + (jax.nn.silu(normed @ weights["gate"]) * (normed @ weights["up"])) @ weights["down"], None
 
     def head_loss(self, weights: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross-entropy of [tokens, dim] and [tokens]."""
+        """Return the mean cross-entropy of activations [tokens, dim] and targets [tokens]."""
         logits = norm(x, weights["norm"]) @ weights["head"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
         return losses.mean()
 
     def table_shape(self) -> jax.ShapeDtypeStruct:
-        """The embedding, [vocab, dim]."""
+        """Return the shape of the embedding, [vocab, dim]."""
         return self._shape(self.vocab, self.dim)
 
     def layer_shapes(self) -> Shapes:
-        """The weights of one layer."""
+        """Return the shapes of one layer's weights."""
         shapes = {name: self._shape(self.dim, self.dim) for name in ("q", "k", "v", "out")}
         shapes |= {name: self._shape(self.dim, self.hidden) for name in ("gate", "up")}
         shapes |= {name: self._shape(self.dim) for name in ("norm1", "norm2")}
         return shapes | {"down": self._shape(self.hidden, self.dim)}
 
     def stack_shapes(self) -> Shapes:
-        """The weights of all layers, [layers, ...]."""
+        """Return the shapes of all layers' weights, [layers, ...]."""
         return {name: self._shape(self.layers, *shape.shape) for name, shape in self.layer_shapes().items()}
 
     def head_shapes(self) -> Shapes:
-        """The weights of the last norm and of the head."""
+        """Return the shapes of the last norm's and the head's weights."""
         return {"norm": self._shape(self.dim), "head": self._shape(self.dim, self.vocab)}
 
     def _shape(self, *sizes: int) -> jax.ShapeDtypeStruct:
@@ -63,14 +63,14 @@ class Llama:
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm over the last axis, in float32."""
+    """Apply RMSNorm over the last axis, in float32."""
     wide = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
     return (wide * root).astype(x.dtype) * scale
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions of [tokens, heads, size]."""
+    """Apply rotary position embeddings to [tokens, heads, size]."""
     half = x.shape[-1] // 2
     rates = 1e4 ** (-jnp.arange(half) / half)
     angles = (jnp.arange(x.shape[0])[:, None] * rates)[:, None, :]

@@ -1,10 +1,11 @@
-"""Optimizer state on the host: move it for the update, or compute the update where it lives (`compute_on`)?
+"""Compare two updates with optimizer state in host memory: moving the state, or computing there with `compute_on`.
 
     python -m tools.bench.host_update [--target=v5e-1]
 
-AdamW on a few f32 matrices in three ways: state on the device; on the host and moved for the update; on the host and
-updated by its processor, to which gradients and weights travel. With a target the programs are compiled for it with no
-device attached; without, they run on this machine's CPU, in turns. Prints a markdown table.
+Updates a few f32 matrices with AdamW in three ways: with the state on the device; with the state on the host, moved for
+the update; and with the state on the host, updated by its processor, which gradients and weights are sent to. With a
+target the programs are compiled for it with no device attached; without one they run on this machine's CPU, in turns.
+Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WAYS = ["state on the device", "state moved for the update", "update on the host
 
 
 def step_of(way: str, specs: Any) -> Any:
-    """(weights, state, gradients) -> (weights, state) in one of the ways. `specs`: of the state."""
+    """Return (weights, state, gradients) -> (weights, state) for one of the ways. `specs` describes the state."""
     put = lambda tree, space: jax.tree.map(lambda x: jax.device_put(x, space), tree)  # noqa: E731
 
     def on_the_host(grads: Any, state: Any, params: Any) -> Any:
@@ -53,7 +54,7 @@ def step_of(way: str, specs: Any) -> Any:
 
 
 def main() -> None:
-    """Compiles the three ways, runs them where they can run, and prints the table."""
+    """Compile the three ways, run them if possible, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("target", "cpu:1"), ("matrices", 8), ("dim", 1024), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=type(default), default=default)

@@ -1,9 +1,9 @@
-"""How much memory loading published weights takes beyond the state itself: one line of docs/models.md.
+"""Memory that loading published weights takes in addition to the state itself: one line of docs/models.md.
 
     python -m tools.bench.import_memory [--gib 2]
 
-Writes a Llama-like directory of that size in bfloat16 (random, four shards), and loads it in a process of its own: as a
-frozen base under adapters, whose layout is hardly larger than the weights.
+Writes a Llama-like directory of that size in bfloat16 (random, four shards), and loads it in a separate process as a
+frozen base under adapters, because then the layout is hardly larger than the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIM, HIDDEN, VOCAB, SHARDS = 2048, 5504, 32000, 4
 
 
 def write(folder: Path, gib: float) -> None:
-    """A directory of about that size."""
+    """Write a model directory of about that size."""
     layer = 4 * DIM * DIM + 3 * DIM * HIDDEN
     layers = round((gib * 2**30 / 2 - 2 * VOCAB * DIM) / layer)
     facts = {
@@ -63,18 +63,18 @@ def write(folder: Path, gib: float) -> None:
 
 
 def status(field: str) -> int:
-    """Bytes, of this process."""
+    """Return a memory figure of this process, in bytes."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found[1]) * 1024
 
 
 def load(folder: str) -> None:
-    """Loads the directory, and prints what that took."""
+    """Load the directory, and print how much memory that took."""
     config = configs.load(f"lora:{folder}")
     config.data.global_batch_size = 1
     program = Program(config.instantiate(), jax.devices()[:1])
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
     assert program.experiment.pretrained is not None
     state = program.experiment.pretrained.init(program)
@@ -89,7 +89,7 @@ def load(folder: str) -> None:
 
 
 def main() -> None:
-    """Writes, and loads in a fresh process."""
+    """Write the directory, and load it in a fresh process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--load", metavar="DIR", help=argparse.SUPPRESS)

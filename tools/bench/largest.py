@@ -1,10 +1,11 @@
-"""The largest Llama 3 that one device carries with its host, by the compiler, with three optimizers.
+"""Find the largest Llama 3 that one device can train with its host's memory, by the compiler, for three optimizers.
 
     python -m tools.bench.largest [MACHINE ...] [--missing] [--estimate] [--jsonl=FILE] [--page=FILE]
 
-Without names, all machines whose compiler is installed; a machine that is asked for again replaces its rows, unless
-only those that are missing are asked for. AdamW trains as the config says: bfloat16 weights with a float32 master copy,
-float32 moments. The other two keep the weights in bfloat16 alone, rounded at random. One row of 8192 tokens.
+Without names, runs all machines whose compiler is installed. Running a machine again replaces its rows; with --missing,
+only rows that do not exist yet are added. AdamW trains as the config specifies: bfloat16 weights with a float32 master
+copy, float32 moments. The other two store the weights only in bfloat16, with stochastic rounding. One row of 8192
+tokens.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ OPTIMIZERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "8-bit AdamW": (("learner.optimizer", "adamw8bit"), *_ROUNDED),
     "AdaLomo": (("learner.optimizer", "adalomo"), *_ROUNDED),
 }
-# GiB of host memory; None: what is known of the target.
+# GiB of host memory; None uses the target's known host memory.
 MACHINES: Mapping[str, int | None] = {"h200": 128, "h100": 128, "4090": 64, "v5e-1": None}
-# Billions of parameters that bytes alone allow: all of the device and of the host, and a layer's buffers.
+# Billions of parameters that fit by bytes only: all device and host memory, and one layer's buffers.
 ARITHMETIC = {
     ("h100", "AdamW"): 13,
     ("h100", "8-bit AdamW"): 47,
@@ -66,13 +67,13 @@ allows.
 
 
 class Row(NamedTuple):
-    """The largest size of a machine and an optimizer.
+    """The largest size for a machine and an optimizer.
 
     Attributes:
-        machine: its target.
-        optimizer: a name of `OPTIMIZERS`.
-        point: None where nothing fits.
-        seconds: that the search took.
+        machine: target name of the machine.
+        optimizer: name in `OPTIMIZERS`.
+        point: the largest size, or None if nothing fits.
+        seconds: duration of the search.
     """
 
     machine: str
@@ -81,12 +82,12 @@ class Row(NamedTuple):
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Convert to JSON data."""
         return {**self._asdict(), "point": None if self.point is None else self.point.to_json()}
 
 
 def row_of(machine_name: str, optimizer: str, *, estimate: bool) -> Row:
-    """Looks for the largest size."""
+    """Search for the largest size."""
     target = targets.resolve(machine_name)
     config = load(_CONFIG)
     overrides = [_BATCH, *OPTIMIZERS[optimizer]]
@@ -106,7 +107,7 @@ def row_of(machine_name: str, optimizer: str, *, estimate: bool) -> Row:
 
 
 def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
     head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
     return head + "".join(map(_line, rows))
@@ -143,7 +144,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Looks for the largest sizes, and writes rows and page."""
+    """Search for the largest sizes, and write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*", metavar="MACHINE", help=", ".join(MACHINES))
     parser.add_argument("--missing", action="store_true", help="leave the rows that are there as they are")
@@ -166,7 +167,7 @@ def main() -> None:
                 continue
             print(f"{name}, {optimizer}", flush=True)
             rows[name, optimizer] = row_of(name, optimizer, estimate=args.estimate).to_json()
-            # Each row at once: a later one may take minutes, or fail.
+            # Write after each row: a later one may take minutes, or fail.
             ordered_keys = [(machine, one) for machine in MACHINES for one in OPTIMIZERS if (machine, one) in rows]
             ordered_rows = [rows[key] for key in ordered_keys]
             args.jsonl.write_text("".join(f"{json.dumps(row)}\n" for row in ordered_rows))

@@ -1,16 +1,16 @@
-"""The load line on eight pairs of a model and a machine: what is chosen, beside switches that are all or nothing.
+"""Autotuning on eight pairs of a model and a machine: the chosen settings, compared with all-or-nothing switches.
 
     python -m tools.bench.load_line [PAIR ...] [--estimate] [--jsonl=FILE] [--page=FILE]
 
-Without names, all pairs whose compiler is installed; a pair that is asked for again replaces its row. For each pair:
+Without names, runs all pairs. Running a pair again replaces its row. Measures for each pair:
 
-- the choice, confirmed by the target's compiler (unless --estimate), the part of the device's limit that it uses, the
-  seconds that the search took, and those of asking again;
-- the same search with the switches that others have: everything of a kind on the host or nothing, one policy for all
-  layers;
-- the best of a sweep of a smaller space by the same closed forms: the config's own mesh, every number of microbatches,
-  three policies (none, dots, full), every schedule of the platform, and eighths of the layers for each thing that may
-  be on the host, moved in the order of the search.
+- the choice, confirmed by the target's compiler (unless --estimate), the share of the device's limit that it uses, the
+  seconds that the search took, and the seconds of asking again;
+- the same search with the switches of other frameworks: each kind of array entirely on the host or not at all, and one
+  remat policy for all layers;
+- the best of a sweep of a smaller space by the same analytical estimates: the config's own mesh, every number of
+  microbatches, three policies (none, dots, full), every schedule of the platform, and, for each kind of array that can
+  be offloaded, eighths of the layers, moved in the order of the search.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Pair(NamedTuple):
     """A model and a machine.
 
     Attributes:
-        config: its name.
-        target: the machine's.
-        overrides: of the config.
-        host_gib: memory of a host; None: what is known of the target.
-        allowed: names of what may be changed of the training.
+        config: name of the config.
+        target: target name of the machine.
+        overrides: overrides of the config.
+        host_gib: host memory in GiB; None uses the target's known host memory.
+        allowed: names of the changes to the training that autotuning may make.
     """
 
     config: str
@@ -63,7 +63,7 @@ class Pair(NamedTuple):
 
 
 _ROWS = "data.global_batch_size"
-# By bytes alone, no AdamW of 70 billion parameters goes with one device and 128 GiB of its host's memory.
+# By bytes only, AdamW with 70 billion parameters does not fit in one device and 128 GiB of host memory.
 _ADALOMO = (
     ("learner.optimizer", "adalomo"),
     ("learner.optimizer.learning_rate", "5e-4"),
@@ -83,13 +83,13 @@ PAIRS = {
 
 
 class Switched(NamedTuple):
-    """The best with switches for all layers.
+    """The best settings with switches for all layers.
 
     Attributes:
-        overrides: as flags.
-        seconds: of a step by the closed form.
-        moved: bytes that pass the link in a step.
-        peak: bytes of one device by the closed form.
+        overrides: the settings as flags.
+        seconds: estimated seconds of a step.
+        moved: bytes that cross the host link in a step.
+        peak: estimated peak bytes of one device.
     """
 
     overrides: str
@@ -99,17 +99,17 @@ class Switched(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a pair came to.
+    """Result for a pair.
 
     Attributes:
-        pair: its name.
-        choice: None where nothing fits.
-        failure: why.
+        pair: name of the pair.
+        choice: the chosen settings, or None if nothing fits.
+        failure: why nothing fits.
         searched: seconds of the search.
-        again: seconds of asking the same again.
-        switched: the best with switches for all layers; None where there is none.
-        swept: how many settings the smaller space has.
-        best_of_sweep: the least seconds of a step in it; None where none of it fits.
+        again: seconds of asking the same question again.
+        switched: the best with switches for all layers, or None if nothing fits.
+        swept: number of settings in the smaller space.
+        best_of_sweep: least seconds of a step in the smaller space, or None if nothing in it fits.
     """
 
     pair: str
@@ -122,14 +122,14 @@ class Row(NamedTuple):
     best_of_sweep: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Convert to JSON data."""
         choice = None if self.choice is None else self.choice.without_neighbors().to_json()
         switched = None if self.switched is None else self.switched._asdict()
         return {**self._asdict(), "choice": choice, "switched": switched}
 
 
 def row_of(name: str, *, estimate: bool) -> Row:
-    """Asks for a pair's choice, and for what it is compared with."""
+    """Run the search for a pair, and the searches that it is compared with."""
     pair = PAIRS[name]
     target = targets.resolve(pair.target)
     config = load(pair.config, shape_is_enough=True)
@@ -160,7 +160,7 @@ def _chooser(pair: Pair, config: Config, target: Target, host_bytes: int | None)
 
 
 def _informed(chooser: Chooser, known: CompiledBytes) -> Chooser:
-    """The chooser once it has heard all that the compiler said in the search: what it takes to fit is then the same."""
+    """Give the chooser all compiled peaks of the search, so that its notion of what fits is the same."""
     for settings, compiled in known.items():
         cost = chooser.forms.cost(settings)
         if cost is not None:
@@ -169,8 +169,8 @@ def _informed(chooser: Chooser, known: CompiledBytes) -> Chooser:
 
 
 def _switched(chooser: Chooser) -> Switched | None:
-    """The best where no setting may differ from layer to layer."""
-    # Without units there is nothing between all and nothing.
+    """Return the best settings that do not vary between layers."""
+    # With no repeating units, the search has nothing between all layers and none.
     chooser.space.num_units = 0
     best = chooser.propose()
     if best is None:
@@ -179,7 +179,7 @@ def _switched(chooser: Chooser) -> Switched | None:
 
 
 def _swept(chooser: Chooser) -> tuple[float | None, int]:
-    """(the least seconds of a step of the smaller space, how many settings it has)."""
+    """Return (least seconds of a step in the smaller space, number of settings in it)."""
     seconds = []
     count = 0
     for settings in _smaller_space(chooser):
@@ -191,7 +191,7 @@ def _swept(chooser: Chooser) -> tuple[float | None, int]:
 
 
 def _smaller_space(chooser: Chooser) -> Iterator[Settings]:
-    """The settings of the sweep, each once."""
+    """Yield the settings of the sweep, each once."""
     space = chooser.space
     known: set[Settings] = set()
     for variant, remat, count in itertools.product(chooser.variants, _REMATS, space.accumulations(())):
@@ -205,7 +205,7 @@ def _smaller_space(chooser: Chooser) -> Iterator[Settings]:
 
 
 def _placements(chooser: Chooser, schedule: Settings) -> Iterator[Settings]:
-    """What is on the host, from nothing to everything, by eighths of the layers."""
+    """Yield placements of arrays on the host, from none to all, by eighths of the layers."""
     space = chooser.space
     for levels in space.ladders(schedule):
         for level in levels:
@@ -218,7 +218,7 @@ def _placements(chooser: Chooser, schedule: Settings) -> Iterator[Settings]:
 
 
 def main() -> None:
-    """Asks for the pairs, and writes rows and page."""
+    """Run the searches for the pairs, and write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=", ".join(PAIRS))
     parser.add_argument("--estimate", action="store_true", help="do not compile")
@@ -234,7 +234,7 @@ def main() -> None:
         rows = {row["pair"]: row for row in stored_rows}
     names = args.pairs or list(PAIRS)
     targets.environment(",".join(PAIRS[name].target for name in names))
-    # JAX starts once, with as many CPU devices as any pair has.
+    # JAX starts only once, so it needs as many CPU devices as the largest pair.
     start_cpus(targets.resolve(PAIRS[name].target) for name in names)
     for name in names:
         row = row_of(name, estimate=args.estimate)
@@ -244,7 +244,7 @@ def main() -> None:
             seconds = human_duration(row.choice.seconds or 0.0)
             said = f"{human_bytes(row.choice.peak)}, {seconds} a step: {row.choice.flags}"
         print(f"{name} ({row.searched:.0f} s): {said}", flush=True)
-        # Each row at once: a later pair may take minutes, or fail.
+        # Write after each row: a later pair may take minutes, or fail.
         ordered_rows = [rows[pair] for pair in PAIRS if pair in rows]
         args.jsonl.write_text("".join(f"{json.dumps(one)}\n" for one in ordered_rows))
         args.page.write_text(page_of(ordered_rows))

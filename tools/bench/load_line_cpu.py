@@ -1,11 +1,11 @@
-"""Whether the fastest settings by the plan are the fastest by the clock: GPT-2 124M on eight CPU devices.
+"""Test whether the plan ranks settings as measured times do: GPT-2 124M on eight CPU devices.
 
     python -m tools.bench.load_line_cpu [--rounds=3] [--page=FILE]
 
-Of all meshes, numbers of microbatches, schedules and policies of the search that fit, the five fastest by the closed
-form are measured; of settings whose times differ by less than 1%, which the search calls as fast, the one that changes
-least. Three slower ones are measured beside them, each 25% slower than the one before, as the first five are close to
-each other. Rounds alternate between the settings; seconds are medians.
+Of all fitting combinations of mesh, number of microbatches, schedule and remat policy in the search, measures the five
+fastest by the analytical estimate. Among settings whose times differ by less than 1%, which the search treats as
+equally fast, it takes the one with the fewest changes. The first five are close to each other, so it also measures
+three slower ones, each 25% slower than the one before. Rounds alternate between the settings; seconds are medians.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from launch.cli import apply_overrides
 _BEST = 5
 _SLOWER = 1.25
 _MOST_SLOWER = 3
-# A step of the published batch takes minutes here.
+# A step with the config's own batch takes minutes here.
 _SMALLER = (("data.global_batch_size", "8"), ("data.seq_len", "128"))
 _HEAD = """# The load line by the clock
 
@@ -53,18 +53,18 @@ Ranks agree to {best:.2f} among the five best, and to {all:.2f} among all (Spear
 
 
 class Rival(NamedTuple):
-    """Settings, and the seconds of a step by the closed form."""
+    """Settings, and their estimated seconds of a step."""
 
     settings: Settings
     seconds: float
 
 
 class Measured:
-    """A program of some settings, and the seconds that its steps took.
+    """The program for one choice of settings, and the measured seconds of its steps.
 
     Args:
-        config: of the training.
-        rival: whose settings.
+        config: config of the training run.
+        rival: settings to measure.
     """
 
     def __init__(self, config: Config, rival: Rival):
@@ -77,7 +77,7 @@ class Measured:
         self._batch = self._program.put({"tokens": tokens, "targets": tokens, "weights": np.ones(shape, np.float32)})
 
     def run(self) -> None:
-        """Takes two steps, and notes the seconds of the second one. The state of one program at a time is alive."""
+        """Take two steps and record the seconds of the second one. Only one program's state is alive at a time."""
         state: Any = self._program.init()
         state, _ = self._program.step(state, self._batch)
         jax.block_until_ready(state)
@@ -88,12 +88,12 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(self.seconds)
 
 
 def rivals(chooser: Chooser) -> list[Rival]:
-    """All settings of the search that fit, the fastest first."""
+    """Return all settings of the search that fit, fastest first."""
     space = chooser.space
     seconds: dict[Settings, float] = {}
     for variant, mesh in itertools.product(chooser.variants, space.meshes()):
@@ -109,7 +109,7 @@ def rivals(chooser: Chooser) -> list[Rival]:
 
 
 def chosen(ordered_rivals: Sequence[Rival]) -> list[Rival]:
-    """Those to be measured: the best, and slower ones."""
+    """Select the settings to measure: the best, and some slower ones."""
     measured_rivals: list[Rival] = []
     for rival in ordered_rivals:
         apart = AS_FAST if len(measured_rivals) < _BEST else _SLOWER
@@ -121,7 +121,7 @@ def chosen(ordered_rivals: Sequence[Rival]) -> list[Rival]:
 
 
 def page_of(measured: Sequence[Measured], rounds: int) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib").items())
     head = _HEAD.format(
         day=date.today().isoformat(),
@@ -147,14 +147,14 @@ def page_of(measured: Sequence[Measured], rounds: int) -> str:
 
 
 def _agreement(measured: Sequence[Measured]) -> float:
-    """Spearman's rank correlation of planned and measured seconds."""
+    """Return Spearman's rank correlation of planned and measured seconds."""
     planned_ranks = stats.rankdata([one.rival.seconds for one in measured])
     measured_ranks = stats.rankdata([one.median for one in measured])
     return float(np.corrcoef(planned_ranks, measured_ranks)[0, 1])
 
 
 def main() -> None:
-    """Measures, and writes the page."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/load_line_cpu.md"))

@@ -1,11 +1,12 @@
-"""How far long sums are off in bfloat16 compute: the table of docs/benchmarks/long_sums.md.
+"""Error of long sums in bfloat16 compute: the table of docs/benchmarks/long_sums.md.
 
     python -m tools.bench.long_sums                # 65,536 tokens, on this machine's first device
     python -m tools.bench.long_sums --tokens=8192
 
-Each row is one kind of sum that a training step takes, as the framework's own layer or learner takes it: the length of
-its error over the length of the same sum in float64. Layers are differentiated one at a time, with the same bfloat16
-inputs, weights and cotangents on both sides, so that the rounding of activations between layers does not count.
+Each row is one kind of sum in a training step, computed by the framework's own layer or learner. The figure is the norm
+of the sum's error divided by the norm of the same sum in float64. Layers are differentiated one at a time, with the
+same bfloat16 inputs, weights and cotangents on both sides, so that rounding of activations between layers does not
+count.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ from framework.layout import Nested, ParameterSpec, flatten, unflatten
 from framework.learner.learner import Learner
 
 LENGTH, DIM, VOCAB = 256, 64, 512
-COMMON = 3  # the token that is a tenth of all
-USES = 512  # of a shared layer, and microbatches
+COMMON = 3  # the token that makes up a tenth of all tokens
+USES = 512  # uses of a shared layer, and number of microbatches
 Row = tuple[str, float]
 Apply = Callable[[Layer, Nested, Any, Context], Any]
 
 
 class Shift(Layer):
-    """x + w: the least layer that a stack can share."""
+    """x + w: the smallest layer that a stack can share."""
 
     def __init__(self, *, dim: int):
         self.dim = dim
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """shift [dim]."""
+        """Return the spec of shift [dim]."""
         return {"shift": ParameterSpec((self.dim,), "float32", roles=("channel",))}
 
     def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """x -> x + w."""
+        """Add the shift to x."""
         return carry + weights["shift"], Out()
 
 
 def relative_error(found: Any, exact: Any) -> float:
-    """The length of the difference over the length of what is exact."""
+    """Return the norm of the difference divided by the norm of the exact value."""
     found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
 def gradients(layer: Layer, apply: Apply, stored: Any, x: Any, batch: Nested, dtype: Any) -> tuple[Any, Nested]:
-    """(value, {path: gradient}) of one layer whose floats are computed in `dtype`.
+    """Return (value, {path: gradient}) of one layer whose floats are computed in `dtype`.
 
-    A scalar value is a loss; else the output's cotangent is drawn, with a mean that is not zero.
+    A scalar value is a loss; otherwise the output's cotangent is random, with a nonzero mean.
     """
     ctx = Context(batch=batch, num_targets=jnp.float32(batch["tokens"].size), training=True, compute_dtype=dtype)
 
@@ -83,7 +84,7 @@ def gradients(layer: Layer, apply: Apply, stored: Any, x: Any, batch: Nested, dt
 
 
 def layer_rows(name: str, layer: Layer, apply: Apply, batch: Nested, x: Any, dtype: str) -> Iterator[Row]:
-    """A row for the gradient of each of a layer's parameters, which are stored in `dtype`."""
+    """Yield a row for the gradient of each of a layer's parameters, which are stored in `dtype`."""
     specs, rng = flatten(layer.parameter_specs()), np.random.default_rng(1)
 
     def draw(spec: ParameterSpec) -> jax.Array:
@@ -113,18 +114,18 @@ def layer_rows(name: str, layer: Layer, apply: Apply, batch: Nested, x: Any, dty
 
 
 def called(layer: Any, weights: Nested, x: Any, ctx: Context) -> Any:
-    """A layer that is called with what it is to change."""
+    """Call a layer on its input."""
     return layer(weights, x, ctx)
 
 
 def applied(layer: Layer, weights: Nested, x: Any, ctx: Context) -> Any:
-    """A stage: its output, or the loss of the last one."""
+    """Apply a stage; return its output, or the loss if it is the last stage."""
     y, out = layer.apply(weights, x, ctx, {})
     return out.loss if y is None else y
 
 
 def all_layers(tokens: int, dtype: str) -> Iterator[Row]:
-    """The gradients of every kind of layer."""
+    """Yield the rows of the gradients of every kind of layer."""
     rng, shape = np.random.default_rng(0), (tokens // LENGTH, LENGTH)
     ids = np.where(rng.random(shape) < 0.1, COMMON, rng.integers(0, VOCAB, shape)).astype(np.int32)
     batch = {"tokens": jnp.asarray(ids), "targets": jnp.asarray(np.roll(ids, 1)), "weights": jnp.ones(shape)}
@@ -148,7 +149,7 @@ def all_layers(tokens: int, dtype: str) -> Iterator[Row]:
 
 
 def shared_row(dtype: str) -> Row:
-    """The gradient of a layer that all units of a stack share."""
+    """Return the row of the gradient of a layer that all units of a stack share."""
     stack = Stack(dim=DIM, num_layers=2 * USES, pattern=[config_for(Shift), config_for(Shift)], shared=[1])
     own = {"block0": {"shift": jnp.zeros((USES, DIM), dtype)}}
     shared = {"block1": {"shift": jnp.zeros(DIM, dtype)}}
@@ -164,7 +165,7 @@ def shared_row(dtype: str) -> Row:
 
 
 def learner_rows(dtype: str) -> Iterator[Row]:
-    """Sums that the learner takes: over microbatches, over elements for the norm, and over updates for averages."""
+    """Yield rows for the learner's sums: over microbatches, over elements (norm), and over updates (averages)."""
     spec = ParameterSpec((DIM,), dtype, roles=("channel",))
     settings: Any = {"optimizer": config_for(optax.sgd, learning_rate=0.0), "clip": None, "ema": 0.999}
     learner = Learner(specs={"head": {"scale": spec}}, accumulate=USES, **settings)
@@ -177,7 +178,7 @@ def learner_rows(dtype: str) -> Iterator[Row]:
     norm = jax.jit(learner.norm)({"scale": many})
     yield "norm of 4,194,304 gradients", relative_error(norm, np.linalg.norm(np.asarray(many, np.float64)))
 
-    goal = jnp.asarray(rng.normal(size=DIM), dtype)  # weights that stay, and an average that begins elsewhere
+    goal = jnp.asarray(rng.normal(size=DIM), dtype)  # constant weights, and an average that starts elsewhere
     params, optimizer, _ = learner.init({"head": {"scale": goal.astype(jnp.float32)}})
     average = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), learner.ema_specs())
     counter = {"step": jnp.int32(1), "skipped": jnp.int32(0), "grad_norm": jnp.float32(1)}
@@ -193,7 +194,7 @@ def learner_rows(dtype: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 16, help=f"a multiple of {LENGTH}")
     tokens = parser.parse_args().tokens

@@ -1,12 +1,12 @@
-"""Whether the plan of MaxText's own step has the bytes that MaxText's `memory_analysis()` has.
+"""Check that the plan of MaxText's own step reports the same bytes as MaxText's `memory_analysis()`.
 
     python -m tools.bench.maxtext_bytes compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=1 \\
         max_target_length=2048
 
-The arguments are fields of MaxText's config; compile_topology is the target. It is compiled twice: by MaxText's own
-train_compile in a process of its own, in which nothing of Plimsoll is imported (tools/bench/maxtext_step.py), and
-through `framework.plan_function` (tools/bench/maxtext_function.py). Exits with 1 where a figure differs by more than
-0.1%. For an environment in which MaxText is installed beside Plimsoll.
+The arguments are fields of MaxText's config; compile_topology is the target. The step is compiled twice: by MaxText's
+own train_compile in a separate process that imports nothing of Plimsoll (tools/bench/maxtext_step.py), and through
+`framework.plan_function` (tools/bench/maxtext_function.py). Exits with 1 if a figure differs by more than 0.1%. Needs
+an environment in which both MaxText and Plimsoll are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.bench import maxtext_function
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
 _TOLERANCE = 0.001
-# Those of `memory_analysis()`, and what the report of a plan calls them.
+# Figures of `memory_analysis()`, and their names in the report of a plan.
 _FIGURES = {
     "argument": "device_argument_bytes",
     "output": "device_output_bytes",
@@ -37,7 +37,7 @@ _FIGURES = {
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Compiles the step twice and prints both accounts."""
+    """Compile the step twice and print both accounts."""
     topologies = [field.partition("=")[2] for field in argv if field.startswith("compile_topology=")]
     if not topologies:
         raise cli.UsageError("compile_topology=NAME is required, such as v5e-16")
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compiled_by_maxtext() -> dict:
-    """What tools/bench/maxtext_step.py keeps. Raises UsageError: MaxText failed."""
+    """Return the step.json that tools/bench/maxtext_step.py writes. Raises UsageError if MaxText fails."""
     with tempfile.TemporaryDirectory(prefix="plimsoll-maxtext-") as name:
         command = [sys.executable, str(_SCRIPT), name, *maxtext_function.command()[2:]]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

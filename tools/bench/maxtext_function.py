@@ -3,10 +3,10 @@
     MAXTEXT="compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=1 max_target_length=2048" \\
     plimsoll plan --function=tools/bench/maxtext_function.py:step --target=v5e-16
 
-For an environment in which MaxText is installed beside Plimsoll. The variable has fields of MaxText's config, of which
-compile_topology is the target; a field with spaces stands in quotes. The helpers are those that MaxText's ahead-of-time
-compilation calls, in its order (maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py
-compares the plan with MaxText's word.
+Needs an environment in which both MaxText and Plimsoll are installed. The variable holds fields of MaxText's config;
+compile_topology is the target, and a field with spaces needs quotes. The helpers are those that MaxText's ahead-of-time
+compilation calls, in the same order (maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py
+compares the plan with MaxText's own figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 FIELDS = "compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=1 max_target_length=2048"
-# Of the processes in which MaxText is compiled.
+# Environment of the processes that compile MaxText.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # nothing runs
     "TPU_SKIP_MDS_QUERY": "1",
@@ -28,12 +28,12 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
 }
-# What `main` of train_compile sets before anything else.
+# The flag that `main` of train_compile sets before anything else.
 _RANDOM_FLAG = "--xla_tpu_spmd_rng_bit_generator_unsafe=true"
 
 
 def command() -> list[str]:
-    """The arguments of MaxText's train_compile: the fields of the variable, one slice, and no files."""
+    """Return the arguments of MaxText's train_compile: the fields of the variable, one slice, and no files."""
     import maxtext  # pyright: ignore[reportMissingImports]
 
     base = Path(next(iter(maxtext.__path__))) / "configs" / "base.yml"
@@ -49,8 +49,8 @@ def command() -> list[str]:
 
 
 def step() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """MaxText's step, its abstract arguments, and the options of `framework.plan_function`."""
-    # Of its environment, which need not be this one.
+    """Return MaxText's step, its abstract arguments, and the options of `framework.plan_function`."""
+    # Installed in MaxText's environment, but not necessarily in this one.
     from flax.linen import partitioning  # pyright: ignore[reportMissingImports]
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
     from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
@@ -74,6 +74,6 @@ def step() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         "donate": donated,
         "compiler_options": max_utils.parse_libtpu_flags_to_dict(config.compile_xla_flags),
     }
-    # MaxText's names of axes mean something in this context, in which it traces its step.
+    # MaxText's axis names are only defined in this context, in which MaxText itself traces its step.
     in_axes = partitioning.axis_rules(config.logical_axis_rules)  # pyright: ignore[reportPrivateImportUsage]
     return in_axes(function), arguments, options

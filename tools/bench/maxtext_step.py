@@ -1,11 +1,11 @@
-"""Compiles MaxText's training step for a TPU, and keeps what the compiler says of it.
+"""Compile MaxText's training step for a TPU, and save the compiler's output.
 
     PYTHON tools/bench/maxtext_step.py FOLDER compile_topology=v5e-16 model_name=llama2-7b ...
 
-For an environment in which MaxText is installed: tools/bench/tpu_time_maxtext.py starts this with its Python. It runs
-MaxText's own ahead-of-time compilation (maxtext.trainers.pre_train.train_compile) with the arguments behind FOLDER, and
-only keeps in FOLDER the executable's text, what the compiler dumps, and step.json: seconds, its `memory_analysis()`,
-and versions. Imports nothing of Plimsoll.
+Needs an environment in which MaxText is installed; tools/bench/tpu_time_maxtext.py starts this script with that
+environment's Python. It runs MaxText's own ahead-of-time compilation (maxtext.trainers.pre_train.train_compile) with
+the arguments after FOLDER. In FOLDER it saves the executable's text, the compiler's dump, and step.json: seconds,
+`memory_analysis()`, and versions. Imports nothing of Plimsoll.
 """
 
 import importlib.metadata
@@ -19,13 +19,13 @@ import jax
 
 
 def main(folder: Path, arguments: list[str]) -> None:
-    """Compiles the step that the arguments of train_compile describe."""
+    """Compile the step that the arguments of train_compile describe."""
     compile_lowered = jax.stages.Lowered.compile
     seconds: list[float] = []
     memory: dict[str, int] = {}
 
     def compile_and_dump(lowered: Any, compiler_options: Any = None, **others: Any) -> Any:
-        # train_compile compiles one program; were there others, the step would be the last of them.
+        # train_compile compiles one program. If it compiled several, the step would be the last one.
         dump = {"xla_dump_to": str(folder / f"dump-{len(seconds):03d}")}
         start = time.perf_counter()
         compiled = compile_lowered(lowered, compiler_options={**(compiler_options or {}), **dump}, **others)
@@ -33,7 +33,7 @@ def main(folder: Path, arguments: list[str]) -> None:
         (folder / "hlo.txt").write_text(compiled.as_text() or "")
         stats = compiled.memory_analysis()
         assert stats is not None
-        # Results in the place of donated arguments are counted once; the compiler's peak counts host memory too.
+        # Results that reuse donated arguments are counted once; the compiler's peak counts host memory too.
         host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
         host_arguments_and_results = stats.host_argument_size_in_bytes + host_results
         memory.update(

@@ -1,11 +1,12 @@
-"""What each schedule needs, by the target's compiler: the table of docs/benchmarks/memory_table.md.
+"""Memory that each schedule needs, by the target's compiler: the table of docs/benchmarks/memory_table.md.
 
     python -m tools.bench.memory_table                 # every row, as markdown; minutes each
     python -m tools.bench.memory_table ROW ROW         # some rows
     python -m tools.bench.memory_table --list          # their names and commands
 
-Each row is one `plimsoll plan --step_only`, so it is printed again at once while nothing has changed. Rows for GPUs
-need the plan-gpu extra, others plan-tpu; what cannot be planned here is left out, with the reason below the table.
+Each row is one `plimsoll plan --step_only`, so it prints from the plan's cache while nothing has changed. Rows for GPUs
+need the plan-gpu extra, others plan-tpu. Rows that cannot be planned here are left out, with the reason below the
+table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ IN_BACKWARD = {"memory.update": "in_backward", "learner.clip_mode": "update_rms"
 PRECISE = {"model.param_dtype": "float32", "learner.master_dtype": "None"}
 ADAFACTOR = {
     "memory.update": "in_backward",
-    "learner.optimizer": "optax.adafactor",  # whose own clipping is by the RMS of the update
+    "learner.optimizer": "optax.adafactor",  # clips by the RMS of the update on its own
     "learner.optimizer.learning_rate": "1e-3",
     "learner.rules": "[]",
     "learner.clip": "None",
@@ -50,7 +51,7 @@ LORA = {
     "model.lora.targets": ".*",
     **IN_BACKWARD,
 }
-Row = tuple[str, str, int, dict[str, str]]  # config, target, tokens on a device, fields
+Row = tuple[str, str, int, dict[str, str]]  # config, target, tokens per device, fields
 ROWS: dict[str, Row] = {
     "whole": ("llama2-7b", "v5e-8", 4096, HOSTED),
     "streamed": ("llama2-7b", "v5e-8", 4096, STREAMED),
@@ -83,7 +84,7 @@ ROWS: dict[str, Row] = {
 
 
 def command(row: Row) -> list[str]:
-    """The arguments of `plimsoll plan`."""
+    """Return the arguments of `plimsoll plan`."""
     config, target, tokens, fields = row
     devices = int(target.split("x")[-1] if "x" in target else target.split("-")[1])
     fields = {"memory.remat": "full", "data.seq_len": str(tokens), "data.global_batch_size": str(devices), **fields}
@@ -96,7 +97,7 @@ def command(row: Row) -> list[str]:
 
 
 def measure(row: Row) -> dict[str, Any] | str:
-    """The report, or why there is none."""
+    """Return the report, or why there is none."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "report.json")
         done = subprocess.run(
@@ -109,7 +110,7 @@ def measure(row: Row) -> dict[str, Any] | str:
 
 
 def line(name: str, row: Row, report: dict[str, Any]) -> str:
-    """One line of the table. The state's bytes are those of the layout, which stay on a device all the time."""
+    """Return one line of the table. The state's bytes are those of the layout, which stay on a device all the time."""
     gib = 2**30
     peak, state = report["device_peak_bytes"], report["phases"]["restore"]["device_peak_bytes"]
     cells = (
@@ -125,7 +126,7 @@ def line(name: str, row: Row, report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Prints the rows that were asked for."""
+    """Print the requested rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="names of --list; all by default")
     parser.add_argument("--list", action="store_true")

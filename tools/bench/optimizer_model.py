@@ -1,6 +1,6 @@
-"""The run that every row of tools.bench.optimizers shares, as the stored results had it.
+"""The training run that all rows of tools.bench.optimizers share, as it was for the stored results.
 
-Named configs change; a row that is added later has to be of the same model, data and evaluation as the others.
+Named configs change, but a row that is added later needs the same model, data and evaluation as the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from framework.config import Config
 
 
 def one_million() -> Config:
-    """A 1M-parameter Llama of the Python standard library's source, with a vocabulary of 2,048 ids."""
+    """Return a 1M-parameter Llama trained on the Python standard library's source, with a vocabulary of 2,048 ids."""
     vocab_size = 2048
     config = configs.load("stdlib-tiny")
     config.model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=vocab_size, tied=True)

@@ -1,4 +1,4 @@
-"""What tools.bench.optimizers compares: a row for each optimizer, and the run that all of them share.
+"""Rows of the tools.bench.optimizers comparison, one per optimizer, and the run that they share.
 
 All rows train a model of 1M parameters (`optimizer_model.py`) on the same tokens: float32 compute, gradients clipped to
 a global norm of 1, a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay,
@@ -16,21 +16,21 @@ import optax
 import configs
 from framework.config import Config, config_for
 
-WARMUP, END = 0.1, 0.1  # of the steps; of the peak
+WARMUP, END = 0.1, 0.1  # fraction of the steps; fraction of the peak rate
 BATCH = 4  # sequences of 256 tokens
 MODEL = "tools/bench/optimizer_model.py:one_million"
 
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer, as the command line has it.
+    """An optimizer and its settings, as given on the command line.
 
     Args:
-        title: its name in the table.
+        title: name in the table.
         sets: overrides by dotted path, in order; the first one selects the optimizer.
-        rates: learning rates to try, ascending; or the row whose best one is taken.
-        weights: of the second table, which compares dtypes of weights.
-        baseline: the row that it is compared with.
+        rates: learning rates to try, ascending; or the name of the row whose best rate is used.
+        weights: whether the row belongs to the second table, which compares dtypes of weights.
+        baseline: name of the row to compare with.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Row:
 
 
 def _row(title: str, optimizer: str, rates: tuple[float, ...] | str, **more: str) -> Row:
-    """A row with `learner.optimizer`; keywords are paths, `learner__moment_dtype` say, or fields of the optimizer."""
+    """Build a row with `learner.optimizer`. Keywords are paths such as `learner__moment_dtype`, or optimizer fields."""
     sets = {"learner.optimizer": optimizer}
     for name, value in more.items():
         sets[name.replace("__", ".") if "__" in name else f"learner.optimizer.{name}"] = value
@@ -50,7 +50,7 @@ def _row(title: str, optimizer: str, rates: tuple[float, ...] | str, **more: str
 
 _BF16 = {"learner__moment_dtype": "bfloat16"}
 _ADAM = (2e-3, 5e-3, 1.25e-2)
-_RELATIVE = (0.03, 0.1, 0.3)  # of steps that are relative to the weights' size, 0.02 at first
+_RELATIVE = (0.03, 0.1, 0.3)  # rates of steps that are relative to the size of the weights, which is 0.02 at first
 _LION = (2e-4, 5e-4, 1.25e-3)
 _TABLES = """[{"$class": "framework.learner.rules.Rule", "pattern": "^embed|norm",
     "set": {"learning_rate.peak_value": 0.0125, "learning_rate.end_value": 0.00125}}]"""
@@ -76,7 +76,10 @@ ROWS = {
 
 
 def _weights(title: str, of: str, **learner: str) -> Row:
-    """Another row's optimizer at its best rate with bf16 weights; moments are float32 unless that row says else."""
+    """Build a row that runs another row's optimizer at its best rate with bf16 weights.
+
+    Moments are float32 unless that row sets another dtype.
+    """
     sets = {"model.param_dtype": "bfloat16", "learner.moment_dtype": "float32"} | ROWS[of].sets
     return Row(title, sets | {f"learner.{name}": v for name, v in learner.items()}, of, weights=True, baseline="master")
 
@@ -92,7 +95,7 @@ ROWS |= {
 
 
 def build(row: Row, rate: float, seed: int, steps: int, spec: str = MODEL) -> Config:
-    """The config of one run. Raises ConfigError when a row's path or value does not exist."""
+    """Build the config of one run. Raises ConfigError if a row's path or value does not exist."""
     config = configs.load(spec)
     config.learner.rules, config.learner.master_dtype = [], None
     for path, text in row.sets.items():

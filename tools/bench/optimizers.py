@@ -1,13 +1,13 @@
-"""Do optimizers with little memory still learn? Bytes, time and bits per byte of each, beside AdamW.
+"""Compare memory-efficient optimizers with AdamW: bytes of state, step time, and bits per byte after training.
 
     python -m tools.bench.optimizers --rows adamw,lion --results results.jsonl     # trains, then prints
     python -m tools.bench.optimizers --times --results results.jsonl               # step times, side by side
     python -m tools.bench.optimizers --print --results docs/benchmarks/optimizers.jsonl
 
-Each learning rate of a row is tried with one seed, and one beyond an edge that is the best; the best one gets the other
-seeds, which change initialization and order of data. Whatever is finished is a line of the results file at once and is
-not done again, as long as the optimizer does the same: three steps are compared first. Several processes may add to one
-file, each with rows of its own.
+Each learning rate of a row is tried with one seed. If the best rate is at an edge, one more rate beyond that edge is
+tried. The best rate then gets the other seeds, which change initialization and data order. Every finished run is
+appended to the results file immediately and is not repeated as long as the optimizer behaves the same, which a
+comparison of three steps checks first. Several processes may append to one file if each has its own rows.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from tools.bench.optimizer_rows import MODEL, ROWS, Row, build
 from tools.bench.ratios import ratio
 
 Line = dict[str, Any]
-SAME = 2e-3  # relative: of what three steps change, when an optimizer still does the same
-LOSES = {False: 0.01, True: 0.005}  # of the baseline's bits per byte: an optimizer, weights in bf16
+SAME = 2e-3  # relative tolerance of the change over three steps, for an optimizer to count as unchanged
+LOSES = {False: 0.01, True: 0.005}  # fraction of the baseline's bits per byte: for an optimizer, for bf16 weights
 TURN = 4  # steps
-LARGE = "llama2-7b"  # whose layout is shown too; no array of it is made
+LARGE = "llama2-7b"  # config whose layout is shown too; none of its arrays is allocated
 
 
 class Results:
-    """A file of JSON lines: runs, with their row, rate, seed, steps and `trace`; and times of rows."""
+    """A file of JSON lines: runs, with their row, rate, seed, steps and `trace`; and step times of rows."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @property
     def lines(self) -> list[Line]:
-        """All that is there now."""
+        """Read all lines."""
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
     def add(self, line: Line) -> Line:
-        """Appends it, in one write."""
+        """Append a line in a single write."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
         return line
 
     def runs(self, name: str, steps: int, trace: list[float] | None = None) -> dict[tuple[float, int], Line]:
-        """A row's runs by rate and seed, of those that do what the last one did, or what `trace` says."""
+        """Return a row's runs by rate and seed: those whose trace matches `trace`, or by default the last run's."""
         runs = [line for line in self.lines if line.get("run") == name and line["steps"] == steps]
         like = np.asarray(trace or [line["trace"] for line in runs[-1:]])
         return {(one["rate"], one["seed"]): one for one in runs if np.allclose(one["trace"], like, rtol=SAME, atol=0)}
 
 
 def program_of(row: Row, rate: float, seed: int, args: Namespace, **data: int) -> Program:
-    """Its program on one device, with data that is ready."""
+    """Build the program of a row on one device, and set up its data."""
     config = build(row, rate, seed, args.steps, args.config)
     for name, value in data.items():
         config.data.set_path(name, value)
@@ -74,7 +74,7 @@ def program_of(row: Row, rate: float, seed: int, args: Namespace, **data: int) -
 
 
 def trace(row: Row, args: Namespace) -> list[float]:
-    """What three steps on short sequences change: the RMS of each parameter's difference. Tells optimizers apart."""
+    """Return the RMS change of each parameter over three steps on short sequences. It identifies the optimizer."""
     program = program_of(row, 1e-2, 0, args, seq_len=16)
     first = jax.tree.map(np.asarray, (state := program.init())["parameter"])
     for step in range(3):
@@ -84,7 +84,7 @@ def trace(row: Row, args: Namespace) -> list[float]:
 
 
 def train(row: Row, rate: float, seed: int, args: Namespace) -> Line:
-    """One run: bits per byte of the validation set at its end, and the mean loss of the last tenth of its steps."""
+    """Train once; return the validation bits per byte at the end, and the mean loss of the last tenth of the steps."""
     started = time.process_time()
     program = program_of(row, rate, seed, args)
     experiment, state = program.experiment, program.init()
@@ -105,7 +105,7 @@ def train(row: Row, rate: float, seed: int, args: Namespace) -> Line:
 
 
 def search(name: str, results: Results, args: Namespace) -> None:
-    """All runs of a row that are not done yet: rates, one more beyond an edge, then seeds at the best."""
+    """Do the missing runs of a row: its rates, one more beyond an edge, then the other seeds at the best rate."""
     row = ROWS[name]
     if isinstance(row.rates, str) and not results.runs(row.rates, args.steps):
         raise cli.UsageError(f"row {name} takes the best learning rate of {row.rates}, which has no results; run that")
@@ -141,13 +141,13 @@ def _comparable(run: Line) -> float:
 
 
 def best_rate(runs: dict[tuple[float, int], Line]) -> float:
-    """The one with the lowest bits per byte with the first seed."""
+    """Return the rate with the lowest bits per byte for the first seed."""
     first = {rate: _comparable(run) for (rate, seed), run in runs.items() if seed == 0}
     return min(first, key=lambda rate: first[rate])
 
 
 def state_bytes(row: Row, spec: str, hosted: bool) -> tuple[float, float]:
-    """Bytes of optimizer state per trained parameter on the device and on the host, as the layout has them."""
+    """Return the layout's bytes of optimizer state per trained parameter, on the device and on the host."""
     config = build(row, 1e-2, 0, 10, spec)
     config.memory.optimizer_state = "pinned_host" if hosted else "device"
     experiment = config.instantiate()
@@ -158,7 +158,7 @@ def state_bytes(row: Row, spec: str, hosted: bool) -> tuple[float, float]:
 
 
 def time_steps(names: list[str], results: Results, args: Namespace) -> None:
-    """Steps of all rows side by side: each round takes turns, and ratios are of rounds. See tools.bench.ratios."""
+    """Time steps of all rows side by side; rows take turns within a round. See tools.bench.ratios for the ratios."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in ("adamw", *names)}
     programs = {name: program_of(ROWS[name], 1e-3, 0, args) for name in turns}
     states = {name: program.init() for name, program in programs.items()}
@@ -179,7 +179,7 @@ def time_steps(names: list[str], results: Results, args: Namespace) -> None:
 
 
 def quality(name: str, results: Results, args: Namespace) -> list[str]:
-    """Cells: best learning rate, bits per byte, difference from the baseline, seed by seed, and the verdict."""
+    """Return the cells: best learning rate, bits per byte, difference from the baseline by seed, and verdict."""
     runs, base = (results.runs(one, args.steps) for one in (name, ROWS[name].baseline))
     if not runs or not base:
         return ["not run", "", "", ""]
@@ -202,7 +202,7 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def tables(names: list[str], results: Results, args: Namespace) -> str:
-    """All that is known, as markdown; rows of which nothing is known are left out."""
+    """Return all results as markdown. Rows without results are left out."""
     times = {line["time"]: line for line in results.lines if "time" in line}
     names = [name for name in names if name in times or results.runs(name, args.steps)]
     text = ""
@@ -230,7 +230,7 @@ def tables(names: list[str], results: Results, args: Namespace) -> str:
 
 
 def parser() -> cli.Parser:
-    """The flags."""
+    """Build the argument parser."""
     parser = cli.Parser("optimizers", __doc__, takes_config=False)
     parser.add_argument("--results", type=Path, default=Path("docs/benchmarks/optimizers.jsonl"), metavar="FILE")
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by name: " + ", ".join(ROWS))
@@ -247,7 +247,7 @@ def parser() -> cli.Parser:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Trains what is missing of the rows, in order; prints the tables; 0."""
+    """Train the missing runs of the rows, in order, print the tables and return 0."""
     args = parser().parse_flags(argv)
     args.data, names = str(Path(args.data).expanduser()), args.rows.split(",")
     use_compilation_cache(configs.load(args.config).trainer.compilation_cache)

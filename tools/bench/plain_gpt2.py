@@ -1,7 +1,7 @@
-"""GPT-2 in plain JAX and optax, one file, as a person would write it by hand: the step that ours is measured against.
+"""Hand-written GPT-2 in plain JAX and optax, in one file: the step that ours is measured against.
 
-A list of layers and a Python loop, one jit, the state donated. Follows Radford et al. 2019 and nanoGPT; nothing of
-Plimsoll is used.
+The model is a list of layers and a Python loop in one jit with donated state. Follows Radford et al. 2019 and nanoGPT;
+uses nothing of Plimsoll.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Params = dict[str, Any]
 
 
 def init(size: Size, seed: int = 0) -> Params:
-    """GPT-2's initialization: normal(0.02), projections into the residual stream by 1/sqrt(2L) smaller."""
+    """Initialize as GPT-2 does: normal(0.02), with projections into the residual stream scaled by 1/sqrt(2L)."""
     rng = np.random.default_rng(seed)
     D, L = size.dim, size.layers
 
@@ -68,7 +68,7 @@ def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
 
 
 def logits_of(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
-    """tokens int32[B, S] -> float32 logits [B, S, V]."""
+    """Return float32 logits [B, S, V] of tokens int32[B, S]."""
     x = params["wte"][tokens] + params["wpe"][: tokens.shape[1]]
     for p in params["layers"]:
         x = x + _attention(p, _norm(p["ln1"], x), heads)
@@ -78,13 +78,13 @@ def logits_of(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
 
 
 def loss_of(params: Params, tokens: jax.Array, targets: jax.Array, heads: int) -> jax.Array:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = logits_of(params, tokens, heads)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def decays(params: Params) -> Any:
-    """Weight decay for matrices; none for norms, biases and positions."""
+    """Return the weight decay mask: matrices decay; norms, biases and positions do not."""
     mask = jax.tree.map(lambda p: p.ndim == 2, params)
     return {**mask, "wpe": False}
 
@@ -99,7 +99,7 @@ OPTIMIZER = optax.chain(
 def step(
     params: Params, state: optax.OptState, tokens: jax.Array, targets: jax.Array, *, heads: int
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """One training step: (params, optimizer state, loss before it)."""
+    """Take one training step; return (params, optimizer state, loss before the update)."""
     loss, grads = jax.value_and_grad(loss_of)(params, tokens, targets, heads)
     updates, state = OPTIMIZER.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportReturnType]

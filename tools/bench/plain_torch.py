@@ -1,6 +1,6 @@
-"""GPT-2 and Llama in plain torch, as a person would write them for speed: the step that ours is compared with.
+"""Hand-written GPT-2 and Llama in plain torch, optimized for speed: the step that ours is compared with.
 
-The architecture of nanoGPT (fused query, key and value; `scaled_dot_product_attention`; tied embeddings) and of Llama
+The architectures of nanoGPT (fused query, key and value; `scaled_dot_product_attention`; tied embeddings) and of Llama
 (RMSNorm, rotary positions, SwiGLU, grouped keys and values), eager, with fused AdamW and clipping by the global norm.
 Follows Radford et al. 2019 and arXiv 2302.13971.
 """
@@ -31,7 +31,7 @@ class GPT2Block(nn.Module):
         self.down = nn.Linear(4 * size.dim, size.dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """One layer."""
+        """Apply one layer."""
         B, S, D = x_BSD.shape
         qkv = self.qkv(self.attention_norm(x_BSD))
         q, k, v = (part.view(B, S, self.heads, -1).transpose(1, 2) for part in qkv.split(D, dim=-1))
@@ -42,7 +42,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens -> logits; the embedding's table is the output's, too."""
+    """GPT-2 from tokens to logits, with tied embeddings."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -52,7 +52,7 @@ class GPT2(nn.Module):
         self.norm = nn.LayerNorm(size.dim)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]."""
+        """Return logits [B, S, V]."""
         x_BSD = self.token(tokens_BS) + self.position.weight[: tokens_BS.shape[1]]
         for block in self.blocks:
             x_BSD = block(x_BSD)
@@ -60,7 +60,7 @@ class GPT2(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [S, H]: element i turns with element i + H/2."""
+    """Return (cos, sin) [S, H]; element i rotates together with element i + H/2."""
     frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
@@ -68,7 +68,7 @@ def rotary_angles(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864), the halves convention."""
+    """Apply rotary positions (arXiv 2104.09864) in the half-split convention."""
     first, second = x_BNSH.chunk(2, dim=-1)
     return x_BNSH * cos_SH + torch.cat([-second, first], dim=-1) * sin_SH
 
@@ -88,7 +88,7 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(size.hidden, size.dim, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-        """One layer."""
+        """Apply one layer."""
         B, S, D = x_BSD.shape
         kv_dim = self.kv_heads * self.head_dim
         parts = self.qkv(self.attention_norm(x_BSD)).split([D, kv_dim, kv_dim], dim=-1)
@@ -101,7 +101,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens -> logits, by a table of its own."""
+    """Llama from tokens to logits, with an untied output table."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -114,7 +114,7 @@ class Llama(nn.Module):
         self.register_buffer("sin_SH", sin_SH, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]."""
+        """Return logits [B, S, V]."""
         x_BSD = self.token(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, self.cos_SH, self.sin_SH)
@@ -122,7 +122,7 @@ class Llama(nn.Module):
 
 
 def build(size: Size, seed: int = 0) -> nn.Module:
-    """The model of a size with its first weights: normal(0.02), gains 1, biases 0, branches smaller by 1/sqrt(2L)."""
+    """Build a size's model and initialize it: normal(0.02), gains 1, biases 0, branch outputs scaled by 1/sqrt(2L)."""
     torch.manual_seed(seed)
     model = GPT2(size) if size.family == "gpt2" else Llama(size)
     for name, parameter in model.named_parameters():
@@ -136,13 +136,13 @@ def build(size: Size, seed: int = 0) -> nn.Module:
 
 
 def loss_of(model: nn.Module, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits_BSV = model(tokens_BS)
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW; matrices decay, but not learned positions."""
+    """Build fused AdamW. Matrices decay, except for learned positions."""
     named = dict(model.named_parameters())
     decayed = [p for name, p in named.items() if p.dim() == 2 and not name.startswith("position")]
     others = [p for name, p in named.items() if p.dim() != 2 or name.startswith("position")]
@@ -153,7 +153,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BS: np.ndarray, targets_BS: np.ndarray
 ) -> Tensor:
-    """One training step; the loss before it, not waited for."""
+    """Take one training step. Return the loss before it, without waiting for it."""
     loss = loss_of(model, torch.from_numpy(tokens_BS).long(), torch.from_numpy(targets_BS).long())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -163,7 +163,7 @@ def train_step(
 
 
 def load(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
-    """Puts our parameters, by path and stacked over layers, into a torch model.
+    """Copy our parameters, by path and stacked over layers, into a torch model.
 
     Raises:
         KeyError: a parameter is missing.
@@ -184,11 +184,11 @@ def load(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = torch.from_numpy(np.array(source(name)))
-            is_projection = name.startswith("blocks.") and parameter.dim() == 2  # ours are [inputs, outputs]
+            is_projection = name.startswith("blocks.") and parameter.dim() == 2  # ours are stored as [inputs, outputs]
             parameter.copy_(value.T if is_projection else value)
 
 
-# Where parameters of the torch models are found among ours.
+# Maps parameters of the torch models to the paths of ours.
 OUTSIDE = {
     "token.weight": "embed/token",
     "position.weight": "embed/position",

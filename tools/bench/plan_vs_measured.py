@@ -1,12 +1,11 @@
-"""Predicted beside measured memory of training steps, on the devices at hand: shapes from a tenth of memory to more.
+"""Compare predicted and measured memory of training steps on this machine, for shapes of 10% to 130% of its memory.
 
     python -m tools.bench.plan_vs_measured            # the table, as markdown; JSON lines with --json=FILE
-    python -m tools.bench.plan_vs_measured --gib 139  # shapes for a device of that size, instead of what it says it has
+    python -m tools.bench.plan_vs_measured --gib 139  # shapes for a device of that size, instead of this device's size
 
-Each shape runs in a process of its own. Predicted is `plimsoll plan --target=local --step_only`; measured are two
-steps. GPU and TPU: `memory_stats()["peak_bytes_in_use"]`. CPU: the bytes of live arrays, and what the process's
-resident memory grows by during the steps (its high-water mark, reset before them); the allocator's habits are in that
-figure.
+Each shape runs in its own process. The prediction is `plimsoll plan --target=local --step_only`; the measurement is two
+steps. GPU and TPU: `memory_stats()["peak_bytes_in_use"]`. CPU: the bytes of live arrays, plus the growth of the
+process's resident memory during the steps (its high-water mark, reset before them), which includes allocator overhead.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 from tools.bench.turns import ROOT
 
 SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)
-CPU_GIB = 3.0  # enough to be far above noise, little enough to share a machine
+CPU_GIB = 3.0  # far above noise, yet small enough to share a machine
 WIDTH, LENGTH = 1024, 1024
 
 
 def shape(gib: float, on_cpu: bool) -> list[str]:
-    """Overrides of gpt2-124m whose step needs about that much: half of it state, the rest sequences without remat."""
+    """Return overrides of gpt2-124m for a step of about that size: half state, the rest sequences without remat."""
     length = 256 if on_cpu else LENGTH
     width = 256 if on_cpu else WIDTH
     state = 16 if on_cpu else 14  # bytes per parameter
@@ -50,7 +49,7 @@ def shape(gib: float, on_cpu: bool) -> list[str]:
 
 
 def measure(fields: list[str]) -> dict[str, Any]:
-    """One shape, in this process."""
+    """Measure one shape in this process."""
     import jax
     import numpy as np
 
@@ -93,7 +92,7 @@ def _high_water() -> int:
 
 
 def main() -> None:
-    """Runs every shape and prints the table."""
+    """Run every shape and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gib", type=float, help="device memory to make shapes for")
     parser.add_argument("--json", type=Path)
@@ -109,7 +108,7 @@ def main() -> None:
     for share in SHARES:
         fields = shape(share * gib, platform == "cpu")
         command = [sys.executable, "-m", "tools.bench.plan_vs_measured", "--fields", *fields]
-        # memory is what is measured: none of it is taken before it is needed
+        # the default memory fraction of a run on a GPU, so that plan and measurement have the same limit
         environment = {**os.environ, "XLA_CLIENT_MEM_FRACTION": os.environ.get("XLA_CLIENT_MEM_FRACTION", "0.92")}
         done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment)
         if done.returncode:

@@ -1,18 +1,18 @@
-"""How fast `plimsoll prepare` tokenizes, by one process and by several: MB of UTF-8 text a second.
+"""Tokenization speed of `plimsoll prepare` with one process and with several: MB of UTF-8 text per second.
 
     python -m tools.bench.prepare                          # 1 and 2 workers, two tokenizers
     python -m tools.bench.prepare --workers=1,4,16 --repeats=5 --megabytes=100
 
-The text is the Python standard library's, as a document for each file, written into one file of JSON lines, so that
-there is but one file to share among the workers. Each line is the best of several repeats, as a shared
-machine only ever makes one slower; the numbers of workers take turns. Start and end of the worker processes count, the
-training of the tokenizer and the import of packages do not. The files of all numbers of workers are compared.
+The text is the Python standard library's, one document per file, written into a single file of JSON lines, so that the
+workers have only one file to share. Each line is the best of several repeats, because other load on the machine can
+only slow a repeat down; the numbers of workers take turns. Times include starting and ending the worker processes, but
+not training the tokenizer or importing packages. The token files of all numbers of workers are compared.
 
-Beside MB/s stand MB for a second of processor time, which other jobs on the machine disturb less, and MB for a second
-of what one process does alone (read, write, hand over): with many cores, this bounds the speed.
+In addition to MB/s, prints MB per second of processor time, which other jobs on the machine affect less, and MB per
+second of the work that one process does alone (read, write, hand over). With many cores, that work bounds the speed.
 
-One worker is this process, with all threads that the tokenizers library likes; several are processes of one thread
-each.
+One worker is this process, with as many threads as the tokenizers library likes; several workers are processes with one
+thread each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from framework.data.tokenizers import BPETokenizer, Tokenizer
 
 
 def write_corpus(file: Path, megabytes: float) -> int:
-    """Writes files of the standard library, over and over, until so much is written. Returns the bytes of text."""
+    """Write files of the standard library repeatedly until the text has that size. Return the bytes of text."""
     num_bytes = 0
     with open(file, "w") as stream:
         for text in itertools.cycle(StdlibSource().documents()):
@@ -46,7 +46,7 @@ def write_corpus(file: Path, megabytes: float) -> int:
 
 
 def trained(folder: Path, vocab_size: int) -> BPETokenizer:
-    """Returns a byte-level BPE of so many ids, trained on the standard library."""
+    """Return a byte-level BPE tokenizer with `vocab_size` ids, trained on the standard library."""
     folder.mkdir()
     tokenizer = BPETokenizer(vocab_size=vocab_size)
     tokenizer.prepare(folder, lambda budget: StdlibSource().documents(), write=True)
@@ -54,7 +54,7 @@ def trained(folder: Path, vocab_size: int) -> BPETokenizer:
 
 
 def read_back(file: Path, vocab_size: int) -> BPETokenizer:
-    """Returns the tokenizer of a tokenizer.json."""
+    """Return the tokenizer of a tokenizer.json."""
     tokenizer = BPETokenizer(vocab_size=vocab_size, path=str(file))
     tokenizer.prepare(file.parent, None, write=False)
     return tokenizer
@@ -64,8 +64,8 @@ class Measured(NamedTuple):
     """One pass over the text.
 
     Attributes:
-        seconds: of a clock on the wall.
-        unshared_cpu_seconds: processor time of what is not shared out; more cores cannot be faster.
+        seconds: wall-clock time.
+        unshared_cpu_seconds: processor time of work that is not distributed; more cores cannot make it faster.
         cpu_seconds: processor time of all processes.
         digest: sha256 of the tokens.
     """
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
 
 
 def tokenized(source: JsonLines, tokenizer: Tokenizer, workers: int, out: Path) -> Measured:
-    """Tokenizes once."""
+    """Tokenize once."""
     start = time.perf_counter()
     first_start = time.process_time()
     thread_start = time.thread_time()
@@ -87,20 +87,20 @@ def tokenized(source: JsonLines, tokenizer: Tokenizer, workers: int, out: Path) 
             pass
     seconds = time.perf_counter() - start
     first = time.process_time() - first_start
-    # With one worker the library's threads encode, and this one waits for them.
+    # With one worker the library's threads encode, and the main thread waits for them.
     unshared = time.thread_time() - thread_start if workers == 1 else first
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
     return Measured(seconds, unshared, first + others_cpu_seconds() - others_start, digest)
 
 
 def others_cpu_seconds() -> float:
-    """Returns the processor time of all child processes that have ended."""
+    """Return the processor time of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def row(name: str, num_bytes: int, runs_by_count: dict[int, list[Measured]]) -> str:
-    """Returns the line of a tokenizer: MB/s, MB for a second of all processor time, and of what is not shared out."""
+    """Return a tokenizer's line: MB/s, MB per second of all processor time, and MB per second of undistributed work."""
     megabytes = num_bytes / 1e6
     cells = []
     for runs in runs_by_count.values():
@@ -112,7 +112,7 @@ def row(name: str, num_bytes: int, runs_by_count: dict[int, list[Measured]]) -> 
 
 
 def main() -> None:
-    """Prints a line for each tokenizer."""
+    """Print a line for each tokenizer."""
     parser = argparse.ArgumentParser(description="Speed of `plimsoll prepare`.")
     parser.add_argument("--workers", default="1,2", help="numbers of workers to compare")
     parser.add_argument("--repeats", type=int, default=4)

@@ -1,10 +1,10 @@
-"""What others published about memory and speed of training: public_record.jsonl, a fact a line, each with its quote.
+"""Published memory and speed of training: public_record.jsonl, one fact per line, each with a quote of its source.
 
     python -m tools.bench.public_record            # the facts, a line each
     python -m tools.bench.public_record v6e LoRA   # those whose model, machine, method or verdict has all these words
 
-A fact is a setting and what came of it: it fits, it runs out of memory, it peaks at so much, it runs at such a rate.
-Units are the source's. `differs` says what keeps a figure from being compared with ours as it stands.
+A fact is a setting and its outcome: it fits, it runs out of memory, it has a certain peak, or it runs at a certain
+rate. Units are the source's. `differs` explains why a figure cannot be compared directly with ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 RECORD = Path(__file__).with_name("public_record.jsonl")
 Verdict = Literal["fits", "out of memory", "needs"]
 Method = Literal["pretrain", "full", "lora", "qlora", "adapter"]
-# Of one device, of all together, or the source does not say of which.
+# Whether a figure is for one device or for all devices together; "unsaid" if the source does not specify.
 Scope = Literal["device", "all", "unsaid"]
 Row = TypeVar("Row")
 
@@ -29,9 +29,9 @@ class Amount:
     """A published figure.
 
     Attributes:
-        value: in `unit`, as published.
+        value: value in `unit`, as published.
         unit: GB, GiB, tokens/s, TFLOP/s, s/step, ...
-        of: Scope.
+        of: Scope of the figure.
     """
 
     value: float
@@ -41,25 +41,26 @@ class Amount:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the model was trained; None where the source does not say.
+    """Settings of a published training run. None means that the source does not specify.
 
     Attributes:
         method: Method.
-        rows_per_device: rows that a device, or a group of devices that cuts rows or tensors, computes at a time.
+        rows_per_device: rows that a device, or a group of devices that shards rows or tensors, computes at a time.
         global_batch: rows of one update.
-        seq_len: tokens of a row; the most where rows are not packed.
+        seq_len: tokens per row; the maximum if rows are not packed.
         packed: rows are filled up to seq_len.
         precision, optimizer, remat, sharding, attention: in the source's words or ours.
-        loss: "whole" where the logits of all tokens exist at once; else in the source's words.
-        update: when the optimizer steps, where that is not after the backward pass.
+        loss: "whole" if the logits of all tokens exist at the same time; otherwise in the source's words.
+        update: when the optimizer steps, if not after the backward pass.
         offload: what is in host memory.
         lora: rank and the layers that have adapters.
-        quantization: of frozen weights.
-        compile: by XLA or torch.compile. scan: layers in a loop.
-        devices_used: of the fact's devices, where the others are idle.
-        maxtext: fields of MaxText's config, where the source is a recipe of MaxText for TPUs.
-        accumulation: microbatches of an update.
-        note: where settings were read, where not in the quote.
+        quantization: quantization of frozen weights.
+        compile: whether XLA or torch.compile compiles the step.
+        scan: whether layers run in a loop.
+        devices_used: number of the fact's devices that are in use, if the others are idle.
+        maxtext: fields of MaxText's config, if the source is a recipe of MaxText for TPUs.
+        accumulation: microbatches per update.
+        note: where the settings were found, if not in the quote.
     """
 
     method: str
@@ -87,13 +88,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class FactSource:
-    """Where the fact stands: a file of a repository at a commit, or a page.
+    """Location of a fact: a file of a repository at a commit, or a page.
 
     Attributes:
-        quote: the words of the source, runs of white space as one space.
+        quote: the words of the source, with runs of white space as one space.
         repository: owner/name on GitHub.
-        path, commit: of a file there.
-        page: the address of a thread or page.
+        path, commit: file in the repository, and its commit.
+        page: address of a thread or page.
     """
 
     quote: str
@@ -108,14 +109,14 @@ class PublicFact:
     """One line of the record.
 
     Attributes:
-        model: in the source's words.
-        machine: what `devices` counts: a GPU, or a TPU chip.
-        verdict: Verdict; "needs" where a source states the memory that is needed and no run.
-        differs: from what we would compute or measure.
-        hub_id: the published model that this is, in configs/families/published.json where we can load it.
+        model: model in the source's words.
+        machine: the unit that `devices` counts: a GPU, or a TPU chip.
+        verdict: Verdict; "needs" if a source states the required memory without a run.
+        differs: difference from what we would compute or measure.
+        hub_id: id of the published model, listed in configs/families/published.json if we can load it.
         shape: fields of config.json of a model that was not published.
-        not_of_the_step: why the figure is not of a training step, where it is of something else.
-        outdated: why the source's own program says otherwise today, where it was compiled.
+        not_of_the_step: why the figure does not describe a training step, if it does not.
+        outdated: why the source's own program gives another figure today, if we compiled it.
     """
 
     model: str
@@ -133,7 +134,7 @@ class PublicFact:
     outdated: str | None = None
 
     def line(self) -> str:
-        """The fact in one line of text."""
+        """Return the fact as one line of text."""
         result = self.verdict
         for amount in (self.peak, self.rate):
             if amount is not None:
@@ -145,11 +146,11 @@ class PublicFact:
 
 
 def read_record(path: Path = RECORD) -> list[PublicFact]:
-    """Reads the record.
+    """Read the record.
 
     Raises:
-        ValueError: a line has an unknown or missing field, or a value that the field cannot have. The message begins
-            with the file's name and the line's number.
+        ValueError: a line has an unknown or missing field, or an invalid value. The message begins with the file's name
+            and the line's number.
     """
     facts = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -189,7 +190,7 @@ def _check_word(word: str, words: Any, name: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Prints the facts that have all words."""
+    """Print the facts that contain all words."""
     facts = read_record()
     shown = 0
     for fact in facts:

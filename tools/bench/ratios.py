@@ -1,6 +1,6 @@
-"""Statistics of pairs: what is left when a busy machine slows down both of a pair.
+"""Statistics of paired measurements, in which a slowdown of the machine affects both of a pair and cancels out.
 
-Python's standard library only.
+Uses only Python's standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of pairs: median, quartiles, and an interval that holds the true median with about 95% probability."""
+    """Median and quartiles of paired ratios, and an interval with the true median in it with about 95% probability."""
 
     median: float
     quartiles: tuple[float, float]
@@ -25,10 +25,10 @@ class Ratio:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Linear between order statistics, as numpy's default.
+    """Interpolate linearly between order statistics, as numpy does by default.
 
     Raises:
-        ValueError: no values.
+        ValueError: there are no values.
     """
     if not values:
         raise ValueError("quantile of no values")
@@ -40,9 +40,9 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Distribution-free: the k-th smallest and largest value, k by the binomial distribution with p = 1/2.
+    """Return a distribution-free interval: the k-th smallest and largest value, with k from the binomial with p = 1/2.
 
-    With fewer than six values nothing narrower than [min, max] has that confidence, and that is returned.
+    With fewer than six values, no interval narrower than [min, max] has 95% confidence, so that is returned.
     """
     ordered = sorted(values)
     n = len(ordered)
@@ -57,10 +57,10 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def ratio(reference: Sequence[float], other: Sequence[float]) -> Ratio:
-    """reference / other, pair by pair: above one, the other one is faster.
+    """Return reference / other, pair by pair; above one, the other one is faster.
 
     Raises:
-        ValueError: different numbers of turns, or none.
+        ValueError: the numbers of turns differ, or are zero.
     """
     if len(reference) != len(other) or not reference:
         raise ValueError(f"expected as many turns of both, given {len(reference)} and {len(other)}")

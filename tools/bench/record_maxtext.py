@@ -1,4 +1,4 @@
-"""Recipes of MaxText in the public record, planned by MaxText's own step: tools/bench/maxtext_function.py."""
+"""Plans the MaxText recipes of the public record with MaxText's own step: tools/bench/maxtext_function.py."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FUNCTION = Path(__file__).with_name("maxtext_function.py")
 
 
 def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] = ()) -> None:
-    """Plans the facts that are recipes of MaxText for TPUs, and keeps each result as it comes.
+    """Plan the facts that are recipes of MaxText for TPUs, and save each result as soon as it is there.
 
     Args:
         facts: the record.
-        python: of an environment that has MaxText, and what Plimsoll needs.
-        numbers: of the facts to plan; none means all.
+        python: Python of an environment that has MaxText and Plimsoll's requirements.
+        numbers: numbers of the facts to plan; empty means all.
     """
     results = read_results()
     with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as name:
@@ -43,10 +43,10 @@ def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] =
 
 
 def _planned(number: int, fact: PublicFact, python: Path, folder: Path) -> PlannedFact:
-    """Plans MaxText's own step in a process of its environment.
+    """Plan MaxText's own step in a process of MaxText's environment.
 
     Raises:
-        ValueError: the plan was refused; with its last line.
+        ValueError: the plan was refused; the message is its last line.
     """
     setting = nearest_setting(fact, folder)
     fields = f"compile_topology={setting.target} {fact.settings.maxtext}"
@@ -59,7 +59,7 @@ def _planned(number: int, fact: PublicFact, python: Path, folder: Path) -> Plann
     flops_per_second = None
     if seconds is not None and fact.settings.rows_per_device is not None and fact.settings.seq_len is not None:
         device_tokens = fact.settings.rows_per_device * fact.settings.seq_len
-        # What the model needs a token is ours to say: MaxText's shapes are written as configs of ours.
+        # FLOPs per token come from our model: MaxText's shapes are also written as configs of ours.
         model = configs.load(setting.config, shape_is_enough=True).instantiate().model
         tokens_per_second = device_tokens * fact.devices / seconds
         flops_per_second = device_tokens * model.flops_per_token(fact.settings.seq_len) / seconds

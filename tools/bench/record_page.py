@@ -1,4 +1,4 @@
-"""The page of the public record: each fact beside our plan of the nearest setting, and what it comes to."""
+"""The page of the public record: each fact next to our plan of the nearest setting, and a summary."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from tools.bench.record_settings import NotPlannedError, nearest_setting
 if TYPE_CHECKING:
     from tools.bench.record_results import PlannedFact
 
-# Units of peaks, in bytes; "GB" is a billion of them where sources are careful, and sources that print torch's own
-# figure divide by 1e9.
+# Units of peaks, in bytes. Careful sources mean a billion bytes by "GB", and sources that print torch's own figure
+# divide by 1e9.
 _UNITS = {"GB": 1e9, "GiB": 2.0**30, "% of 16 GiB": 0.16 * 2.0**30, "% of 32 GiB": 0.32 * 2.0**30}
 _UNITS["% of 95 GiB"] = 0.95 * 2.0**30
 
 
-# Peaks that differ by more than this part need a reason.
+# Peaks that differ by more than this fraction need a reason.
 FAR = 0.25
-# Programs that differ in little need peaks as near as this: where ours is as near to the limit, theirs may be beyond.
+# For similar programs, peaks agree to within this fraction: if ours is this close to the limit, theirs may exceed it.
 NEAR = 0.05
 
 
 class Judged(NamedTuple):
-    """A fact beside our plan.
+    """A fact next to our plan.
 
     Attributes:
-        number: of the fact.
-        fact: what was published.
-        plan: what we say.
-        peak_ratio: our peak over theirs; None where the source has none.
-        rate_ratio: likewise tokens a second, or the FLOPs a second that the model needs.
+        number: number of the fact.
+        fact: the published fact.
+        plan: our plan.
+        peak_ratio: our peak over theirs; None if the source has no peak.
+        rate_ratio: our rate over theirs, in tokens per second or in model FLOPs per second; None if there is no rate.
     """
 
     number: int
@@ -44,18 +44,18 @@ class Judged(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the verdicts agree."""
+        """True if the verdicts agree."""
         return self.plan.fits == (self.fact.verdict == "fits")
 
     @property
     def is_at_the_limit(self) -> bool:
-        """Whether our peak is so near to the limit that it says nothing of another program."""
+        """True if our peak is so close to the limit that it does not predict whether another program fits."""
         limit = self.plan.limit_bytes
         return limit is not None and abs(self.plan.peak_bytes / limit - 1) <= NEAR
 
     @property
     def reason(self) -> str:
-        """What differs in their implementation, where verdicts or peaks are far apart; else empty."""
+        """The difference in their implementation, if verdicts or peaks are far apart; otherwise empty."""
         is_beyond = self.peak_ratio is not None and abs(self.peak_ratio - 1) > FAR
         if self.is_right and not is_beyond:
             return ""
@@ -63,15 +63,15 @@ class Judged(NamedTuple):
 
     @property
     def is_false_fit(self) -> bool:
-        """Whether we say that fits what ran out of memory."""
+        """True if our plan fits but theirs ran out of memory."""
         return self.plan.fits and self.fact.verdict == "out of memory"
 
 
 def is_like_ours(fact: PublicFact) -> bool:
-    """Whether a plan of ours is of a program like theirs.
+    """Return whether our plan describes a program like theirs.
 
-    A compiler makes both programs, rows have one length, and the source, or its code, says what a layer keeps and what
-    is cut over devices.
+    That requires that a compiler makes both programs, that rows have one length, and that the source or its code
+    specifies what a layer saves and what is sharded over devices.
     """
     if fact.outdated is not None:
         return False
@@ -81,7 +81,7 @@ def is_like_ours(fact: PublicFact) -> bool:
 
 
 def judged(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[Judged]:
-    """All facts that were planned, in the order of the record."""
+    """Return all planned facts, in the order of the record."""
     rows = []
     for number, plan in sorted(results.items()):
         fact = facts[number - 1]
@@ -90,7 +90,7 @@ def judged(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[Jud
 
 
 def _peak_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
-    # The bytes at which something ran out of memory are no peak.
+    # The bytes in use when a program ran out of memory are not its peak.
     if fact.peak is None or fact.peak.unit not in _UNITS or fact.verdict != "fits" or fact.peak.of == "all":
         return None
     return plan.peak_bytes / (fact.peak.value * _UNITS[fact.peak.unit])
@@ -108,19 +108,19 @@ def _rate_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
 
 
 class Summary(NamedTuple):
-    """What rows of the record come to.
+    """Summary of rows of the record.
 
     Attributes:
-        planned: facts.
-        compiled: those of them that the compiler has judged; the closed form has judged the others.
-        right: facts whose verdicts agree.
-        at_the_limit: facts that we say fit within 5% of the limit, and that ran out of memory.
-        false_fits: facts that we say fit with room to spare, and that ran out of memory.
-        peaks: facts that have a peak.
-        median_error: of these peaks, as a part.
-        beyond: the facts whose peak is off by more than a quarter.
-        rates: facts that have a rate.
-        median_rate_ratio: ours over theirs; None where none has a rate.
+        planned: number of planned facts.
+        compiled: number of facts judged by the compiler; the others were judged by the analytical estimate.
+        right: number of facts whose verdicts agree.
+        at_the_limit: number of facts that ran out of memory although our plan fits within 5% of the limit.
+        false_fits: number of facts that ran out of memory although our plan fits with room to spare.
+        peaks: number of facts that have a peak.
+        median_error: median relative error of these peaks, as a fraction.
+        beyond: facts whose peak is off by more than a quarter.
+        rates: number of facts that have a rate.
+        median_rate_ratio: median of our rate over theirs; None if no fact has a rate.
     """
 
     planned: int
@@ -136,7 +136,7 @@ class Summary(NamedTuple):
 
 
 def summary(rows: list[Judged]) -> Summary:
-    """The sums of the page."""
+    """Summarize the rows."""
     errors = [abs(row.peak_ratio - 1) for row in rows if row.peak_ratio is not None]
     rates = [row.rate_ratio for row in rows if row.rate_ratio is not None]
     return Summary(
@@ -154,7 +154,7 @@ def summary(rows: list[Judged]) -> Summary:
 
 
 def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     rows = judged(facts, results)
     like_ours = [row for row in rows if is_like_ours(row.fact)]
     others = [row for row in rows if not is_like_ours(row.fact)]

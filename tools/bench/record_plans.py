@@ -1,13 +1,13 @@
-"""The public record, planned: what others published of their runs, beside what our plan says of the nearest setting.
+"""Plans the public record: published results of training runs, compared with our plan of the nearest setting.
 
-    python -m tools.bench.record_plans --estimate            # every fact that has a nearest setting, by the closed form
+    python -m tools.bench.record_plans --estimate            # every fact with a nearest setting, by the estimate
     python -m tools.bench.record_plans --only v5e            # by the compilers that are here, facts that have the word
-    python -m tools.bench.record_plans --missing             # by the compilers, what none has judged yet
+    python -m tools.bench.record_plans --missing             # by the compilers, facts that none has judged yet
     python -m tools.bench.record_plans --maxtext=PYTHON      # MaxText's recipes for TPUs, by MaxText's own steps
-    python -m tools.bench.record_plans --table               # the page of what was planned, without planning again
+    python -m tools.bench.record_plans --table               # only the page, from existing plans
 
-A fact that a compiler has judged keeps that judgement until a compiler judges it again. The results are in
-docs/benchmarks/public_record.jsonl, and docs/benchmarks/public_record.md is made of them.
+A fact that a compiler has judged keeps that verdict until a compiler judges it again. The results are in
+docs/benchmarks/public_record.jsonl, and docs/benchmarks/public_record.md is generated from them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tools.bench.record_settings import NearestSetting, nearest_setting
 
 
 def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Path) -> PlannedFact:
-    """Plans a setting in a process of its own.
+    """Plan a setting in a separate process.
 
     Raises:
-        ValueError: the plan was refused; with its last line.
+        ValueError: the plan was refused; the message is its last line.
     """
     words = [f"--config={setting.config}", f"--target={setting.target}"]
     words += [f"--config.{path}={value}" for path, value in setting.overrides.items()]
@@ -56,7 +56,7 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
 
 
 def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missing: bool) -> None:
-    """Plans the facts that have all words, and keeps each result as it comes."""
+    """Plan the facts that contain all words, and save each result as soon as it is there."""
     results = read_results()
     with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as name:
         folder = Path(name)
@@ -65,7 +65,7 @@ def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missi
             is_judged = earlier is not None and earlier.compiled
             if not _has_words(fact, words) or ((estimate or missing) and is_judged):
                 continue
-            # Their own step says more of it than the nearest setting of ours.
+            # A plan of their own step is more accurate than one of our nearest setting.
             if earlier is not None and earlier.is_by_maxtext:
                 continue
             try:
@@ -86,7 +86,7 @@ def _has_words(fact: PublicFact, words: list[str]) -> bool:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Plans facts and writes the page."""
+    """Plan facts and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--estimate", action="store_true", help="by the closed form: seconds each")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="facts that have all these words")

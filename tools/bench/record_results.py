@@ -1,4 +1,4 @@
-"""What our plans say of the facts of the public record, as it is kept: docs/benchmarks/public_record.jsonl."""
+"""Results of our plans for the facts of the public record, as stored in docs/benchmarks/public_record.jsonl."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "public_record.jso
 
 @dataclass(frozen=True)
 class PlannedFact:
-    """What our plan says of a fact's nearest setting.
+    """Result of our plan for a fact's nearest setting.
 
     Attributes:
-        fact: the number of its line in public_record.jsonl, from 1 on.
-        command: that plans it, without the name of the shape's folder; of MaxText's own step, after its fields.
-        compiled: by the compiler; else by the closed form.
+        fact: number of the fact's line in public_record.jsonl, starting at 1.
+        command: command that plans it, without the folder of the shape; for MaxText's own step, preceded by its fields.
+        compiled: whether the compiler judged it; otherwise the analytical estimate did.
         fits: our verdict.
-        peak_bytes: of one device, gaps between buffers included.
-        tokens_per_second: estimated, of all devices; None where the rates of the device are not known.
-        flops_per_second: likewise the FLOPs that the model needs, of one device.
-        date: of the plan.
-        versions: of what planned it.
-        limit_bytes: what a program may take of a device.
+        peak_bytes: peak of one device in bytes, including gaps between buffers.
+        tokens_per_second: estimated rate of all devices; None if the device's rates are unknown.
+        flops_per_second: estimated model FLOPs per second of one device; None if the device's rates are unknown.
+        date: date of the plan.
+        versions: versions of the packages that planned it.
+        limit_bytes: memory that a program may use on a device.
     """
 
     fact: int
@@ -41,19 +41,19 @@ class PlannedFact:
 
     @property
     def is_by_maxtext(self) -> bool:
-        """Whether MaxText's own step was planned."""
+        """True if MaxText's own step was planned."""
         return self.command.startswith("MAXTEXT=")
 
     @property
     def by(self) -> str:
-        """What planned it."""
+        """The method that judged the fact."""
         if not self.compiled:
             return "closed form"
         return "compiler, MaxText's own step" if self.is_by_maxtext else "compiler"
 
 
 def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
-    """{line of the fact: what was planned}; empty where nothing was."""
+    """Return {line of the fact: planned result}; empty if the file does not exist."""
     if not path.exists():
         return {}
     rows = [PlannedFact(**json.loads(line)) for line in path.read_text().splitlines()]
@@ -61,21 +61,21 @@ def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
 
 
 def write_results(results: dict[int, PlannedFact], path: Path = RESULTS) -> None:
-    """Writes the results, by the line of the fact."""
+    """Write the results, sorted by the line of the fact."""
     lines = [json.dumps(asdict(results[number])) for number in sorted(results)]
     path.write_text("\n".join(lines) + "\n")
 
 
 def report_of(command: list[str], folder: Path, **process: Any) -> dict[str, Any]:
-    """The report of a `plimsoll plan` in a process of its own.
+    """Run `plimsoll plan` in a separate process and return its report.
 
     Args:
-        command: without `--json`.
-        folder: for the report.
-        process: of `subprocess.run`: its environment and folder.
+        command: command line without `--json`.
+        folder: folder to write the report to.
+        process: options of `subprocess.run`, such as its environment and working directory.
 
     Raises:
-        ValueError: the plan was refused; with its last line.
+        ValueError: the plan was refused; the message is its last line.
     """
     path = folder / "plan.json"
     path.unlink(missing_ok=True)

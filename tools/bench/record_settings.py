@@ -1,4 +1,4 @@
-"""The nearest setting of ours to a fact of the public record: config, target and overrides, or why there is none."""
+"""Our nearest setting to a fact of the public record: config, target and overrides, or why there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tools.bench.public_record import PublicFact, Settings
 
-# The source's words for machines, and ours; the 40 GB of "A100" are named where a source means them.
+# Maps the source's names of machines to ours. "A100" means 80 GB; sources that mean 40 GB are named separately.
 _TARGETS = {
     "A100": "a100-80", "A100 40 GB": "a100-40", "A100 40 GB SXM4": "a100-40", "A100 80 GB": "a100-80",
     "A100 or H100": "a100-80", "A10G 24 GB": "a10", "H100": "h100", "H100 80 GB": "h100", "H200": "h200",
@@ -17,29 +17,29 @@ _TARGETS = {
     "RTX 4090": "4090", "RTX A6000": "a6000", "RTX 6000 Ada 48 GB": "rtx6000ada", "RTX PRO 6000": "rtxpro6000",
     "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e",
 }  # fmt: skip
-# Cloud counts the cores of these, of which a chip has two.
+# Cloud TPU names count cores for these, with two cores per chip.
 _CORES_COUNTED = ("v4", "v5p")
-# Machines that differ from our target in their memory alone: GiB that a program may take, 0.92 of what CUDA reports.
+# Machines that differ from our target only in memory: GiB that a program may use, 0.92 of the memory CUDA reports.
 _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
 _NOT_OURS = {
     "float8": "products in FP8",
     "pipeline": "layers are spread over the stages of a pipeline",
     "ZeRO-2": "gradients and state are cut, weights are not",
 }
-# The source's words for what a layer keeps, and memory.remat.
+# Maps the source's words for what a layer saves to memory.remat.
 _REMAT = {
     "full (each layer)": "full",
     "none": "none",
-    # torchtitan keeps attention, and of a layer's products the first, third, fifth and seventh.
+    # torchtitan saves attention, and the first, third, fifth and seventh of a layer's products.
     "selective (torchtitan)": "save:query,value,attention,mlp_gate,mlp_down",
-    # MaxText's policies, by the names of src/maxtext/layers/decoders.py.
+    # MaxText's policies, by their names in src/maxtext/layers/decoders.py.
     "minimal": "save:query,key,value,output,mlp_gate,mlp_up,mlp_down",
     "minimal_flash": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
     "minimal_with_context": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
     "save_dot_except_mlpwi": "save:query,key,value,output,mlp_down",
     "qkv projections in host memory, the rest again": "offload:query,key,value",
 }
-# The source's words for what is in host memory, and the fields of memory that put it there.
+# Maps the source's words for what is offloaded to the fields of `memory` that offload it.
 _HOSTED = {
     "each layer's input in host memory": ("activations",),
     "the 8-bit state in host memory, as the card is full": ("optimizer_state",),
@@ -50,27 +50,27 @@ _HOSTED = {
         "optimizer_state",
     ),
 }
-# The source's words for what a device holds a part of, and our mesh's axes.
+# Maps the source's words for how arrays are sharded to the axes of our mesh.
 _MESH_AXES = {"FSDP": "fsdp", "tensors": "model", "data": "data", "rows cut": "seq"}
 _MESH_PART = re.compile(r"(FSDP|tensors|data|rows cut) over (\d+)")
 _LORA_TARGETS = {
     "q and v": "attention/(query|value)",
     "q, v, output and the MLP": "attention/(query|value|output)|mlp",
     "all linear layers": "attention|mlp",
-    # Tables of tokens have no adapters here.
+    # Our embedding tables cannot have adapters.
     "all linear layers and the head": "attention|mlp",
 }
 _RANK = re.compile(r"rank (\d+) on ([\w, ]+?)(?:, [\d,]+ trainable)?$")
 
 
 class NearestSetting(NamedTuple):
-    """A plan that comes nearest to a fact.
+    """The plan nearest to a fact.
 
     Attributes:
-        config: as --config takes it.
-        target: as --target takes it.
-        overrides: of the config's fields, by path.
-        device_memory_gib: what a device has, where that is not what the target has.
+        config: value of --config.
+        target: value of --target.
+        overrides: overrides of the config's fields, by path.
+        device_memory_gib: memory of a device in GiB, if it differs from the target's.
     """
 
     config: str
@@ -80,18 +80,18 @@ class NearestSetting(NamedTuple):
 
 
 class NotPlannedError(ValueError):
-    """There is no setting of ours that comes near; the text says why."""
+    """None of our settings comes near; the text explains why."""
 
 
 def nearest_setting(fact: PublicFact, shapes: Path) -> NearestSetting:
-    """The setting that comes nearest to a fact.
+    """Return the setting nearest to a fact.
 
     Args:
-        fact: what was published.
-        shapes: a folder, in which the shapes of models are written that were not published.
+        fact: the published fact.
+        shapes: folder to write the shapes of unpublished models to.
 
     Raises:
-        NotPlannedError: nothing comes near, or the source leaves too much unsaid.
+        NotPlannedError: nothing comes near, or the source leaves too much unspecified.
     """
     settings = fact.settings
     _refuse_others(fact)
@@ -160,14 +160,14 @@ def _devices(fact: PublicFact) -> int:
 
 
 def _mesh(fact: PublicFact) -> dict[str, str]:
-    """The axes of the mesh, where the source says over how many devices it cuts what."""
+    """Return the axes of the mesh, if the source specifies what is sharded over how many devices."""
     sizes = {_MESH_AXES[what]: count for what, count in _MESH_PART.findall(fact.settings.sharding or "")}
     return {f"mesh.{axis}": count for axis, count in ({"data": "1", "fsdp": "1"} | sizes).items()} if sizes else {}
 
 
 def _global_batch(fact: PublicFact) -> int:
-    # The rows that are computed at a time decide, not those of an update: gradients that add up take
-    # as much room as gradients.
+    # The rows computed at a time matter, not those of an update: accumulated gradients take as much memory as
+    # gradients.
     if fact.settings.rows_per_device is not None:
         return fact.settings.rows_per_device * _devices(fact)
     assert fact.settings.global_batch is not None
@@ -181,11 +181,11 @@ def _training(settings: Settings) -> dict[str, str]:
     if settings.loss == "whole":
         overrides["model.head.chunk_tokens"] = "0"
     if settings.precision == "float32 weights, bfloat16 products":
-        # Float32 weights are their own masters.
+        # Float32 weights need no master copy.
         overrides |= {"model.param_dtype": "float32", "learner.master_dtype": "none"}
     if settings.precision == "all bfloat16":
         overrides |= {"learner.master_dtype": "none", "learner.moment_dtype": "bfloat16"}
-        # Adapters are in float32 here, and need no rounding.
+        # Our adapters are in float32 and need no rounding.
         if settings.method == "full":
             overrides["learner.rounding"] = "stochastic"
     if settings.optimizer and "8bit" in settings.optimizer:
@@ -201,7 +201,7 @@ def _training(settings: Settings) -> dict[str, str]:
 
 
 def _offloading(settings: Settings) -> dict[str, str]:
-    """What is in host memory; on a GPU, layer programs are what moves it."""
+    """Return the overrides that offload arrays to host memory; on a GPU, only layer programs can move them."""
     if settings.offload in (None, "none"):
         return {}
     hosted = _HOSTED.get(settings.offload)
@@ -216,10 +216,10 @@ def _offloading(settings: Settings) -> dict[str, str]:
 def _adapters(settings: Settings) -> dict[str, str]:
     if settings.method not in ("lora", "qlora"):
         return {}
-    # bitsandbytes quantizes all linear layers, whichever have adapters; torchtune those that have.
+    # bitsandbytes quantizes all linear layers, including those without adapters; torchtune only those with adapters.
     overrides = {} if settings.quantization is None else {"model.lora.base_targets": "."}
     match = _RANK.match(settings.lora or "")
     if match is None or match[2] not in _LORA_TARGETS:
-        # Adapters are small: their place hardly counts.
+        # Adapters are small, so it hardly matters which layers have them.
         return overrides
     return overrides | {"model.lora.rank": match[1], "model.lora.targets": _LORA_TARGETS[match[2]]}

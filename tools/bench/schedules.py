@@ -1,9 +1,10 @@
-"""What a schedule costs in time: steps of the same model under each, side by side in one process.
+"""Time of a step under each schedule: the same model with different schedules, side by side in one process.
 
     python -m tools.bench.schedules --config=nanogpt-cpu --config.model.stack.unroll=1 --rounds 12
 
-Rounds alternate between the schedules, each takes `--steps` steps in a round, and ratios are of medians of pairs: other
-work on the machine falls on all of them alike. Prints a markdown table; the first schedule is the reference.
+Rounds alternate between the schedules, and each takes `--steps` steps per round. Ratios are medians over the pairs of
+a round, so other work on the machine affects all schedules alike. Prints a markdown table; the first schedule is the
+reference.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SETTINGS = {
 
 
 class Contestant:
-    """A program with its state, and the time that its steps took, by round."""
+    """A program with its state, and the seconds of its steps per round."""
 
     def __init__(self, spec: str, overrides: cli.Overrides, name: str):
         config = configs.load(spec)
@@ -68,7 +69,7 @@ class Contestant:
         self.cpu: list[float] = []
 
     def run(self, steps: int) -> None:
-        """Takes steps and notes their seconds."""
+        """Take steps and record their seconds."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.state, metrics = self.program.step(self.state, self.batch)
@@ -78,12 +79,12 @@ class Contestant:
 
     @property
     def peak(self) -> int:
-        """Compiled bytes of the step."""
+        """The compiled peak of the step in bytes."""
         return need(self.program).peak
 
 
 def main() -> None:
-    """Runs the rounds and prints the table."""
+    """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)

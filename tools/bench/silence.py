@@ -1,10 +1,11 @@
-"""How long each verb says nothing: until its first character, and at most between two of them.
+"""Longest silence of each command: until its first character of output, and between any two.
 
     python -m tools.bench.silence                      # all verbs, in a pipe and on a terminal
     python -m tools.bench.silence --verb=train --verb=generate --set=model.stack.num_layers=12
 
-Each verb is a process of its own. `train` is started twice, without and with compiled programs; the others use its run.
-Only wall time counts here, so the machine should be idle: the load of the last minute is printed with the table.
+Each command is a separate process. `train` is started twice, first without and then with compiled programs; the other
+commands use its run. Only wall-clock time is measured, so the machine should be idle; the load of the last minute is
+printed with the table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LINE_LENGTH = 60
 
 
 def commands(root: Path, overrides: list[str]) -> dict[str, list[str]]:
-    """The command line of each verb, in an order in which each finds what it needs, by name."""
+    """Return the command line for each verb, by name, ordered so that each verb finds the outputs that it needs."""
     run = f"--workdir={root}/run"
     cache = f"--config.trainer.compilation_cache={root}/programs"
     short = [f"--config.trainer.max_steps={_STEPS}", *(f"--config.{override}" for override in overrides)]
@@ -55,9 +56,9 @@ def commands(root: Path, overrides: list[str]) -> dict[str, list[str]]:
 
 
 def row(verb: str, kind: str, heard: Heard) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     seconds, line = heard.longest()
-    # The end of a line is what was said last.
+    # The end of a line was printed last.
     line = line if len(line) <= _LINE_LENGTH else f"...{line[-_LINE_LENGTH:]}"
     line = line.replace("|", " ")
     times = [f"{heard.first:.2f}", f"{seconds:.2f}"]
@@ -65,7 +66,7 @@ def row(verb: str, kind: str, heard: Heard) -> str:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verb", action="append", metavar="NAME", help="a row of the table; default: all")
     parser.add_argument("--kind", choices=["pipe", "terminal"], help="default: both")
@@ -81,7 +82,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             (root / "text.txt").write_text("def main():\n    return 0\n" * 200)
-            # Plans and compile times are remembered there.
+            # Keeps stored plans and compile times of earlier runs out of the measurement.
             environment = {"XDG_CACHE_HOME": f"{root}/cache"}
             for verb, words in commands(root, args.set).items():
                 is_needed = verb in ("train", "train a flow")

@@ -1,4 +1,4 @@
-"""The shapes that are compared, of GPT-2 and Llama, and the tokens that all contestants read."""
+"""GPT-2 and Llama shapes to compare, and the tokens that all contestants read."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Size:
     """A GPT-2 or a Llama: shape of the model, shape of a batch.
 
     Args:
-        name: what it is called on the command line.
-        layers: L.
-        heads: N.
-        dim: D.
-        seq_len: S.
-        batch: B, sequences per step.
-        vocab: V.
-        positions: rows of the table of learned positions; a Llama has none, and this is its context.
+        name: name on the command line.
+        layers: number of layers L.
+        heads: number of attention heads N.
+        dim: model width D.
+        seq_len: sequence length S.
+        batch: sequences per step B.
+        vocab: vocabulary size V.
+        positions: rows of the table of learned positions; for a Llama, which has no table, its context length.
         config: the named config that ours starts from.
-        steps: steps per turn; a turn should last about a second, so that a busy machine disturbs both of a pair.
-        family: "gpt2" has biases, LayerNorm, GELU and tied embeddings; "llama" RMSNorm, rotary positions, SwiGLU and
-            two tables.
+        steps: steps per turn; a turn should last about a second, so that a busy machine affects both of a pair.
+        family: "gpt2" has biases, LayerNorm, GELU and tied embeddings; "llama" has RMSNorm, rotary positions, SwiGLU
+            and untied embeddings.
         kv_heads: heads of keys and values; as many as heads by default.
         hidden: inner width of the MLP; 4 D by default.
     """
@@ -71,7 +71,7 @@ class Size:
 
     @property
     def num_parameters(self) -> int:
-        """Tables, layers, and the last norm."""
+        """Parameters of embedding tables, layers, and the last norm."""
         D = self.dim
         if self.family == "llama":
             return 2 * self.vocab * D + self.layers * (self.matrix_parameters + 2 * D) + D
@@ -80,7 +80,7 @@ class Size:
 
     @property
     def flops_per_step(self) -> float:
-        """Matrix products of forward and backward, attention as if nothing were masked."""
+        """FLOPs of matrix products, forward and backward, counting attention without the causal mask."""
         per_layer = self.matrix_parameters + 2 * self.seq_len * self.dim
         return 6.0 * self.tokens_per_step * (self.layers * per_layer + self.vocab * self.dim)
 
@@ -97,19 +97,19 @@ SIZES = {
 
 
 def write_tokens(path: Path, vocab: int, count: int = NUM_TOKENS) -> None:
-    """A nanoGPT-style file, uint16: ids drawn by Zipf's law, so that there is something to learn at once."""
+    """Write a nanoGPT-style uint16 file with Zipf-distributed ids, so that the loss falls right from the start."""
     chances = 1.0 / (np.arange(vocab) + 3.0)
     ids = np.random.default_rng(0).choice(vocab, size=count, p=chances / chances.sum())
     ids.astype("<u2").tofile(path)
 
 
 class Batches:
-    """Random windows of a token file, as nanoGPT's get_batch takes them.
+    """Random windows of a token file, sampled like nanoGPT's get_batch.
 
     Args:
         path: a uint16 file.
-        size: says B and S.
-        seed: of the windows.
+        size: provides B and S.
+        seed: seed for sampling the windows.
     """
 
     def __init__(self, path: Path, size: Size, seed: int = 0):
@@ -118,7 +118,7 @@ class Batches:
         self._rng = np.random.default_rng(seed)
 
     def __call__(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), each int32[B, S]."""
+        """Return (tokens, targets), each int32[B, S]."""
         S = self._size.seq_len
         starts = self._rng.integers(0, len(self._tokens) - S - 1, self._size.batch)
         windows = np.stack([self._tokens[start : start + S + 1] for start in starts]).astype(np.int32)

@@ -1,18 +1,18 @@
-"""Where the time from command to first step of `plimsoll train` goes: imports, data, compiling and so on.
+"""Breakdown of the time from command to first step of `plimsoll train`: imports, data, compiling and so on.
 
     python -m tools.bench.start_time                                    # nanogpt-cpu and stdlib-tiny
     python -m tools.bench.start_time --config=stdlib-tiny --repeats=3
     python -m tools.bench.start_time --config=stdlib-tiny --set=memory.update=in_backward --programs
 
-Each config is started twice by the same command: `cold` finds no compiled program and no prepared data, `cached` both,
-as the cold start left them. A start ends when the row of its first step stands in metrics.jsonl, and the process is
-ended there, before it saves anything.
+Each config is started twice with the same command: `cold` has no compiled programs and no prepared data; `cached` has
+both, from the cold start. A start ends when metrics.jsonl contains the row of the first step; the process is killed
+then, before it saves anything.
 
-A thread of the started process looks at the main thread's stack every few milliseconds and charges the processor time
-that the whole process has used since it last looked to what the main thread is doing.
-Processor time does not grow with
-the load of a shared machine as wall time does; where several threads work at once, it is more than what a person waits.
-Python's standard library, `plimsoll train`.
+A thread of the started process samples the main thread's stack every few milliseconds. It charges the processor time
+that the whole process used since the last sample to the main thread's current activity. Unlike wall-clock time,
+processor time does not grow with the load of a shared machine; if several threads work at the same time, it exceeds
+the time that a user waits.
+Uses only Python's standard library and `plimsoll train`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLE_S = 0.004
 REPORT_VARIABLE = "PLIMSOLL_START_TIME_REPORT"
 DEFAULT_CONFIGS = ("nanogpt-cpu", "stdlib-tiny")
 KINDS = ("cold", "cached")
-# Verbs that need no run before them; tools.bench.silence has all of them.
+# Verbs that do not need an earlier run; tools.bench.silence covers all verbs.
 FIRST_CHARACTERS = {
     "train": ["launch.train", "--config=nanogpt-cpu"],
     "plan": ["launch.plan", "--config=nanogpt-cpu", "--target=cpu:1"],
@@ -46,7 +46,7 @@ FIRST_CHARACTERS = {
     "configs": ["launch.configs", "list"],
 }
 
-# What the main thread is doing, in the order of the table.
+# Activities of the main thread, in the order of the table.
 ACTIVITIES = (
     "imports",
     "config and checks",
@@ -60,7 +60,7 @@ ACTIVITIES = (
 )
 IMPORTS, CONFIG, DATA, STEP_TRACING, STEP_COMPILING, OTHER_TRACING, OTHER_COMPILING, RUNNING, REST = ACTIVITIES
 
-# Functions of JAX that compile, and those that trace and lower, by the name of the function.
+# Names of JAX's functions that compile, and of those that trace and lower.
 COMPILING = {"compile_or_get_cached", "backend_compile_and_load", "_cached_compilation"}
 TRACING = {
     "trace_to_jaxpr",
@@ -72,7 +72,7 @@ TRACING = {
     "lower",
     "trace",
 }
-# Functions of ours that are about the training step alone.
+# Our functions that only concern the training step.
 OF_STEP = {"traced_step", "compiled_step", "step_ledger", "_compile_step"}
 OF_DATA = {"setup", "train_batch", "eval_batches"}
 OF_RUN = {"_steps", "_initialize", "compile_evaluation"}
@@ -84,8 +84,8 @@ class Start(NamedTuple):
 
     Attributes:
       wall: seconds from the command to the first step.
-      processor: seconds of processor time, of all threads, by activity.
-      programs: of each program that was compiled or read from the cache, its name and wall seconds.
+      processor: processor seconds of all threads, by activity.
+      programs: name and wall-clock seconds of each program that was compiled or read from the cache.
     """
 
     wall: float
@@ -94,7 +94,7 @@ class Start(NamedTuple):
 
 
 def activity_of(frame: FrameType | None) -> str:
-    """What a stack is about: the innermost frame that says what is done, and any frame that says for which program."""
+    """Classify a stack by its innermost frame with a known activity, and by any frame that identifies the program."""
     action = ""
     names: set[str] = set()
     while frame is not None:
@@ -121,11 +121,11 @@ def activity_of(frame: FrameType | None) -> str:
 
 
 class Sampler(threading.Thread):
-    """Charges processor time to activities until a row stands in `metrics`; then writes a report and ends the process.
+    """Charges processor time to activities until `metrics` has a new row; then writes a report and ends the process.
 
     Args:
-        metrics: the file whose first new row ends the measurement.
-        report: where the report goes.
+        metrics: file whose first new row ends the measurement.
+        report: file to write the report to.
     """
 
     def __init__(self, metrics: Path, report: Path):
@@ -138,7 +138,7 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         processor: dict[str, float] = defaultdict(
             float, {IMPORTS: time.process_time()}
-        )  # Python's own start, and what this module imports
+        )  # Python's own startup, and the imports of this module
         before = time.process_time()
         while _num_rows(self._metrics) <= self._rows:
             time.sleep(SAMPLE_S)
@@ -150,7 +150,7 @@ class Sampler(threading.Thread):
         os._exit(0)
 
     def on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """A listener of jax.monitoring."""
+        """Record compile durations, as a listener of jax.monitoring."""
         if event == "/jax/core/compile/backend_compile_duration":
             self.programs.append((str(kwargs.get("fun_name", "?")), duration_secs))
 
@@ -163,11 +163,11 @@ def _num_rows(path: Path) -> int:
 
 
 def measured_process(report: Path, arguments: list[str]) -> int:
-    """In the started process: `plimsoll train` with those arguments, watched."""
+    """Run `plimsoll train` with these arguments in the started process, while sampling it."""
     workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
     sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
     sampler.start()
-    from launch import train  # first, as `plimsoll train` does
+    from launch import train  # imported first, as `plimsoll train` does
 
     # isort: split
     import jax.monitoring
@@ -177,10 +177,10 @@ def measured_process(report: Path, arguments: list[str]) -> int:
 
 
 def one_start(config: str, overrides: list[str], workdir: Path, cache: Path) -> Start:
-    """Starts, measures and ends one run. Raises ContestantError: it made no step."""
+    """Start, measure and end one run. Raises ContestantError if it made no step."""
     report = workdir.parent / f"{workdir.name}.report.json"
     report.unlink(missing_ok=True)
-    # A run that goes on over rows of another cuts them: the first row to be new would be the second one.
+    # A run that resumes truncates another run's rows, so the first new row would be that of the second step.
     (workdir / "metrics.jsonl").unlink(missing_ok=True)
     arguments = [
         f"--config={config}",
@@ -206,14 +206,14 @@ def one_start(config: str, overrides: list[str], workdir: Path, cache: Path) -> 
 
 
 def starts(config: str, overrides: list[str]) -> dict[str, Start]:
-    """A start of each kind."""
+    """Run a start of each kind."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         return {kind: one_start(config, overrides, root / "run", root / "programs") for kind in KINDS}
 
 
 def table(config: str, repeats: list[dict[str, Start]]) -> list[str]:
-    """The markdown table of a config: of each figure the least of the repeats."""
+    """Return the markdown table of a config, from the repeats with the least time."""
     kinds = list(repeats[0])
     lines = [f"| {config}, seconds of processor time | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
 
@@ -230,7 +230,7 @@ def table(config: str, repeats: list[dict[str, Start]]) -> list[str]:
 
 
 def first_characters(repeats: int) -> list[str]:
-    """The markdown table of the wall seconds until each verb says anything: the least of the repeats."""
+    """Return a markdown table of wall-clock seconds until each verb's first output: the minimum of the repeats."""
     lines = ["| wall seconds until the first character | in a pipe | on a terminal |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         place = {"train": f"--workdir={folder}/run", "prepare": f"--out={folder}/tokens"}
@@ -245,7 +245,7 @@ def first_characters(repeats: int) -> list[str]:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print."""
     if report := os.environ.get(REPORT_VARIABLE):
         return measured_process(Path(report), sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,7 +1,7 @@
-"""Steps compiled for TPUs and GPUs, to be counted: compiled here, kept in a folder, read from one.
+"""Steps compiled for TPUs and GPUs, for analysis: compiled here, saved to a folder, or read from one.
 
-A folder holds the compiler's text (hlo.txt; of a step that is several programs hlo-000.txt, ...) and meta.json, which
-is an `About`: any framework's step can be put into one.
+A folder contains the compiler's text (hlo.txt, or hlo-000.txt, ... if a step consists of several programs) and
+meta.json, which is an `About`. The step of any framework can be stored this way.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ META = "meta.json"
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a step beside its text; None: unknown.
+    """Facts about a step in addition to its text; None means unknown.
 
     Attributes:
-        name: of the config. target: as `plimsoll plan --target` has it. accelerator: v5e.
-        settings: overrides of the config, and what its rules changed.
-        tokens: of a step, on one device.
-        model_flops: of a step, on one device: forward and backward, nothing recomputed.
-        traced_flops: of the traced program, on one device: what is recomputed counts, attention as if not masked.
-        peak_bytes: of device memory.
-        compile_seconds: by the compiler alone.
-        versions: of jax and of the compiler.
+        name: name of the config.
+        target: target as in `plimsoll plan --target`.
+        accelerator: name of the accelerator, such as v5e.
+        settings: overrides of the config, and changes by its rules.
+        tokens: tokens per step on one device.
+        model_flops: FLOPs per step on one device: forward and backward, without recomputation.
+        traced_flops: FLOPs of the traced program on one device, including recomputation; attention counts as unmasked.
+        peak_bytes: peak of device memory.
+        compile_seconds: seconds of the compiler only.
+        versions: versions of jax and of the compiler.
         files: {file of the text: how often that program runs in a step}
     """
 
@@ -60,14 +62,14 @@ class About:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step: its programs, and what is known of it."""
+    """A compiled step: its programs, and facts about it."""
 
     about: About
     parts: list[Part]
 
 
 def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
-    """What says which step is meant, and where it is kept; `targets_like` are examples of targets."""
+    """Add the arguments that select a step and where to save it; `targets_like` are examples of targets."""
     add = parser.add_argument
     add("target", nargs="?", help=f"what to compile for: {targets_like}, see `plimsoll plan`")
     add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field")
@@ -82,10 +84,10 @@ def chosen_step(
     overrides: list[tuple[str, str]],
     check: Callable[[AcceleratorSpec], object],
 ) -> CompiledStep:
-    """The step that the arguments of `add_arguments` mean, read or compiled, and kept where --save says.
+    """Read or compile the step that the arguments of `add_arguments` select, and save it if --save is given.
 
     Raises:
-        UsageError: they mean none, or two; see also `compile_config`, which takes the other arguments.
+        UsageError: the arguments select no step, or two; see also `compile_config`, which takes the other arguments.
     """
     if (args.program is None) == (args.target is None):
         raise UsageError("expected a target and --config, such as v5e-16 --config=llama2-7b, or else --program DIR")
@@ -103,11 +105,13 @@ def chosen_step(
 def compile_config(
     name: str, spec: str | None, overrides: list[tuple[str, str]], check: Callable[[AcceleratorSpec], object]
 ) -> CompiledStep:
-    """Compiles a config's training step for a target, as `plimsoll plan` does.
+    """Compile a config's training step for a target, as `plimsoll plan` does.
 
     Args:
-        name: of the target. spec: of the config. overrides: of its fields, by path.
-        check: raises for a target that the caller cannot read the program of, before minutes of compiling.
+        name: name of the target.
+        spec: name of the config.
+        overrides: overrides of its fields, by path.
+        check: function that raises for a target whose program the caller cannot read, before minutes of compiling.
 
     Raises:
         UsageError: there is no config, or the compiler refused the program.
@@ -124,12 +128,12 @@ def compile_config(
 
     import jax
 
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program lacks its buffers
     return _compiled(command, target)
 
 
 def _compiled(command: Command, target: Target) -> CompiledStep:
-    """The training step of a config, compiled for a target.
+    """Compile the training step of a config for a target.
 
     Raises:
         UsageError: the compiler refused the program.
@@ -166,7 +170,7 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
 
 
 def _parts(step: Compiled) -> list[Part]:
-    """The programs of a step, each once."""
+    """Return the distinct programs of a step."""
     assert step.ledger is not None, "refused steps have none"
     calls = Counter(call.about.text for call in step.ledger.calls)
     return [Part(Module(text), runs) for text, runs in calls.items()]
@@ -179,7 +183,7 @@ def _files(parts: list[Part]) -> dict[str, int]:
 
 
 def save(step: CompiledStep, folder: Path) -> None:
-    """Keeps a step in a folder, which is made if it is not there."""
+    """Save a step to a folder, which is created if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in zip(step.about.files, step.parts, strict=True):
         (folder / name).write_text(part.module.text)
@@ -187,11 +191,11 @@ def save(step: CompiledStep, folder: Path) -> None:
 
 
 def load(folder: Path) -> CompiledStep:
-    """Reads a step from a folder.
+    """Read a step from a folder.
 
     Raises:
-        FileNotFoundError: there is none in it.
-        UsageError: meta.json is not what `save` writes.
+        FileNotFoundError: the folder contains no step.
+        UsageError: meta.json is not in the format that `save` writes.
     """
     if not (folder / META).is_file():
         raise FileNotFoundError(f"no compiled step in {folder}: expected {META} and hlo.txt, as --save writes them")

@@ -1,9 +1,9 @@
-"""The time of a step as the plan estimates it, beside the time that training takes, on the CPU at hand.
+"""Compare the plan's estimated step time with the measured time in training, on this machine's CPU.
 
     plimsoll calibrate && python -m tools.bench.step_time [--seconds=8] [--only=WORD] [--write=FILE]
 
-Settings differ in size, remat, schedule, batch and length. Each is planned for one CPU device and trained for some
-seconds, one after the other, in processes of their own; the measured time is the shortest of several windows of steps.
+Settings differ in size, remat, schedule, batch and length. Each is planned for one CPU device and trained for a few
+seconds, one after the other, in separate processes. The measured time is the shortest of several windows of steps.
 The table ends with the rank correlation (Spearman's) and the median error of the ratios.
 """
 
@@ -30,7 +30,7 @@ from launch import cli
 
 _SMALL = "--config=nanogpt-cpu"
 _TEXT = "--config=stdlib-tiny"
-# What tells the settings apart: a config, and overrides.
+# The settings: a config, and overrides.
 SETTINGS: tuple[tuple[str, ...], ...] = (
     (_SMALL,),
     (_SMALL, "--config.data.global_batch_size=48"),
@@ -51,7 +51,7 @@ _WINDOWS = 6
 
 
 class Row(NamedTuple):
-    """A setting, and its seconds a step."""
+    """A setting, and its estimated and measured seconds per step."""
 
     setting: str
     estimated: float
@@ -64,14 +64,14 @@ class Row(NamedTuple):
 
 
 def estimated_seconds(words: Sequence[str], folder: Path) -> float:
-    """The seconds of a step by the plan."""
+    """Return the planned seconds of a step."""
     path = folder / "plan.json"
     _run("launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
     return json.loads(path.read_text())["time"]["seconds"]
 
 
 def measured_seconds(words: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
-    """The seconds of a step in training: of the fastest window of steps."""
+    """Return the seconds of a step in training, measured over the fastest window of steps."""
     window = max(2, round(seconds / _WINDOWS / estimate))
     workdir = folder / "run"
     _run(
@@ -93,10 +93,10 @@ def measured_seconds(words: Sequence[str], estimate: float, seconds: float, fold
 
 
 def _run(module: str, *words: str) -> None:
-    """Runs a verb.
+    """Run a Plimsoll command.
 
     Raises:
-        UsageError: it failed; with the last line that it wrote.
+        UsageError: the command failed; the message has its last line of output.
     """
     done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
     if done.returncode:
@@ -105,14 +105,14 @@ def _run(module: str, *words: str) -> None:
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:
-    """Spearman's rank correlation of estimated and measured times."""
+    """Return Spearman's rank correlation of estimated and measured times."""
     estimated_ranks = np.argsort(np.argsort([row.estimated for row in rows]))
     measured_ranks = np.argsort(np.argsort([row.measured for row in rows]))
     return float(np.corrcoef(estimated_ranks, measured_ranks)[0, 1])
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """The table of all settings, and what it comes to."""
+    """Return the table of all settings, with summary rows."""
     cells = [["setting", "estimated, ms", "measured, ms", "ratio"]]
     for row in rows:
         cells.append([row.setting, f"{1e3 * row.estimated:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}"])
@@ -124,7 +124,7 @@ def section(rows: Sequence[Row]) -> Section:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Plans and trains each setting, and prints the table."""
+    """Plan and train each setting, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="of training, for each setting (8)")
     parser.add_argument("--only", default="", metavar="WORD", help="settings that have this word")

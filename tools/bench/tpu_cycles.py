@@ -1,9 +1,9 @@
-"""The step times that plans of TPUs estimate, beside the time of their FLOPs at the chips' peak rate.
+"""Compare the planned step times of TPUs with the time of the same FLOPs at the chips' peak rate.
 
     python -m tools.bench.tpu_cycles --results=build/tpu_cycles.json
 
-Compiles each setting of `SETTINGS` once, as `plimsoll plan --step_only --json` does (a minute or two each), and keeps
-what it says in the file of results. Prints the markdown table of docs/benchmarks/tpu_cycles.md. No TPU is needed.
+Compiles each setting of `SETTINGS` once, as `plimsoll plan --step_only --json` does (a minute or two each), and caches
+its report in the results file. Prints the markdown table of docs/benchmarks/tpu_cycles.md. No TPU is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from framework.plan import targets
 
-# Config, target, tokens of each chip and step, and fields of the config.
+# Config, target, tokens per chip and step, and fields of the config.
 SETTINGS = """
 gpt2-124m v5e-1 8192 data.global_batch_size=8 memory.remat=none
 gpt2-1.5b v5e-4 4096 data.global_batch_size=16 memory.remat=full
@@ -30,10 +30,10 @@ qwen2.5-7b v5p-8 4096 data.global_batch_size=4 data.seq_len=4096 memory.remat=fu
 
 
 def planned(setting: str) -> dict[str, Any]:
-    """The report of `plimsoll plan` for a setting.
+    """Return the report of `plimsoll plan` for a setting.
 
     Raises:
-        SystemExit: the plan failed; with the end of what it wrote.
+        SystemExit: the plan failed; the message has the end of its output.
     """
     config, target, _, *fields = setting.split()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def planned(setting: str) -> dict[str, Any]:
 
 
 def row(setting: str, report: dict[str, Any]) -> str:
-    """The line of a setting in the table."""
+    """Return a setting's line of the table."""
     config, target, tokens, *fields = setting.split()
     machine = targets.resolve(target)
     peak_flops = machine.spec.peak_flops()

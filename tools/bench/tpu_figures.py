@@ -1,4 +1,4 @@
-"""What a counted TPU step comes to: the figures that tables, comparisons and JSON are made of."""
+"""Figures of a counted TPU step, for tables, comparisons and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counted(NamedTuple):
 
     @property
     def ideal(self) -> float | None:
-        """Seconds of what the model needs at the peak; None where that is unknown."""
+        """Seconds that the model's FLOPs need at the peak rate; None if they are unknown."""
         needed = self.about.model_flops
         return None if needed is None else needed / self.count.rates.flops
 
@@ -35,14 +35,14 @@ class Counted(NamedTuple):
     def found_over_traced(self) -> float | None:
         """FLOPs found in the compiled program over those of the traced one.
 
-        Other than 1.00 means that the compiler computes something twice, or that the count is wrong.
+        A value other than 1.00 means that the compiler computes something twice, or that the count is wrong.
         """
         found = self.count.product_flops + self.count.attention_flops
         return None if self.about.traced_flops is None else found / self.about.traced_flops
 
 
 class Sums(NamedTuple):
-    """Operations added up, each as often as it runs in a step: seconds, FLOPs and bytes."""
+    """Operations added up, each multiplied by its runs in a step: seconds, FLOPs and bytes."""
 
     runs: int
     seconds: float
@@ -53,7 +53,7 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(operations: Iterable[Operation]) -> Sums:
-        """The sums of some operations."""
+        """Add up operations."""
         members = list(operations)
         return Sums(
             runs=sum(one.runs for one in members),
@@ -75,7 +75,7 @@ class Group(NamedTuple):
 
 
 def groups(operations: Iterable[Operation]) -> list[Group]:
-    """The operations by layer and line, the longest first; of those that take no time of the cores, the most bytes."""
+    """Group the operations by layer and line, longest first; groups that take no core time are sorted by bytes."""
     members: dict[tuple[str, str, str], list[Operation]] = {}
     for one in operations:
         name = place(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
@@ -85,7 +85,7 @@ def groups(operations: Iterable[Operation]) -> list[Group]:
 
 
 def source_line(source: SourceLine | None) -> str:
-    """`framework/layers/mlp.py:78`; of installed packages without the folder that they are in."""
+    """Return `framework/layers/mlp.py:78`; for installed packages, the path starts at the package."""
     if source is None:
         return ""
     file = source.file.partition("/site-packages/")[2] or source.file.removeprefix(f"{_ROOT}/")
@@ -93,7 +93,7 @@ def source_line(source: SourceLine | None) -> str:
 
 
 def received(count: StepCount, mode: str) -> float:
-    """Bytes that a chip receives in a step by collectives of a mode."""
+    """Return the bytes that a chip receives in a step through collectives of a mode."""
     return sum(one.bytes_received * one.runs for one in count.collectives if one.mode == mode)
 
 
@@ -101,9 +101,11 @@ class HostFigures(NamedTuple):
     """Transfers in one direction between device and host memory, in a step.
 
     Attributes:
-        num_bytes, transfers: how many. seconds: of the link.
-        hidden: share of these seconds in which the chip worked. hidden_alone: share of the bytes that work between the
-            start and the end of a transfer would hide if it had the link to itself. None where nothing is moved.
+        num_bytes, transfers: bytes moved, and number of transfers.
+        seconds: seconds that the link takes.
+        hidden: share of these seconds in which the chip worked; None if nothing is moved.
+        hidden_alone: share of the bytes that the work between the start and the end of a transfer would hide if the
+            transfer had the link to itself; None if nothing is moved.
     """
 
     num_bytes: float
@@ -114,7 +116,7 @@ class HostFigures(NamedTuple):
 
 
 def host_figures(count: StepCount) -> dict[Direction, HostFigures]:
-    """The transfers of a step, by direction, collectives at all links."""
+    """Return the transfers of a step by direction, with collectives at all links."""
     timeline, found = count.at_all_links, dict[Direction, HostFigures]()
     for direction in DIRECTIONS:
         moved = timeline.moved[direction]
@@ -126,7 +128,7 @@ def host_figures(count: StepCount) -> dict[Direction, HostFigures]:
 
 
 def figures(counted: Counted) -> dict[str, float | None]:
-    """The figures by which steps are compared, by their names in the table; None: unknown."""
+    """Return the figures for comparing steps, by their names in the table; None means unknown."""
     count, about = counted.count, counted.about
     found: dict[str, float | None] = {"products, TFLOP": count.product_flops / 1e12}
     for category in _COMPARED:
@@ -152,7 +154,7 @@ def figures(counted: Counted) -> dict[str, float | None]:
 
 
 def as_json(counted: Counted) -> dict[str, Any]:
-    """Everything, for programs: seconds, bytes and FLOPs of one device and step."""
+    """Convert everything to JSON data: seconds, bytes and FLOPs of one device and step."""
     count = counted.count
     return {
         "about": vars(counted.about),

@@ -1,4 +1,4 @@
-"""The count of a TPU step as tables, and two counts side by side."""
+"""Tables of a TPU step's count, and of two counts side by side."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from framework.terminal.tables import Section, human_bytes
 from tools.bench.step_programs import About
 from tools.bench.tpu_figures import MODES, Counted, Sums, figures, groups, host_figures, received
 
-_LEAST_BYTES = 1e6  # collectives that move less are left out of the table, not of the sums
+_LEAST_BYTES = 1e6  # smaller collectives are left out of the table, but counted in the sums
 
 
 def sections(counted: Counted, top: int, category: str | None) -> list[Section]:
-    """All tables of one step.
+    """Return all tables of one step.
 
     Args:
-        top: how many of the largest operations. category: only such operations; None: all.
+        counted: the step and its count.
+        top: number of largest operations to show.
+        category: show only operations of this category; None shows all.
     """
     count = counted.count
     tables = [
@@ -57,7 +59,7 @@ def _head(about: About) -> list[list[str]]:
 
 
 def assumptions(rates: Rates) -> list[list[str]]:
-    """What the figures rest on."""
+    """Describe the assumptions behind the figures."""
     clock = f"{rates.flops_per_cycle:,.0f} a cycle, so {rates.cycles / 1e9:.3f} GHz"
     links = f"{rates.all_links / 1e9:.0f} GB/s (all links) .. {rates.two_links / 1e9:.0f} GB/s (two: a slice's corner)"
     thin = f"at most {THIN_OVER_HBM} x the time of their bytes in HBM, or {VMEM_BYTES_PER_CYCLE} B of VMEM a cycle"
@@ -173,7 +175,7 @@ def _range(low: float, high: float) -> str:
 
 
 def comparison(one: Counted, other: Counted, name: str, other_name: str) -> Section:
-    """Two steps side by side; the ratio is of the first to the second."""
+    """Compare two steps side by side; the ratio is first over second."""
     rows = [["", name, other_name, "ratio"]]
     others = figures(other)
     for key, figure in figures(one).items():

@@ -1,14 +1,15 @@
-"""How long a training step takes on a TPU, by what the compiler says of the final program; no TPU is needed.
+"""Time of a training step on a TPU, by the compiler's cost estimates of the final program. Needs no TPU.
 
     python -m tools.bench.tpu_time v5e-16 --config=llama2-7b --config.data.seq_len=2048 --config.memory.remat=full
     python -m tools.bench.tpu_time v5e-16 --config=... --save build/before     # keeps the compiled text
     python -m tools.bench.tpu_time --program build/before --top 40 --category matmul
     python -m tools.bench.tpu_time v5e-16 --config=... --against build/before  # two steps side by side
 
-Nothing runs: a TPU's compiler notes the cycles that it takes each fusion of the final program to need, and this adds
-them up, with what it moves: between memory and the cores, between chips, and to and from the host. What is assumed
-where the compiler says nothing is printed above the figures. To compile for a target takes minutes; a program that was
-kept is counted in a second. MaxText's step by the same count: tools/bench/tpu_time_maxtext.py.
+Nothing runs: the TPU compiler annotates each fusion of the final program with an estimate of its cycles. This tool adds
+them up, together with all data movement: between memory and the cores, between chips, and to and from the host.
+Assumptions for parts that the compiler does not estimate are printed above the figures. Compiling for a target takes
+minutes; a saved program is counted in a second. For MaxText's step by the same count, see
+tools/bench/tpu_time_maxtext.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Compiles or reads a step, prints its count, and writes the files."""
+    """Compile or read a step, print its count, and write the files."""
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
     if args.json and not args.json.absolute().parent.is_dir():
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def counted(step: CompiledStep) -> Counted:
-    """The count of a step, by the rates of the accelerator that it was compiled for."""
+    """Count a step with the rates of the accelerator that it was compiled for."""
     return Counted(step.about, count(step.parts, Rates.of(spec_for(step.about.accelerator))))
 
 

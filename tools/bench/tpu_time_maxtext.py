@@ -1,12 +1,12 @@
-"""How long MaxText's training step takes on a TPU, by the same count as ours: see tools/bench/tpu_time.py.
+"""Time of MaxText's training step on a TPU, by the same count as ours: see tools/bench/tpu_time.py.
 
     python -m tools.bench.tpu_time_maxtext v5e-16 --python=/opt/maxtext/bin/python --config=llama2-7b --length=2048 \\
         --save=build/maxtext [--against=build/ours] [max_target_length=... remat_policy=... any field of MaxText]
 
-MaxText is installed in an environment of its own: `pip install maxtext`, of a release that takes the jax and libtpu
-that Plimsoll has here, as figures of other versions of the compiler cannot be compared. --python is that environment's.
-MaxText's own train_compile compiles the step, with its defaults but for the fields that are given; nothing runs.
---config names the Plimsoll config of the same model: what the model needs, by which MFU is counted, is taken there.
+MaxText is installed in a separate environment, and --python is that environment's Python: `pip install maxtext`, in a
+release that works with the jax and libtpu versions that Plimsoll uses here, because figures of different compiler
+versions cannot be compared. MaxText's own train_compile compiles the step, with its defaults except for the given
+fields; nothing runs. --config names the Plimsoll config of the same model, which provides the model's FLOPs for MFU.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Compiles MaxText's step, keeps it and prints its count."""
+    """Compile MaxText's step, save it and print its count."""
     args = _parser().parse_intermixed_args(argv)
     target = targets.resolve(args.target)
-    Rates.of(target.spec)  # a target whose time cannot be told is refused before minutes of compiling
+    Rates.of(target.spec)  # raises for a target without known rates before minutes of compiling
     if not args.python.is_file():
         raise cli.UsageError(f"--python={args.python}: expected the Python of an environment that has MaxText")
     if wrong := [field for field in args.field if "=" not in field]:
@@ -105,13 +105,13 @@ def _step(args: argparse.Namespace, target: Target) -> CompiledStep:
 
 
 def _run(command: list[str]) -> None:
-    """Runs MaxText.
+    """Run MaxText.
 
     Raises:
-        UsageError: it failed; with the last line that it wrote.
+        UsageError: MaxText failed; the message has its last line of output.
     """
     environment = {**os.environ, **ENVIRONMENT}
-    environment.pop("PYTHONPATH", None)  # Plimsoll's own packages are not for that environment
+    environment.pop("PYTHONPATH", None)  # Plimsoll's own packages may not work in that environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no word of why"]

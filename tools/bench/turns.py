@@ -1,8 +1,8 @@
-"""Taking turns: each contestant is a process of its own, kept alive, and only one of them computes at a time.
+"""Taking turns: each contestant is a separate long-lived process, and only one of them computes at a time.
 
-In one process the thread pools of XLA and torch would fight for the cores. The driver (`Worker`) writes the number of
+In one process the thread pools of XLA and torch would compete for the cores. The driver (`Worker`) writes the number of
 steps to a contestant's stdin, and reads one line of JSON when they are done; the contestant's side is a `Channel`.
-Python's standard library only.
+Uses only Python's standard library.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 ROOT = Path(__file__).parents[2]
-CLOSE_S = 60.0  # one that compiles looks at its stdin only afterwards
+CLOSE_S = 60.0  # a contestant that is compiling reads its stdin only afterwards
 
 
 class ContestantError(RuntimeError):
-    """A contestant could not start or stopped; the message is what it said last."""
+    """A contestant could not start, or stopped; the message is its last output."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a contestant says of itself before its first step."""
+    """Report that a contestant sends before its first step."""
 
     parameters: int
     tokens_per_step: int
@@ -36,7 +36,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: wall seconds, seconds of all cores together, and the loss of a step near its end."""
+    """One turn: wall-clock seconds, seconds of all cores together, and the loss of a step near its end."""
 
     seconds: float
     cpu_seconds: float
@@ -44,53 +44,53 @@ class Turn:
 
 
 class Clock:
-    """Wall and processor time since it was made."""
+    """Wall-clock and processor time since construction."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def turn(self, loss: float) -> Turn:
-        """The turn that ends now."""
+        """Return the turn that ends now."""
         return Turn(time.perf_counter() - self._wall, time.process_time() - self._cpu, loss)
 
 
 class Contestant(Protocol):
-    """Something that trains."""
+    """A program that trains."""
 
     def hello(self) -> Hello:
-        """What it is."""
+        """Report the model size, tokens per step and versions."""
         ...
 
     def run(self, steps: int) -> float:
-        """So many steps, finished when it returns; the loss of the last one."""
+        """Run and finish `steps` steps; return the loss of the last one."""
         ...
 
 
 class Channel:
-    """The contestant's end. Whatever else it prints goes to stderr."""
+    """The contestant's end. All other output of the contestant goes to stderr."""
 
     def __init__(self, source: TextIO, sink: TextIO):
         self._source, self._sink = source, sink
 
     @classmethod
     def of_process(cls) -> Channel:
-        """stdin and stdout of this process; stdout is then stderr for everybody else."""
+        """Use this process's stdin and stdout; anything else written to stdout then goes to stderr."""
         sink = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(sys.stdin, sink)
 
     def send(self, message: Hello | Turn) -> None:
-        """One line."""
+        """Send one line."""
         print(json.dumps(asdict(message)), file=self._sink, flush=True)
 
     def receive(self) -> int | None:
-        """The number of steps of the next turn; None when there is none."""
+        """Return the number of steps of the next turn, or None if there is none."""
         line = self._source.readline().strip()
         return int(line) if line else None
 
 
 def serve(contestant: Contestant, channel: Channel) -> None:
-    """Takes turns until the driver leaves."""
+    """Take turns until the driver exits."""
     channel.send(contestant.hello())
     while (steps := channel.receive()) is not None:
         clock = Clock()
@@ -98,12 +98,12 @@ def serve(contestant: Contestant, channel: Channel) -> None:
 
 
 class Worker:
-    """The driver's end: a contestant in a process of its own.
+    """The driver's end: a contestant in a separate process.
 
     Args:
-        arguments: of `python`.
-        log: where its stderr goes.
-        environment: beside this process's own.
+        arguments: arguments of `python`.
+        log: file to write its stderr to.
+        environment: variables to add to this process's environment.
     """
 
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]):
@@ -122,10 +122,10 @@ class Worker:
         self.hello = Hello(**self._read())
 
     def run(self, steps: int) -> Turn:
-        """One turn.
+        """Run one turn.
 
         Raises:
-            ContestantError: it died.
+            ContestantError: the contestant died.
         """
         assert self._process.stdin is not None
         try:
@@ -135,11 +135,11 @@ class Worker:
         return Turn(**self._read())
 
     def seconds_since_start(self) -> float:
-        """Since the process was started."""
+        """Return the seconds since the process was started."""
         return time.perf_counter() - self._started
 
     def close(self) -> None:
-        """Ends the process, and waits for it."""
+        """End the process and wait for it."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
@@ -164,6 +164,6 @@ class Worker:
 
 
 def rotate(names: list[str], rounds: int) -> Iterator[list[str]]:
-    """The order of each round: there and back, so that what changes slowly favours nobody."""
+    """Yield the order of each round, forward and then reversed, so that slow changes of the machine cancel out."""
     for index in range(rounds):
         yield names if index % 2 == 0 else names[::-1]

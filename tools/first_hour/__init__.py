@@ -1,1 +1,1 @@
-"""A recording of a newcomer's first hour: python -m tools.first_hour."""
+"""Recording of a newcomer's first hour: python -m tools.first_hour."""

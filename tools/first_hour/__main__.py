@@ -1,4 +1,4 @@
-"""Records a newcomer's first hour: 40 commands on a terminal, with what they print, times, and a verdict on each.
+"""Records a newcomer's first hour: 40 commands on a terminal, with their output, times, and a verdict on each.
 
 python -m tools.first_hour --out=docs/benchmarks/first_hour.txt
 """
@@ -20,19 +20,19 @@ from pathlib import Path
 from tools.first_hour.commands import COMMANDS, FILES
 from tools.first_hour.recording import MAX_FIRST_SECONDS, MAX_SILENCE_SECONDS, Recording, record
 
-# Of a long output its beginning and its end are written.
+# Only the beginning and the end of a long output are written.
 _LINES_AT_EACH_END = 12
 _RULE_CHARACTERS = 120
 
 
 def main() -> int:
-    """Returns 0 if nothing is wrong with any command."""
+    """Record the commands; return 0 if nothing is wrong with any of them."""
     parser = argparse.ArgumentParser(prog="python -m tools.first_hour", description="Record a newcomer's first hour.")
     parser.add_argument("--out", help="a text file to write; without it only verdicts are printed")
     parser.add_argument("--only", type=int, nargs="+", help="commands by their number, in the folder of --folder")
     parser.add_argument("--folder", help="where to work; a new one by default")
     args = parser.parse_args()
-    # A shell has its background jobs ignore Ctrl-C, and their children with them: this one's do not.
+    # A shell makes its background jobs ignore Ctrl-C, and their children inherit that; restore the default handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="first_hour_"))
     write_files(folder)
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def write_files(folder: Path) -> None:
-    """The newcomer's folder: own modules, and notes/ with Python's help topics as 80 text files."""
+    """Write the newcomer's folder: user modules, and notes/ with Python's help topics as 80 text files."""
     texts = {f"notes/{name}.txt": text for name, text in pydoc_data.topics.topics.items()}
     for name, text in {**FILES, **texts}.items():
         file = folder / name
@@ -58,12 +58,12 @@ def write_files(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A newcomer's: nothing cached, one CPU device, the virtual environment's programs first."""
+    """Return a newcomer's environment: empty caches, one CPU device, the virtual environment's programs first."""
     programs = Path(sys.executable).parent
     return {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        # Caches of compiled programs and tokenizers begin empty.
+        # Caches of compiled programs and tokenizers start empty.
         "XDG_CACHE_HOME": str(folder / ".cache"),
         "HOME": str(folder),
         "XLA_FLAGS": "",
@@ -71,7 +71,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def transcript(recordings: list[Recording], folder: Path) -> str:
-    """The recording as text: what it is, a line for each command, and what each one printed."""
+    """Return the recording as text: a description, a line for each command, and the output of each."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     python = ".".join(map(str, sys.version_info[:3]))
     num_well = sum(not recording.faults for recording in recordings)
@@ -116,7 +116,7 @@ def transcript(recordings: list[Recording], folder: Path) -> str:
 
 
 def _excerpt(recording: Recording, folder: Path) -> list[str]:
-    """The beginning and the end of what a terminal shows."""
+    """Return the beginning and the end of the terminal's text."""
     lines = [_anonymous(line, folder) for line in recording.lines]
     left_out = len(lines) - 2 * _LINES_AT_EACH_END
     if left_out <= 1:
@@ -125,7 +125,7 @@ def _excerpt(recording: Recording, folder: Path) -> list[str]:
 
 
 def _anonymous(line: str, folder: Path) -> str:
-    """Without the paths of the machine."""
+    """Remove the machine's paths."""
     line = line.replace(str(folder), "~").replace(f"{sys.prefix}/bin/", "")
     return re.sub(rf"{re.escape(sys.prefix)}/\S*?/(?=[\w.]+\.py)", ".../", line)
 

@@ -1,4 +1,4 @@
-"""What a newcomer types in the first hour, in order, in a folder that has a project of its own in it."""
+"""Commands of a newcomer's first hour, in order, in a folder that already contains a project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from framework.terminal.exit_codes import ExitCode
 
 @dataclasses.dataclass(frozen=True)
 class Interruption:
-    """A signal that a command gets as soon as its output has a text."""
+    """A signal to send as soon as a command's output contains a text."""
 
     text: str
     number: signal.Signals
@@ -18,21 +18,21 @@ class Interruption:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command, and how it ends when all is well."""
+    """A command, and its expected exit."""
 
-    purpose: str  # what the newcomer wants
+    purpose: str  # the newcomer's goal
     line: str  # as typed, for bash
     code: int = ExitCode.DONE
     interruption: Interruption | None = None
 
 
-# A speed is shown from the first steps on.
+# The output shows a speed from the first steps on.
 CTRL_C = Interruption("tok/s", signal.SIGINT)
 KILL = Interruption("tok/s", signal.SIGKILL)
-# What a shell says of a process that SIGKILL has ended.
+# Exit code that a shell reports for a process killed by SIGKILL.
 KILLED = 128 + signal.SIGKILL
 
-# The newcomer's own folder has, besides notes/ (text files), modules with names that are ours, too.
+# In addition to notes/ (text files), the newcomer's folder has modules whose names collide with ours.
 FILES = {
     "configs/__init__.py": "",
     "launch.py": "raise SystemExit('the launch.py of the newcomer has nothing to do with this')\n",

@@ -1,4 +1,4 @@
-"""What a command prints on a terminal, when, and what is wrong with it."""
+"""Output of a command on a terminal, its timing, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.first_hour.commands import Command
 
 MAX_SILENCE_SECONDS = 2.0
 MAX_FIRST_SECONDS = 1.0
-# ANSI escapes: erasing a whole line, erasing from the cursor on, and others (colours, a hidden cursor).
+# ANSI escapes: erasing a whole line, erasing from the cursor on, and others (colors, a hidden cursor).
 _ERASE_LINE = "\x1b[2K"
 _ERASE_TO_END = re.compile(r"\x1b\[0?K")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -24,7 +24,7 @@ class Recording:
     """One command on a terminal.
 
     Attributes:
-        command: what was typed.
+        command: the command that was typed.
         heard: its output, with the times.
     """
 
@@ -33,12 +33,12 @@ class Recording:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell says it."""
+        """The exit code as a shell reports it."""
         return 128 - self.heard.code if self.heard.code < 0 else self.heard.code
 
     @property
     def lines(self) -> list[str]:
-        """Output as a person sees it in the end: of a line that was rewritten, its last state."""
+        """The lines as finally visible on screen; a rewritten line has its last state."""
         lines = [shown(line) for line in self.heard.text.replace("\r\n", "\n").split("\n")]
         while lines and not lines[-1]:
             lines.pop()
@@ -46,7 +46,7 @@ class Recording:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, in words; [] if nothing is."""
+        """Descriptions of everything that is wrong; [] if nothing is."""
         faults = []
         if self.code != self.command.code:
             faults.append(f"exit code {self.code}, expected {int(self.command.code)}")
@@ -61,14 +61,17 @@ class Recording:
 
     @property
     def verdict(self) -> str:
-        """Its times, and what is wrong."""
+        """The times, and what is wrong."""
         silence_seconds, _ = self.heard.longest()
         times = f"{self.heard.seconds:.1f} s; first {self.heard.first:.1f} s, silent {silence_seconds:.1f} s"
         return "; ".join([times, *self.faults] if self.faults else [times, "well"])
 
 
 def shown(line: str) -> str:
-    """A terminal's line in the end: each carriage return begins it anew, over what is there, unless that is erased."""
+    """Return the final state of a terminal line.
+
+    Each carriage return restarts the line and overwrites its old text, which stays visible where it is not erased.
+    """
     text = ""
     for part in line.rpartition(_ERASE_LINE)[2].split("\r"):
         erasing, *_ = _ERASE_TO_END.split(part, maxsplit=1)
@@ -79,7 +82,7 @@ def shown(line: str) -> str:
 
 
 def record(command: Command, folder: Path, environment: dict[str, str]) -> Recording:
-    """Runs a command in a folder, on a terminal of its own."""
+    """Run a command in a folder, on its own terminal."""
     interruption = command.interruption
     is_interrupted = False
 
@@ -89,7 +92,7 @@ def record(command: Command, folder: Path, environment: dict[str, str]) -> Recor
             is_interrupted = True
             os.killpg(process.pid, interruption.number)
 
-    # `exec` has the exit code be the program's, not that of a shell which says what ended it; a pipe
+    # `exec` makes the exit code the program's own, instead of that of a shell that reports why it ended; a pipe
     # needs the shell.
     line = command.line if "|" in command.line else f"exec {command.line}"
     heard = hear_program(["bash", "-c", line], environment, folder=folder, terminal=True, react=interrupt)

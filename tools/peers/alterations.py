@@ -1,6 +1,7 @@
-"""Directories of published models with one thing altered: a field of config.json, two that interact, or a file.
+"""Directories of published models with one alteration: a field of config.json, two that interact, or a file.
 
-A test asks of each that transformers and we compute the same, or that it is refused by name (tools.check_altered).
+A test checks for each one that transformers and we compute the same, or that we refuse it with a reason
+(tools.check_altered).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tools.peers.families import FAMILIES
 from tools.peers.recording import Tensors
 
 ABSENT = object()
-SEQ_LEN = 40  # longer than windows and than `max_position_embeddings`, so that both show
+SEQ_LEN = 40  # exceeds windows and `max_position_embeddings`, so that both have an effect
 Facts = dict[str, Any]
 
 
@@ -29,10 +30,10 @@ class Alteration:
     """One directory.
 
     Args:
-        shape: of tools.peers.families, that it is made from.
-        name: what is altered.
-        facts: its config.json.
-        damage: what is done to the directory once it is written.
+        shape: shape in tools.peers.families that the directory is made from.
+        name: description of the alteration.
+        facts: contents of its config.json.
+        damage: function that alters the directory after it is written.
     """
 
     shape: str
@@ -41,7 +42,7 @@ class Alteration:
     damage: Callable[[Path, Tensors], None] | None = None
 
     def write(self, folder: Path, tensors: Tensors) -> None:
-        """The directory, with these weights."""
+        """Write the directory with these weights."""
         (folder / "config.json").write_text(json.dumps(self.facts))
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         if self.damage is not None:
@@ -49,14 +50,14 @@ class Alteration:
 
 
 def base_facts(shape: str) -> Facts:
-    """config.json of a shape, with positions that a sequence of SEQ_LEN goes beyond where they are not learned."""
+    """Return the config.json of a shape. A sequence of SEQ_LEN exceeds its positions unless they are learned."""
     facts = copy.deepcopy(FAMILIES[shape].facts)
     positions = {"n_positions": 48} if shape == "gpt2" else {"max_position_embeddings": 32}
     return facts | positions
 
 
 def alterations(shape: str, fields: Facts) -> Iterator[Alteration]:
-    """All of a shape. `fields` are those that transformers knows of the family, with the values they have."""
+    """Yield all alterations of a shape. `fields` are the family's fields in transformers, with their values."""
     base = base_facts(shape)
 
     def altered(name: str, **changes: Any) -> Alteration:
@@ -80,7 +81,7 @@ def alterations(shape: str, fields: Facts) -> Iterator[Alteration]:
 
 
 def _near(value: Any) -> list[Any]:
-    """Other values of a field: neighbours, extremes, other types."""
+    """Return other values for a field: neighbors, extremes, other types."""
     if isinstance(value, bool):
         return [not value, None, int(not value), str(value).lower()]
     if isinstance(value, int):
@@ -134,7 +135,7 @@ SCALINGS += [{"full_attention": LINEAR, "sliding_attention": PLAIN}, {"full_atte
 SCALINGS += [{**LINEAR, "attention_factor": 2.0}, {**PLAIN, "factor": 4.0}, {**PLAIN, "rope_theta": None}, "linear"]
 SCALINGS += [{**PLAIN, "rope_theta": "1e4"}, {**PLAIN, "mrope_section": [2, 1, 1]}, [LINEAR], {"factor": 4.0}]
 SCALINGS += [{**PLAIN, "rope_theta": 0}, {**PLAIN, "rope_theta": -10.0}, {**PLAIN, "rope_theta": 100}]
-# Long enough that frequencies lie on both ends of YaRN's ramp and between.
+# Long enough that frequencies lie at both ends of YaRN's ramp and in between.
 WIDE_YARN = {**YARN, "original_max_position_embeddings": 256}
 for field, values in {
     "beta_fast": (0, 2, 0.5, None, -1.0, "2"),
@@ -166,7 +167,7 @@ ARCHITECTURES = [
     ["LlamaModel"],
     ["LlamaForCausalLM", "Qwen3ForCausalLM"], ["GPT2DoubleHeadsModel"], "LlamaForCausalLM", [3],
 ]  # fmt: skip
-# More values of fields that the family has.
+# More values for fields that the family has.
 SPECIAL: dict[str, list[Any]] = {
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
@@ -191,7 +192,7 @@ SPECIAL: dict[str, list[Any]] = {
     "decoder_sparse_step": [1, 2, 3],
     "num_experts_per_tok": [1, 2, 5, 6],
 }
-# Fields that other families have, or had, and that a directory may name all the same.
+# Fields of other families, or of older versions, which a directory may contain nevertheless.
 FOREIGN: dict[str, list[Any]] = {
     "rope_scaling": [None, {}, *SCALINGS],
     "rope_parameters": SCALINGS[:8],
@@ -377,7 +378,7 @@ def _other(array: np.ndarray) -> np.ndarray:
 
 
 def _stale_shards(folder: Path, tensors: Tensors) -> None:
-    """Both are whole, and differ: a model saved again without the shards of the first time."""
+    """Write shards that are complete but differ: a model was saved again without removing the old shards."""
     _save(folder, {name: _other(array) for name, array in tensors.items()}, "model-00001-of-00001.safetensors")
     _index(folder, dict.fromkeys(tensors, "model-00001-of-00001.safetensors"))
 
@@ -399,7 +400,7 @@ def _index_of(file: str) -> Callable[[Path, Tensors], None]:
 
 
 def _adapter(folder: Path, tensors: Tensors) -> None:
-    """peft's beside a whole model: transformers loads both."""
+    """Write a peft adapter next to a whole model; transformers loads both."""
     facts = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 1, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(facts))
 

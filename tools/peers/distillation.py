@@ -1,8 +1,8 @@
-"""Divergences of a teacher and a student by torch and by TRL's GKD, beside ours; records what they compute.
+"""Records divergences of a teacher and a student, computed by torch and by TRL's GKD, for comparison with ours.
 
     python -m tools.peers.distillation [--seed=N]    # writes tests/peers/recorded/tuning/distillation.npz
 
-Theirs are of whole distributions, so ours are of as many likeliest tokens as there are. Needs torch and trl.
+Theirs use whole distributions, so ours use a top-k as large as the vocabulary. Needs torch and trl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAPE = (2, 6, 11)
 
 
 class Setting(NamedTuple):
-    """A divergence, and its numbers in our terms."""
+    """A divergence and its parameters in our terms."""
 
     divergence: str
     beta: float
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 class Logits(NamedTuple):
-    """Of student and teacher, f64[B, S, V], and the targets int32[B, S], -100 where none is counted, as in TRL."""
+    """Logits of student and teacher, f64[B, S, V], and targets int32[B, S], which are -100 if ignored, as in TRL."""
 
     student: np.ndarray
     teacher: np.ndarray
@@ -50,7 +50,7 @@ class Logits(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int) -> Logits:
-        """Random ones."""
+        """Draw random logits."""
         rng = np.random.default_rng(seed)
         labels = rng.integers(0, SHAPE[-1], SHAPE[:2]).astype(np.int32)
         labels[rng.random(SHAPE[:2]) < 0.3] = -100
@@ -58,14 +58,14 @@ class Logits(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The sum over counted positions, and its gradient by the student's logits."""
+    """The sum over counted positions, and its gradient with respect to the student's logits."""
 
     loss: float
     grad: np.ndarray
 
 
 def ours(logits: Logits, setting: Setting) -> Value:
-    """By `framework.objectives.distillation`, in float64; the factor T^2 that it has is taken out."""
+    """Compute with `framework.objectives.distillation` in float64, without its factor of T^2."""
     objective: Any = config_for(Distillation, alpha=0.0, **setting._asdict()).instantiate()
     with jax.enable_x64(True):
         log_probs = jax.nn.log_softmax(jnp.asarray(logits.teacher), axis=-1)
@@ -87,12 +87,12 @@ def ours(logits: Logits, setting: Setting) -> Value:
 
 
 def by_trl(logits: Logits, setting: Setting) -> Value:
-    """By trl.experimental.gkd, in float64."""
+    """Compute with trl.experimental.gkd in float64."""
     import torch
     from trl.experimental.gkd import GKDTrainer
 
     student = torch.tensor(logits.student, requires_grad=True)
-    # Their beta of 0 is KL(teacher || student), that of 1 the other way round.
+    # In TRL, beta = 0 is KL(teacher || student), and beta = 1 the reverse.
     beta = {"forward": 0.0, "reverse": 1.0}.get(setting.divergence, setting.beta)
     loss = GKDTrainer.generalized_jsd_loss(
         student,
@@ -108,7 +108,7 @@ def by_trl(logits: Logits, setting: Setting) -> Value:
 
 
 def by_torch(logits: Logits, setting: Setting) -> Value:
-    """By torch.nn.functional.kl_div, in float64; forward and reverse alone."""
+    """Compute with torch.nn.functional.kl_div in float64; only forward and reverse."""
     import torch
     from torch.nn import functional
 
@@ -128,7 +128,7 @@ def by_torch(logits: Logits, setting: Setting) -> Value:
 
 
 def main(argv: list[str]) -> int:
-    """Records what TRL computes; 0."""
+    """Record TRL's results and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""The shapes that are compared with `transformers`: each a config.json, read by both.
+"""Shapes that are compared with `transformers`; each is a config.json that both sides read.
 
-Tiny, but nothing is degenerate: head counts differ, no two widths are alike where a mistake could hide, and both sides
-of every threshold of the rotary scaling are in reach.
+The shapes are tiny but not degenerate: head counts differ, no two widths are equal if that could hide a mistake, and
+both sides of every threshold of the rotary scaling are covered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from framework.weights.source import Source
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
-# Kinds of models, as model_type says, that store the scales of their norms as differences from 1.
+# Values of model_type whose norms store their scales as differences from 1.
 ZERO_CENTERED = ("gemma2", "gemma3_text")
 
 
@@ -26,8 +26,8 @@ class Family:
     """One shape.
 
     Args:
-        name: of the recorded file.
-        facts: config.json; transformers builds its model from it, and so do we.
+        name: name of the recorded file.
+        facts: config.json, from which both transformers and we build the model.
         no_gradient: our parameters whose gradient is zero in exact arithmetic, so that only its size can be compared.
     """
 
@@ -37,16 +37,16 @@ class Family:
 
     @property
     def mapping(self) -> family.Family:
-        """Names of tensors."""
+        """The mapping of tensor names."""
         return family_of(self.facts)()
 
     def ours(self) -> Config:
-        """Our model, in float32."""
+        """Return our model's config, in float32."""
         return described(self.mapping, self.facts)
 
     @cached_property
     def places(self) -> dict[str, list[Source]]:
-        """Where each of our parameters comes from."""
+        """The sources of each of our parameters."""
         return self.mapping.places(self.ours().instantiate())
 
 
@@ -65,7 +65,7 @@ def _gpt2() -> Family:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    # It adds the same to all logits of a query, which softmax does not see. (Rotation makes it matter elsewhere.)
+    # The key bias adds the same to all logits of a query, and softmax ignores that. (With rotation, it does matter.)
     return Family("gpt2", facts, no_gradient=("stack/block0/attention/key/bias",))
 
 
@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
         _llama(
             "gemma2",
             "Gemma2ForCausalLM",
-            hidden_size=36,  # transformers keeps its root, by which embeddings are scaled, in float32 always
+            hidden_size=36,  # transformers always keeps its square root, which scales embeddings, in float32
             num_hidden_layers=4,
             intermediate_size=40,
             head_dim=8,
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
             attn_logit_softcapping=2.0,
             final_logit_softcapping=3.0,
             hidden_activation="gelu_pytorch_tanh",
-            pad_token_id=None,  # torch gives the input embedding of a padding token no gradient
+            pad_token_id=None,  # torch gives a padding token's input embedding no gradient
             tie_word_embeddings=True,
         ),
     )
@@ -152,7 +152,7 @@ _MIXTURES = (
     ),
 )
 FAMILIES |= {family.name: family for family in _MIXTURES}
-# Of the eight frequencies of a head, the first is kept, three are between, and four are divided.
+# Of the eight frequencies of a head, the first is kept, three are in between, and four are divided.
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 0.25}
 _DENSE = (
     _llama("qwen3-yarn", "Qwen3ForCausalLM", head_dim=16, rope_scaling=_YARN),
@@ -206,7 +206,7 @@ FAMILIES["gpt-oss"] = _llama(
     num_experts_per_tok=3,
     sliding_window=7,
     attention_bias=True,
-    # Low enough that many of both projections' outputs are clamped.
+    # Low enough to clamp many outputs of both projections.
     swiglu_limit=0.7,
     swiglu_alpha=1.5,
     rope_theta=150_000.0,

@@ -1,10 +1,11 @@
-"""Records what galore-torch (its authors' GaLore) computes, so that `make test` needs neither it nor torch.
+"""Records results of galore-torch (its authors' GaLore), so that `make test` needs neither it nor torch.
 
     python -m tools.peers.galore
 
-Writes tests/optimizers/recorded/galore.json: the weights of three matrices after each step. galore-torch 1.0 asks for
-bitsandbytes, for an optimizer not needed here: `pip install --no-deps galore-torch==1.0` beside the `peers` extra.
-Its "reverse_std" projects the larger side, as optax does; its default, as in the paper, the smaller.
+Writes tests/optimizers/recorded/galore.json: the weights of three matrices after each step. galore-torch 1.0 requires
+bitsandbytes for an optimizer that is not needed here, so install it with `pip install --no-deps galore-torch==1.0` in
+addition to the `peers` extra. Its "reverse_std" projects the larger side, as optax does; its default, as in the paper,
+projects the smaller side.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ FILE = Path(__file__).resolve().parents[2] / "tests" / "optimizers" / "recorded"
 SHAPES = {"wide": (6, 10), "high": (10, 6), "square": (8, 8)}
 STEPS = 8
 RATE, OPTIONS = 0.02, {"rank": 3, "scale": 0.25}
-# The signs of singular vectors are anyone's choice, and moments are kept when they change: one projection with moments,
-# and several without.
+# The signs of singular vectors are arbitrary, and moments are kept when they change. So there is one projection with
+# moments, and several without.
 CASES = {"moments": {"update_proj_gap": 20, "betas": (0.9, 0.999)}, "gaps": {"update_proj_gap": 3, "betas": (0.0, 0.0)}}
 
 
 def inputs(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(weights, gradients), f32; the gradients have three singular values that are much the largest."""
+    """Return (weights, gradients) in float32; three singular values of the gradients dominate."""
     rng = np.random.default_rng(sum(map(ord, name)))
     rows, columns = SHAPES[name]
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -41,17 +42,17 @@ def inputs(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def is_installed() -> bool:
-    """Whether galore-torch and torch can be used."""
+    """Return whether galore-torch and torch are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("galore_torch", "torch", "transformers"))
 
 
 def train(name: str, case: str) -> list[np.ndarray]:
-    """The weights after each step of galore-torch's AdamW."""
+    """Return the weights after each step of galore-torch's AdamW."""
     import torch
 
     found = importlib.util.find_spec("galore_torch")
     assert found is not None
-    package: Any = types.ModuleType("galore_torch")  # its own __init__ would import bitsandbytes
+    package: Any = types.ModuleType("galore_torch")  # the package's own __init__ would import bitsandbytes
     package.__path__, package.__spec__ = found.submodule_search_locations, found
     sys.modules.setdefault("galore_torch", package)
     adamw = importlib.import_module("galore_torch.adamw").AdamW
@@ -68,7 +69,7 @@ def train(name: str, case: str) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Records."""
+    """Record the results."""
     about = {
         "command": "python -m tools.peers.galore",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

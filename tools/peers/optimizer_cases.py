@@ -1,7 +1,7 @@
-"""Optimizers that are compared with other people's: the parameters, their gradients, and what ours make of them.
+"""Cases for comparing optimizers with other implementations: parameters, gradients, and our results.
 
-Parameters are as torch has them, [out, in]; ours are the transposes, but for tables. Numbers are hashes of where they
-are, so that they are the same everywhere and need not be stored.
+Parameters have torch's layout, [out, in]; ours are the transposes, except for embedding tables. Numbers are hashes of
+their positions, so they are the same everywhere and need not be stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIM, HEADS, KV_HEADS = 16, 4, 2
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of torch's: its shape, the roles of our axes (in our order), and what else our spec says."""
+    """One torch parameter: its shape, the roles of our axes (in our order), and further fields of our spec."""
 
     shape: tuple[int, ...]
     roles: tuple[str, ...]
@@ -36,16 +36,16 @@ class Parameter:
 
     @property
     def spec(self) -> ParameterSpec:
-        """Ours."""
+        """Our spec of the parameter."""
         shape = self.shape if "vocab" in self.roles else self.shape[::-1]
         return ParameterSpec(shape, "float32", roles=self.roles, num_heads=self.num_heads)
 
     def flip(self, x: Any) -> Any:
-        """Theirs as ours, or the other way round."""
+        """Convert a tensor from their layout to ours, or back."""
         return x if "vocab" in self.roles else x.T
 
 
-# By optimizer and the names that adam-mini knows parameters by; it has no decay for norms.
+# For each optimizer, by adam-mini's names of parameters; adam-mini does not decay norms.
 CASES: dict[str, dict[str, Parameter]] = {
     "adamw8bit": {"mlp.weight": Parameter((20, 512), ("in", "out")), "small.weight": Parameter((8, 16), ("in", "out"))},
     "adam_mini": {
@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Parameter]] = {
 
 
 def numbers(shape: tuple[int, ...], stream: int) -> np.ndarray:
-    """float32, uniform in +-[0.02, 1]: not so small that a second moment in 8 bits could become zero."""
+    """Return float32 numbers, uniform in +-[0.02, 1], so that an 8-bit second moment cannot become zero."""
     x = np.arange(np.prod(shape), dtype=np.uint64) + np.uint64(stream << 32)
     with np.errstate(over="ignore"):  # splitmix64
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0x9E3779B97F4A7C15)):
@@ -79,18 +79,18 @@ def numbers(shape: tuple[int, ...], stream: int) -> np.ndarray:
 
 
 def first(name: str) -> Tensors:
-    """The parameters before training."""
+    """Return the parameters before training."""
     return {key: 0.5 * numbers(one.shape, 1000 + i) for i, (key, one) in enumerate(CASES[name].items())}
 
 
 def gradients(name: str, step: int) -> Tensors:
-    """Of a step, counted from 0; large in some steps, small in others."""
+    """Return the gradients of a step, counted from 0; large in some steps, small in others."""
     size = np.float32(2.0 ** (step * 5 % 7 - 3))
     return {key: size * numbers(one.shape, 64 * step + i) for i, (key, one) in enumerate(CASES[name].items())}
 
 
 def ours(name: str) -> tuple[Tensors, Any]:
-    """(the parameters after all steps, as torch has them; the last state)."""
+    """Return (the parameters after all steps, in torch's layout; the last state)."""
     adam: dict[str, Any] = {"learning_rate": RATE, "b1": B1, "b2": B2, "eps": EPS}
     cases, params, state = CASES[name], {}, {}
     for decay in {one.decay for one in cases.values()}:
@@ -114,6 +114,6 @@ def ours(name: str) -> tuple[Tensors, Any]:
 
 
 def quantized_inputs(*, signed: bool) -> np.ndarray:
-    """float32[4000] in [-1, 1] or [0, 1], of all decades: what is given to both sides' search of codes."""
+    """Return float32[4000] in [-1, 1] or [0, 1] across all decades: the input of both sides' code search."""
     x = numbers((4000,), 77) * 10.0 ** (-4 - 4 * numbers((4000,), 78).astype(np.float64))
     return np.clip(x if signed else np.abs(x), -1, 1).astype(np.float32)

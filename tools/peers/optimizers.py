@@ -1,4 +1,4 @@
-"""What other people's optimizers compute, on the CPU: torchao's 8-bit AdamW, adam-mini's, and lomo-optim's AdaLomo."""
+"""Results of other implementations on the CPU: torchao's 8-bit AdamW, adam-mini's, and lomo-optim's AdaLomo."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tools.peers.optimizer_cases import (
 
 
 def versions() -> dict[str, str]:
-    """Of what is compared with."""
+    """Return the versions of the compared packages."""
     return {name: version(name) for name in ("torch", "torchao", "adam_mini", "lomo-optim")}
 
 
 def compute(name: str) -> Tensors:
-    """The parameters after all steps, and for 8-bit AdamW its moments, map and codes."""
+    """Return the parameters after all steps, and for 8-bit AdamW its moments, map and codes."""
     params = {key: torch.nn.Parameter(torch.as_tensor(x)) for key, x in first(name).items()}
     more: Tensors = {}
     if name == "adamw8bit":
@@ -54,7 +54,7 @@ def compute(name: str) -> Tensors:
         model = torch.nn.Module()
         for key, parameter in params.items():
             model.register_parameter(key.replace(".", "_"), parameter)
-        with mock.patch.object(torch.Tensor, "cuda", lambda self: self):  # its moments; all else runs anywhere
+        with mock.patch.object(torch.Tensor, "cuda", lambda self: self):  # for its moments; the rest runs anywhere
             optimizer = lomo_optim.AdaLomo(model, lr=RATE, weight_decay=DECAY)
         for step in range(STEPS):
             loss = sum((params[key] * torch.as_tensor(g)).sum() for key, g in gradients(name, step).items())
@@ -63,7 +63,7 @@ def compute(name: str) -> Tensors:
 
 
 def _torchao(params: dict[str, Any]) -> Tensors:
-    """By the function that its AdamW8bit compiles, as that needs a compiler for C++."""
+    """Call the function that torchao's AdamW8bit compiles, because compiling it needs a C++ compiler."""
     moments, more = {}, {}
     for key, p in params.items():
         large = p.numel() >= 4096

@@ -1,4 +1,4 @@
-"""What we compute: the same weights and inputs through the parts that training uses."""
+"""Our results: the same weights and inputs, through the parts that training uses."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY,
 
 
 def to_ours(family: Family, tensors: Tensors) -> Nested:
-    """transformers' tensors (weights, gradients, whatever has one value per element) as our nested arrays.
+    """Convert transformers' tensors (weights, gradients, or anything else per element) to our nested arrays.
 
     Raises:
-        ValueError: a tensor is left over, so the map is not complete.
+        ValueError: a tensor is left over, so the mapping is not complete.
     """
     pieces, flat, specs = dict.fromkeys(tensors, 0.0), {}, family.ours().instantiate().base_specs
     for path, sources in family.places.items():
@@ -52,10 +52,10 @@ def to_ours(family: Family, tensors: Tensors) -> Nested:
 
 
 def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
-    """transformers' tensors as our parameters (or gradients, ...).
+    """Convert transformers' tensors to our parameters (or gradients, ...).
 
     Raises:
-        ValueError: a tensor has no place, or a parameter of the model is not filled, or not by its shape.
+        ValueError: a tensor has no destination, or a parameter of the model is not filled, or has another shape.
     """
     params = to_ours(family, tensors)
     expected = {path: spec.shape for path, spec in flatten(model.parameter_specs()).items()}
@@ -66,7 +66,7 @@ def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
 
 
 def experiment(family: Family, *, unroll: int = 1, chunk_tokens: int = 1024, **memory: Any) -> Config:
-    """A whole experiment with the family's model; its data is never opened."""
+    """Build a whole experiment with the family's model; its data is never opened."""
     model = family.ours()
     model.stack.unroll = unroll
     model.head.chunk_tokens = chunk_tokens
@@ -92,12 +92,12 @@ def experiment(family: Family, *, unroll: int = 1, chunk_tokens: int = 1024, **m
 
 
 def program_of(config: Config) -> Program:
-    """On one device."""
+    """Build the program on one device."""
     return Program(config.instantiate(), jax.devices()[:1])
 
 
 def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarray, np.ndarray, Nested]:
-    """(logits [B, S, V], loss, gradients) on the host, all by the functions that a training step is made of."""
+    """Return (logits [B, S, V], loss, gradients) on the host, computed by the functions of a training step."""
     model, experiment = program.experiment.language_model, program.experiment
 
     def run(params: Nested, batch: Batch) -> Any:
@@ -111,7 +111,7 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
 
 
 def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
-    """float32[B, S, V]."""
+    """Return logits, float32[B, S, V]."""
 
     def run(params: Nested, batch: Batch) -> jax.Array:
         context: Context = program.evaluation_context(batch)
@@ -121,7 +121,7 @@ def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
 
 
 def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray, Tensors]:
-    """(losses [steps], how far each parameter moved, by path) of the compiled training step."""
+    """Run the compiled training step; return (losses [steps], norm of each parameter's change by path)."""
     weights, optimizer, ema = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
@@ -142,22 +142,24 @@ def _rotary(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Rota
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> np.ndarray:
-    """float64[H / 2], radians per position; scaling as transformers writes it."""
+    """Return float64[H / 2] in radians per position; `scaling` has transformers' format."""
     return _rotary(head_dim, theta, scaling).frequencies
 
 
 def rotated(
     head_dim: int, theta: float, scaling: dict[str, Any] | None, positions_P: np.ndarray, query_PH: np.ndarray
 ) -> np.ndarray:
-    """[P, H] queries turned by their positions [P], in the query's dtype."""
+    """Rotate queries [P, H] by their positions [P], in the query's dtype."""
     rotary = _rotary(head_dim, theta, scaling)
     (turned,) = rotary(jnp.asarray(positions_P)[None], jnp.asarray(query_PH)[None, :, None])
     return np.asarray(turned[0, :, 0])
 
 
 def relative_errors(family: Family, ours: Nested, theirs: Results) -> dict[str, float]:
-    """||ours - theirs|| / ||theirs|| of each gradient; a gradient that is zero in exact arithmetic is measured against
-    the norm of all."""
+    """Return ||ours - theirs|| / ||theirs|| of each gradient.
+
+    The error of a gradient that is zero in exact arithmetic is relative to the norm of all gradients.
+    """
     expected = flatten(to_ours(family, theirs.gradients))
     total = float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in expected.values())))
     errors = {}

@@ -1,4 +1,4 @@
-"""A small gpt-oss whose experts are in MXFP4, as files have them: random codes."""
+"""A small gpt-oss whose experts are stored in MXFP4, as in published files, with random codes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from framework.weights.source import layer_shape
 from tools.peers.families import FAMILIES
 from tools.peers.recording import Tensors
 
-# Widths that are whole blocks of 32, and experts and widths that devices can share.
+# Widths are whole blocks of 32, and experts and widths can be sharded over devices.
 FACTS = FAMILIES["gpt-oss"].facts | {"intermediate_size": 64, "num_local_experts": 4, "dtype": "bfloat16"}
 _PACKED = ("gate_up_proj", "down_proj")
 
 
 def packed_tensors(seed: int = 0) -> Tensors:
-    """Its tensors by name: those of the experts are blocks and scales, all others in bfloat16's numbers."""
+    """Return the tensors by name: experts as blocks and scales, all others as numbers that are exact in bfloat16."""
     family = family_of(FACTS)()
     model = family.model(FACTS).instantiate()
     shapes = {}
@@ -27,7 +27,7 @@ def packed_tensors(seed: int = 0) -> Tensors:
     tensors: Tensors = {}
     for name, shape in shapes.items():
         if not name.endswith(_PACKED):
-            # Numbers of seven bits, which bfloat16 has.
+            # Seven-bit numbers, which bfloat16 represents exactly.
             tensors[name] = (rng.integers(-64, 64, shape) / 64).astype(np.float32)
             continue
         num_experts, inputs, outputs = shape

@@ -1,4 +1,4 @@
-"""The losses over sampled answers that are compared with TRL's GRPO: the batches of both sides, what is recorded."""
+"""Losses over sampled answers that are compared with TRL's GRPO: both sides' batches, and the recorded results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tools.peers.families import Family
 from tools.peers.recording import TUNING, Tensors
 
 VOCAB = 48
-# Answers of a batch, two groups of three; tokens of the longest prompt and answer, which fill a row.
+# Answers of a batch, in two groups of three; tokens of the longest prompt and answer, which fill a row.
 BATCH, GROUP, PROMPT, ANSWER = 6, 3, 5, 7
 SEQ_LEN = PROMPT + ANSWER - 1
-# So small that the gradients of each case take some kilobytes.
+# Small enough that the gradients of each case take only a few kilobytes.
 MODEL = Family(
     "policy",
     {
@@ -44,11 +44,11 @@ MODEL = Family(
 
 @dataclass(frozen=True)
 class Case:
-    """One loss, as both sides write it.
+    """One loss, as both sides configure it.
 
     Args:
-        objective: ours.
-        arguments: of TRL's GRPOConfig.
+        objective: our objective.
+        arguments: arguments of TRL's GRPOConfig.
     """
 
     objective: Config
@@ -70,12 +70,12 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Samples:
-    """Answers that somebody sampled, and what was found out about them.
+    """Sampled answers, with their log-probabilities and rewards.
 
     Args:
         prompts, answers: token ids, of any lengths up to PROMPT and ANSWER.
         behavior, reference: f32[B, A], log-probabilities of the answers' tokens.
-        rewards: f32[B].
+        rewards: f32[B], reward of each answer.
     """
 
     prompts: list[list[int]]
@@ -86,7 +86,7 @@ class Samples:
 
     @staticmethod
     def draw(seed: int) -> Samples:
-        """New ones. Log-probabilities are around those of a model that knows nothing, so that ratios are clipped."""
+        """Draw samples. Log-probabilities are around those of an untrained model, so that some ratios are clipped."""
         rng = np.random.default_rng(seed)
         prompts: list[list[int]] = []
         for _ in range(BATCH // GROUP):
@@ -100,7 +100,7 @@ class Samples:
         return Samples(prompts, answers, behavior, reference, rng.normal(size=BATCH).astype(np.float32))
 
     def batch(self, advantages_B: np.ndarray, spreads_B: np.ndarray) -> Batch:
-        """The arrays of a step."""
+        """Return the arrays of a step."""
         from framework.companions.answers import rows_of_answers
         from framework.inference.rollout import Answers
 
@@ -113,7 +113,7 @@ class Samples:
         prompt_lengths_B = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
         host_batch = {"prompts": prompts_BS, "lengths": prompt_lengths_B}
         arrays = rows_of_answers(host_batch, Answers(tokens_BA, self.behavior, counts_B))
-        # The same columns as those of `behavior`.
+        # Occupies the same columns as `behavior`.
         reference = rows_of_answers(host_batch, Answers(tokens_BA, self.reference, counts_B))["behavior"]
         return {
             **arrays,
@@ -126,13 +126,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class PolicyResults:
-    """What TRL computes.
+    """Results of TRL.
 
     Args:
-        weights, gradients: by the names of published files.
-        advantages: f32[B], of the rewards, by TRL's lines.
+        weights, gradients: tensors by the names of published files.
+        advantages: f32[B], computed from the rewards by TRL's own lines.
         loss: a scalar.
-        metrics: by our names.
+        metrics: metrics by our names.
     """
 
     weights: Tensors
@@ -143,12 +143,12 @@ class PolicyResults:
 
 
 def file_of(name: str, folder: Path = TUNING) -> Path:
-    """The recorded file of a case."""
+    """Return the path of a case's recorded file."""
     return folder / f"policy-{name}.npz"
 
 
 def save(path: Path, seed: int, results: PolicyResults) -> None:
-    """Writes a file: the seed of the samples, and the results."""
+    """Write a file with the seed of the samples and the results."""
     arrays: Tensors = {"seed": np.asarray(seed)}
     for field in dataclasses.fields(results):
         value = getattr(results, field.name)
@@ -156,13 +156,13 @@ def save(path: Path, seed: int, results: PolicyResults) -> None:
             arrays |= {f"{field.name}:{key}": array for key, array in value.items()}
         else:
             arrays[field.name] = value
-    # Weights are float16 numbers, see `theirs.build`.
+    # Weights are exact float16 numbers, see `theirs.build`.
     arrays = {k: array.astype(np.float16) if k.startswith("weights:") else array for k, array in arrays.items()}
     np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def load(path: Path) -> tuple[Samples, PolicyResults]:
-    """What `save` wrote."""
+    """Read a file that `save` wrote."""
     with np.load(path) as file:
         arrays = dict(file)
     groups: dict[str, Tensors] = {"weights": {}, "gradients": {}, "metrics": {}}

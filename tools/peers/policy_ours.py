@@ -1,4 +1,4 @@
-"""What we compute of sampled answers, by the functions that a training step is made of."""
+"""Our results for sampled answers, computed by the functions of a training step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tools.peers.policy_cases import BATCH, GROUP, MODEL, SEQ_LEN, VOCAB, Case, 
 def loss_and_gradients(
     case: Case, samples: Samples, results: PolicyResults, *, dtype: str = "float32"
 ) -> tuple[np.ndarray, Nested, np.ndarray]:
-    """(loss, gradients, advantages f32[B])."""
+    """Return (loss, gradients, advantages f32[B])."""
     config = ours.experiment(MODEL, chunk_tokens=8)
     config.data.tokenizer.vocab_size = VOCAB
     config.data.seq_len = SEQ_LEN
     config.data.global_batch_size = BATCH
     config.model.head.objective = case.objective
     config.model.param_dtype = config.model.compute_dtype = dtype
-    # Not for training: the batch below has what the data of this experiment lacks.
+    # Not for training: the batch below has arrays that this experiment's data lacks.
     program = Program(config.instantiate(), jax.devices()[:1], training=False)
     params = ours.parameters(MODEL, program.experiment.language_model, results.weights)
     advantages_B, spreads_B = advantages(samples.rewards, GROUP, "group")
@@ -35,7 +35,7 @@ def loss_and_gradients(
 
 
 def relative_errors(grads: Nested, results: PolicyResults) -> dict[str, float]:
-    """||ours - theirs|| / ||theirs|| of each gradient."""
+    """Return ||ours - theirs|| / ||theirs|| of each gradient."""
     expected = flatten(ours.to_ours(MODEL, results.gradients))
     errors = {}
     for path, gradient in flatten(grads).items():

@@ -1,4 +1,4 @@
-"""What TRL's GRPOTrainer computes of sampled answers, on the CPU. Imports torch and TRL."""
+"""Results of TRL's GRPOTrainer for sampled answers, on the CPU. Imports torch and TRL."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from tools.peers import theirs
 from tools.peers.policy_cases import ANSWER, BATCH, GROUP, MODEL, PROMPT, VOCAB, Case, PolicyResults, Samples
 
-# TRL's metrics by our names.
+# Maps our names to TRL's metrics.
 _METRICS = {"clipped": "clip_ratio/region_mean", "kl": "kl"}
 
 
 def compute(case: Case, seed: int, *, wide: bool = False) -> PolicyResults:
-    """Loss and gradients of a batch; the samples are those of the seed, and so is the model. `wide`: in float64."""
+    """Compute loss and gradients of a batch, in float64 if `wide`. `seed` determines the samples and the model."""
     with theirs.wide_float() if wide else nullcontext():
         return _compute(case, seed, torch.float64 if wide else torch.float32)
 
@@ -43,12 +43,12 @@ def _compute(case: Case, seed: int, dtype: torch.dtype) -> PolicyResults:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries here."""
+    """Return the versions of the libraries."""
     return {**theirs.versions(), "trl": trl.__version__}
 
 
 def _trainer(case: Case, model: Any) -> Any:
-    """TRL's trainer. It wants data to begin with, of which nothing is used."""
+    """Build TRL's trainer. It requires a dataset, but does not use it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             output_dir=folder,
@@ -69,10 +69,10 @@ def _trainer(case: Case, model: Any) -> Any:
             train_dataset=datasets.Dataset.from_dict({"prompt": ["w5", "w6"]}),
             processing_class=_tokenizer(),
         )
-    # With a weight of the KL from the start, TRL would look for a reference on the Hub.
+    # Set afterwards: with a KL weight from the start, TRL would look for a reference model on the Hub.
     trainer.beta = case.arguments["beta"]
     trainer.model.train()
-    # The loop of training sets it.
+    # Normally set by the training loop.
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -87,7 +87,7 @@ def _tokenizer() -> Any:
 
 
 def _advantages(samples: Samples) -> torch.Tensor:
-    """The lines of GRPOTrainer._generate_and_score_completions for scale_rewards = "group" (TRL 1.16)."""
+    """Repeat the lines of GRPOTrainer._generate_and_score_completions for scale_rewards = "group" (TRL 1.16)."""
     rewards = torch.as_tensor(samples.rewards)
     mean_grouped_rewards = rewards.view(-1, GROUP).mean(dim=1).repeat_interleave(GROUP, dim=0)
     std_rewards = rewards.view(-1, GROUP).std(dim=1).repeat_interleave(GROUP, dim=0)
@@ -95,7 +95,7 @@ def _advantages(samples: Samples) -> torch.Tensor:
 
 
 def _inputs(samples: Samples, advantages_B: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A batch as TRL has it: prompts padded on the left, answers on the right."""
+    """Return a batch in TRL's format: prompts padded on the left, answers on the right."""
     prompt_ids = torch.zeros((BATCH, PROMPT), dtype=torch.int64)
     completion_ids = torch.zeros((BATCH, ANSWER), dtype=torch.int64)
     prompt_mask, completion_mask = torch.zeros_like(prompt_ids), torch.zeros_like(completion_ids)

@@ -1,4 +1,4 @@
-"""The losses over preferences that are compared with TRL, and the examples that both sides get."""
+"""Preference losses that are compared with TRL, and the examples that both sides use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from framework.objectives.thumbs import KTO
 from tools.peers.families import Family
 
 VOCAB = 48
-# Examples of a batch, and the rows that they take when they are packed.
+# Examples of a batch, and the number of rows that they take when packed.
 BATCH, PACKED_ROWS = 4, 2
-# Tokens of a prompt, and of an answer, at least and at most; so two pairs fit into PACKED_LEN columns.
+# Minimum and maximum tokens of a prompt, and of an answer; two pairs always fit into PACKED_LEN columns.
 PROMPT, ANSWER = (2, 5), (2, 8)
 PADDED_LEN, PACKED_LEN = 24, 48
 TRAINING_STEPS = 10
 LEARNING_RATE, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-6
-# Smaller than the families' shapes: gradients and weights of each loss are recorded.
+# Smaller than the families' shapes, because gradients and weights of each loss are recorded.
 MODEL = Family(
     "preferences",
     {
@@ -56,7 +56,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Thumb:
-    """A prompt, an answer to it, an answer to another prompt for the estimate of KL, and whether the first is liked."""
+    """An unpaired preference (KTO): a prompt, an answer, an unrelated answer for the KL estimate, and a label.
+
+    `other_answer` answers another prompt; `liked` is the label of `answer`.
+    """
 
     prompt: Ids
     answer: Ids
@@ -66,13 +69,13 @@ class Thumb:
 
 @dataclass(frozen=True)
 class Case:
-    """One loss, as both sides write it.
+    """One loss, as both sides configure it.
 
     Args:
-        name: of the recorded file.
-        objective: ours.
+        name: name of the recorded file.
+        objective: our objective.
         trainer: TRL's trainer: dpo, orpo, cpo or kto.
-        arguments: of TRL's config.
+        arguments: arguments of TRL's config.
     """
 
     name: str
@@ -82,7 +85,7 @@ class Case:
 
     @property
     def thumbs(self) -> bool:
-        """Whether its examples are single answers."""
+        """True if the examples are unpaired: single answers with a label."""
         return self.trainer == "kto"
 
 
@@ -121,28 +124,28 @@ CASES: dict[str, Case] = {
 
 
 def pairs(seed: int) -> list[Pair]:
-    """The pairs of a batch."""
+    """Return the pairs of a batch."""
     rng = np.random.default_rng(seed)
     return [Pair(_ids(rng, PROMPT), _ids(rng, ANSWER), _ids(rng, ANSWER)) for _ in range(BATCH)]
 
 
 def thumbs(seed: int) -> list[Thumb]:
-    """The thumbs of a batch; the answer to another prompt is the neighbor's, as TRL takes it."""
+    """Return the unpaired examples of a batch; as in TRL, the answer to another prompt is the neighbor's."""
     rng = np.random.default_rng(seed)
     prompts = [_ids(rng, PROMPT) for _ in range(BATCH)]
     answers = [_ids(rng, ANSWER) for _ in range(BATCH)]
-    # Unlike numbers of the two kinds, so that their weights matter.
+    # Unequal numbers of the two labels, so that their weights matter.
     liked = [True, False, True, True]
     return [Thumb(prompts[i], answers[i], answers[i - 1], liked[i]) for i in range(BATCH)]
 
 
 def examples(case: Case, seed: int) -> list[Pair] | list[Thumb]:
-    """The examples of a batch."""
+    """Return the examples of a batch."""
     return thumbs(seed) if case.thumbs else pairs(seed)
 
 
 def training_seeds(seed: int) -> list[int]:
-    """The seed of each training step's batch: three batches that repeat."""
+    """Return the seed of each training step's batch: three batches that repeat."""
     return [seed + 1 + step % 3 for step in range(TRAINING_STEPS)]
 
 

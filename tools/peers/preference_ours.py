@@ -1,4 +1,4 @@
-"""What we compute of preferences: the same weights and examples through the parts that training uses."""
+"""Our results for preferences: the same weights and examples, through the parts that training uses."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from tools.peers.recording import Tensors
 
 
 def shape_of(*, packed: bool) -> tuple[int, int]:
-    """[B, S]: one example in a row, or two."""
+    """Return [B, S]: one example per row, or two if packed."""
     return (PACKED_ROWS, PACKED_LEN) if packed else (BATCH, PADDED_LEN)
 
 
 def extra_arrays(objective: Any) -> dict[str, str]:
-    """{name: dtype} of the arrays that an objective reads and not all batches have."""
+    """Return {name: dtype} of the arrays that an objective reads but not all batches have."""
     return {name: "float32" for name in ("reference", "labels") if name in objective.arrays}
 
 
 def program_of(case: Case, *, packed: bool, chunk_tokens: int = 8) -> Program:
-    """The case's loss on one device; chunks of logits are small."""
+    """Build the program of the case's loss on one device, with small chunks of logits."""
     model = MODEL.ours()
     model.head.chunk_tokens = chunk_tokens
     model.head.objective = case.objective
@@ -69,7 +69,7 @@ def program_of(case: Case, *, packed: bool, chunk_tokens: int = 8) -> Program:
 
 
 def batch(program: Program, case: Case, reference: Nested, seed: int, *, packed: bool) -> Batch:
-    """The examples of a seed as a batch; `reference` are the weights that the model is compared with."""
+    """Return the examples of a seed as a batch; `reference` are the weights of the reference model."""
     num_rows, seq_len = shape_of(packed=packed)
     rows = rows_of(examples(case, seed), num_rows)
     arrays = batch_of(rows, seq_len, labels=case.thumbs)
@@ -80,7 +80,7 @@ def batch(program: Program, case: Case, reference: Nested, seed: int, *, packed:
 
 @cache
 def _log_probs(program: Program) -> Any:
-    """(weights, batch) -> f32[B, S], compiled."""
+    """Compile (weights, batch) -> f32[B, S]."""
 
     def log_probs(params: Nested, arrays: Batch) -> jax.Array:
         ctx = program.evaluation_context(arrays)
@@ -90,7 +90,10 @@ def _log_probs(program: Program) -> Any:
 
 
 def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
-    """How far our loss, gradients and metrics of a batch are from TRL's, relative, by path; of metrics that TRL has."""
+    """Return the relative errors of our loss, gradients and metrics of a batch against TRL's, by path.
+
+    Compares only the metrics that TRL has.
+    """
     program, params, reference = _given(case, results, packed=packed)
     arrays = batch(program, case, reference, seed, packed=packed)
     loss, metrics, gradients = _gradients(program, params, arrays)
@@ -102,7 +105,7 @@ def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed
 
 
 def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
-    """How far the losses of ten steps, and the weights behind them, are from TRL's, relative, by path."""
+    """Return the relative errors of the losses of ten steps, and of the weights after them, against TRL's, by path."""
     program, params, reference = _given(case, results, packed=packed)
     batches = [batch(program, case, reference, number, packed=packed) for number in training_seeds(seed)]
     losses, trained = _train(program, params, batches)
@@ -111,7 +114,7 @@ def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed
 
 
 def _given(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
-    """(program, weights, weights of the reference)"""
+    """Return (program, weights, weights of the reference)."""
     program = program_of(case, packed=packed)
     model = program.experiment.language_model
     params = ours.parameters(MODEL, model, results.weights)
@@ -119,7 +122,7 @@ def _given(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Pro
 
 
 def _gradients(program: Program, params: Nested, arrays: Batch) -> tuple[np.ndarray, Tensors, Nested]:
-    """(loss, metrics, gradients), all by the functions that a training step is made of."""
+    """Return (loss, metrics, gradients), computed by the functions of a training step."""
     experiment = program.experiment
 
     def run(state: Nested, arrays: Batch) -> Any:
@@ -131,7 +134,7 @@ def _gradients(program: Program, params: Nested, arrays: Batch) -> tuple[np.ndar
 
 
 def _train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.ndarray, Tensors]:
-    """(losses [steps], weights by path) of the compiled training step."""
+    """Run the compiled training step; return (losses [steps], weights by path)."""
     state = _state(program, params)
     losses = []
     for arrays in batches:
@@ -145,7 +148,7 @@ def _state(program: Program, params: Nested) -> Nested:
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
     state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
-    # Copies, as a step takes the state's arrays for its own.
+    # Copied, because a step takes over the state's arrays.
     return jax.device_put(jax.tree.map(np.array, state), program.layout.shardings())
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a run of TRL over preferences."""
+"""Stored results of TRL's preference losses."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from tools.peers.recording import FOLDER, Tensors
 
 PREFERENCES = FOLDER / "preferences"
-# Groups of tensors that are float16 numbers, so that a file of half the size holds them exactly.
+# Groups of tensors whose values are exact float16 numbers, so that a file of half the size stores them without loss.
 _HALVES = ("weights", "reference")
 
 
 @dataclass(frozen=True)
 class PreferenceResults:
-    """What TRL computed, in float32, under the names of published weights.
+    """Results of TRL in float32, under the names of published weights.
 
     Args:
-        weights, reference: of the model before training, and of the model that it is compared with.
-        loss: float32 scalar, of a batch.
-        gradients: of that loss.
-        metrics: of that batch, by our names, where TRL has them.
-        losses: float32[steps], before each update.
+        weights, reference: weights of the model before training, and of the reference model.
+        loss: float32 scalar of a batch.
+        gradients: gradients of that loss.
+        metrics: metrics of that batch that TRL has, by our names.
+        losses: float32[steps], loss before each update.
         trained: the weights after these steps.
     """
 
@@ -37,7 +37,7 @@ class PreferenceResults:
 
 
 def save(path: Path, results: PreferenceResults) -> None:
-    """Writes one compressed file."""
+    """Write one compressed file."""
     arrays: Tensors = {}
     for field in fields(results):
         value = getattr(results, field.name)
@@ -53,7 +53,7 @@ def save(path: Path, results: PreferenceResults) -> None:
 
 
 def load(path: Path) -> PreferenceResults:
-    """Reads what `save` wrote, in float32."""
+    """Read a file that `save` wrote; tensors are float32."""
     groups: dict[str, Tensors] = {field.name: {} for field in fields(PreferenceResults)}
     single: Tensors = {}
     with np.load(path) as file:

@@ -1,4 +1,4 @@
-"""Batches of preferences that are made by hand: sequences of ids, one after the other in each row."""
+"""Hand-made batches of preferences: sequences of ids, one after the other in each row."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Answered:
     """A prompt with an answer.
 
     Args:
-        prompt, answer: ids; a prompt has one at least.
-        label: +1 desirable, -1 undesirable, 0 for the estimate of KL, which is not counted. Pairs have no labels: 1.
+        prompt, answer: token ids; a prompt has at least one.
+        label: +1 desirable, -1 undesirable, 0 for an answer that only serves the KL estimate. Pairs have no labels, so
+            theirs is 1.
     """
 
     prompt: list[int]
@@ -29,12 +30,12 @@ class Answered:
 
 
 class GivenBatches(Pipeline):
-    """Stands for the data of an experiment whose batches a caller makes.
+    """Placeholder for the data of an experiment whose caller makes the batches.
 
     Args:
         shape: [B, S].
-        vocab_size: every id is below it.
-        extra: {name: dtype} of arrays beside tokens, targets, weights, positions, segments and ends.
+        vocab_size: exclusive upper bound of all ids.
+        extra: {name: dtype} of arrays in addition to tokens, targets, weights, positions, segments and ends.
     """
 
     item = "token"
@@ -48,23 +49,23 @@ class GivenBatches(Pipeline):
         self._extra = extra
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
-        """All arrays of a batch."""
+        """Return the shapes and dtypes of all arrays of a batch."""
         shape = (self.global_batch_size, self.seq_len)
         dtypes = dict.fromkeys(("tokens", "targets", "positions", "segments"), "int32")
         dtypes |= {"weights": "float32", "ends": "float32", **self._extra}
         return {name: (shape, dtype) for name, dtype in dtypes.items()}
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
-        """There is none."""
+        """Fail, because there are no rows."""
         raise AssertionError("the caller makes the batches")
 
     def evaluation_rows(self, name: str) -> Any:
-        """There is none."""
+        """Fail, because there are no rows."""
         raise AssertionError("the caller makes the batches")
 
 
 def sequences_of(example: Pair | Thumb) -> list[Answered]:
-    """The two sequences of an example: chosen and rejected, or the answer and what estimates KL."""
+    """Return the two sequences of an example: chosen and rejected, or the answer and the one for the KL estimate."""
     if isinstance(example, Pair):
         return [Answered(example.prompt, example.chosen), Answered(example.prompt, example.rejected)]
     label = 1 if example.liked else -1
@@ -72,7 +73,7 @@ def sequences_of(example: Pair | Thumb) -> list[Answered]:
 
 
 def rows_of(examples: Sequence[Pair | Thumb], num_rows: int) -> list[list[Answered]]:
-    """The sequences of each row; each row has as many examples."""
+    """Return the sequences of each row; all rows have the same number of examples."""
     per_row = len(examples) // num_rows
     rows = []
     for row in range(num_rows):
@@ -82,7 +83,7 @@ def rows_of(examples: Sequence[Pair | Thumb], num_rows: int) -> list[list[Answer
 
 
 def batch_of(rows: Sequence[Sequence[Answered]], seq_len: int, *, labels: bool) -> Batch:
-    """The arrays of a batch, [B, S], without `reference`; a sequence of n tokens takes n - 1 columns."""
+    """Return the arrays of a batch, [B, S], without `reference`; a sequence of n tokens takes n - 1 columns."""
     shape = (len(rows), seq_len)
     batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segments")}
     batch |= {name: np.zeros(shape, np.float32) for name in ("weights", "ends", "labels")}

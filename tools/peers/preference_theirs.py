@@ -1,4 +1,4 @@
-"""What TRL computes of preferences, on the CPU, by the trainers that its users call. Imports torch and TRL."""
+"""Results of TRL for preferences, on the CPU, from the trainers that TRL's users call. Imports torch and TRL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRAINERS = {
     "orpo": (ORPOTrainer, ORPOConfig),
     "cpo": (CPOTrainer, CPOConfig),
 }
-# TRL's metrics by our names.
+# Maps our names to TRL's metrics.
 _OF_PAIRS = {
     "reward_chosen": "rewards/chosen",
     "reward_rejected": "rewards/rejected",
@@ -50,7 +50,7 @@ _OF_PAIRS = {
 }
 _METRICS = {
     "dpo": {**_OF_PAIRS, "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected"},
-    # Those two have log-probabilities per token.
+    # These two report log-probabilities per token.
     "orpo": {**_OF_PAIRS, "sft": "nll_loss"},
     "cpo": _OF_PAIRS,
     "kto": {
@@ -65,7 +65,7 @@ _METRICS = {
 
 
 def compute(case: Case, seed: int) -> PreferenceResults:
-    """Loss, gradients and metrics of a batch, and ten steps of training."""
+    """Compute loss, gradients and metrics of a batch, and run ten steps of training."""
     model = theirs.build(MODEL, seed)
     reference = theirs.build(MODEL, seed + 1)
     weights = theirs.weights_of(model)
@@ -87,12 +87,12 @@ def compute(case: Case, seed: int) -> PreferenceResults:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries here."""
+    """Return the versions of the libraries."""
     return {**theirs.versions(), "trl": trl.__version__}
 
 
 def _trainer(case: Case, model: Any, reference: Any) -> Any:
-    """TRL's trainer. It wants data to begin with, of which nothing is used."""
+    """Build TRL's trainer. It requires a dataset, but does not use it."""
     trainer_type, config_type = _TRAINERS[case.trainer]
     with tempfile.TemporaryDirectory() as folder:
         arguments = config_type(
@@ -133,7 +133,7 @@ def _tokenizer() -> Any:
 
 
 def _inputs(trainer: Any, case: Case, seed: int) -> dict[str, Any]:
-    """A batch, made of our examples by TRL's own collator."""
+    """Collate our examples into a batch with TRL's own collator."""
     features = [_feature(case, example) for example in examples(case, seed)]
     return trainer.data_collator(features)
 
@@ -158,7 +158,7 @@ def _feature(case: Case, example: Pair | Thumb) -> dict[str, Any]:
 
 
 def _train(trainer: Any, case: Case, seed: int) -> np.ndarray:
-    """AdamW without decay, without a clip; the loss before each update."""
+    """Train with AdamW, without weight decay or clipping; return the loss before each update."""
     model = trainer.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0)
     losses = []
@@ -172,7 +172,7 @@ def _train(trainer: Any, case: Case, seed: int) -> np.ndarray:
 
 
 def _metrics(trainer: Any, case: Case) -> Tensors:
-    """The metrics of the only batch so far, by our names."""
+    """Return the metrics of the only batch so far, by our names."""
     stored = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
     return {ours: np.asarray(stored["train"][name][-1], np.float32) for ours, name in _METRICS[case.trainer].items()}
 

@@ -1,4 +1,4 @@
-"""What is kept of a run of torch and transformers, and the inputs that both sides get."""
+"""Stored results of torch and transformers, and the inputs that both sides use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tools.peers.families import BATCH, SEQ_LEN, VOCAB
 
 Tensors = dict[str, np.ndarray]
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "peers" / "recorded"
-# What is recorded of objectives other than next tokens; preferences have a folder of their own.
+# Records of objectives other than next-token prediction; preferences have their own folder.
 TUNING = FOLDER / "tuning"
-COUNTED = 32  # targets that the loss counts
+COUNTED = 32  # number of targets that the loss counts
 TRAINING_STEPS = 10
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
-SEPARATOR = 0  # opens a document; no other token has this id
-# Lengths of the documents of each packed row: one full row, and one with padding behind its last document.
+SEPARATOR = 0  # starts a document; no other token has this id
+# Lengths of the documents in each packed row: one full row, and one with padding after its last document.
 DOCUMENTS = ((8, 12), (5, 6, 3))
 
 
@@ -28,9 +28,10 @@ class Inputs:
 
     Args:
         windows: int32[B, S + 1], inputs and the targets that follow them.
-        ignored: bool[B, S], targets that the loss leaves out: as many as leave a power of two, whose inverse is exact.
+        ignored: bool[B, S], targets that the loss leaves out. The number of the others is a power of two, so that its
+            inverse is exact.
         training: int32[steps, B, S + 1], one batch per training step; they repeat, so that the loss falls.
-        packed: int32[B, S + 1], rows of several documents; the second begins inside of one.
+        packed: int32[B, S + 1], rows of several documents; the second row starts inside a document.
     """
 
     windows: np.ndarray
@@ -40,7 +41,7 @@ class Inputs:
 
     @staticmethod
     def draw(seed: int) -> Inputs:
-        """New ones."""
+        """Draw inputs."""
         rng = np.random.default_rng(seed)
         shape = (BATCH, SEQ_LEN + 1)
         packed = rng.integers(1, VOCAB, shape, dtype=np.int32)
@@ -57,33 +58,34 @@ class Inputs:
         )
 
     def batch(self) -> Batch:
-        """`windows` as the data pipeline would hand them to the model."""
+        """Return `windows` in the form that the data pipeline passes to the model."""
         batch = pack(list(self.windows), SEQ_LEN, separators=None)
         batch["weights"] = np.where(self.ignored, np.float32(0), batch["weights"])
         return batch
 
     def training_batches(self) -> list[Batch]:
-        """One batch per step."""
+        """Return one batch per step."""
         return [pack(list(windows), SEQ_LEN, separators=None) for windows in self.training]
 
     def packed_batch(self) -> Batch:
-        """`packed` with masks between documents, made by the data pipeline; what is past the last one is padding."""
+        """Return `packed` with document masks, made by the data pipeline; what follows the last document is padding."""
         rows = [row[: sum(lengths) + 1] for row, lengths in zip(self.packed, DOCUMENTS, strict=True)]
         return pack(rows, SEQ_LEN, separators=[SEPARATOR] * len(rows))
 
 
 @dataclass(frozen=True)
 class Results:
-    """What transformers and torch computed, in float32, under their names.
+    """Results of transformers and torch in float32, under their names.
 
     Args:
-        weights: the first parameters; float16 numbers, so that a file of half the size holds them exactly.
+        weights: the initial parameters; exact float16 numbers, so that a file of half the size stores them without
+            loss.
         logits: float32[B, S, V] of `windows`.
         loss: float32 scalar, mean cross-entropy of the targets that are not ignored.
-        gradients: of that loss.
-        packed_logits: float32[B, S, V], each document of `packed` alone; zero at padding.
-        losses: float32[steps], before each update.
-        update_norms: by our path, float32 scalars: how far all updates together moved each parameter.
+        gradients: gradients of that loss.
+        packed_logits: float32[B, S, V], each document of `packed` on its own; zero at padding.
+        losses: float32[steps], loss before each update.
+        update_norms: norm of each parameter's change over all updates, by our path; float32 scalars.
     """
 
     weights: Tensors
@@ -96,12 +98,12 @@ class Results:
 
     @staticmethod
     def of_gradients(weights: Tensors, logits: np.ndarray, loss: np.ndarray, gradients: Tensors) -> Results:
-        """Where nothing was packed and nothing trained."""
+        """Build results without packed inputs and without training."""
         return Results(weights, logits, loss, gradients, np.zeros(0), np.zeros(0), {})
 
 
 def save(path: Path, inputs: Inputs, results: Results) -> None:
-    """Writes both into one compressed file, weights as float16."""
+    """Write both into one compressed file, weights as float16."""
     arrays: Tensors = {}
     for part in (inputs, results):
         for field in fields(part):
@@ -119,7 +121,7 @@ def save(path: Path, inputs: Inputs, results: Results) -> None:
 
 
 def load(path: Path) -> tuple[Inputs, Results]:
-    """Reads what `save` wrote; weights as float32."""
+    """Read a file that `save` wrote; weights become float32."""
     single: Tensors = {}
     groups: dict[str, Tensors] = {}
     with np.load(path) as file:

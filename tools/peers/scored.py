@@ -1,6 +1,6 @@
-"""Models that score sequences, against transformers' ...ForSequenceClassification and the loss of TRL's RewardTrainer.
+"""Comparison of our score models with transformers' ...ForSequenceClassification and TRL's RewardTrainer loss.
 
-They get their sequences padded, as they have them; we get the same ones packed, two in a row.
+Their sequences are padded, as usual there; ours are the same sequences, packed two per row.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, TRAINING_STEP
 
 Kind = Literal["classify", "reward"]
 CLASSES = ["red", "green", "blue"]
-# Lengths of the sequences of each of our rows; in the rewards' each row is a pair.
+# Lengths of the sequences in each of our rows; for rewards, each row is a pair.
 LENGTHS = ((5, 9), (11, 4))
 PAD = 0
 # The shape that `tools.record_scored` records.
 RECORDED_SHAPE = "llama"
 MARGIN, CENTERING = 0.25, 0.05
-# {the language model's shape: transformers' name of the scored one}, without what transformers lacks.
+# Shapes of language models whose variant with a score head exists in transformers (OLMoE has none).
 LANGUAGE_SHAPES = [name for name, one in FAMILIES.items() if one.facts["architectures"] != ["OlmoeForCausalLM"]]
 
 
 def family_of(name: str, kind: Kind) -> Family:
-    """The shape of a family with a score head in the place of the other."""
+    """Return the shape of a family with a score head in place of the language model's head."""
     names = CLASSES if kind == "classify" else ["LABEL_0"]
     facts = scores.scored_facts(FAMILIES[name].facts, len(names))
     no_gradient = FAMILIES[name].no_gradient
@@ -58,8 +58,8 @@ class Sequences:
     """Token ids of sequences, drawn from a seed, and their classes.
 
     Args:
-        tokens: int32 ids of each, none of them that of padding; those of row 0 come first.
-        labels: the class of each.
+        tokens: int32 ids of each sequence, without padding ids; the sequences of row 0 come first.
+        labels: class of each sequence.
     """
 
     tokens: list[np.ndarray]
@@ -67,14 +67,14 @@ class Sequences:
 
     @staticmethod
     def draw(seed: int) -> Sequences:
-        """New ones."""
+        """Draw sequences."""
         rng = np.random.default_rng(seed)
         lengths = [length for row in LENGTHS for length in row]
         tokens = [rng.integers(1, VOCAB, length).astype(np.int32) for length in lengths]
         return Sequences(tokens, rng.integers(0, len(CLASSES), len(lengths)))
 
     def batch(self, kind: Kind) -> Batch:
-        """As the data pipeline would hand them to our model."""
+        """Return the sequences in the form that the data pipeline passes to our model."""
         shape = (len(LENGTHS), SEQ_LEN)
         batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segments")}
         batch |= {name: np.zeros(shape, np.float32) for name in ("weights", "ends", "labels")}
@@ -96,7 +96,7 @@ class Sequences:
         return batch
 
     def padded(self, kind: Kind) -> dict[str, np.ndarray]:
-        """As transformers has them: all chosen ones before all rejected ones, as TRL's collator does."""
+        """Return the sequences in transformers' format: all chosen before all rejected ones, as in TRL's collator."""
         order = [0, 2, 1, 3] if kind == "reward" else [0, 1, 2, 3]
         rows = [self.tokens[number] for number in order]
         longest = max(map(len, rows))
@@ -108,7 +108,7 @@ class Sequences:
 
 
 def recorded(file: Path) -> tuple[int, Tensors, Tensors, Tensors]:
-    """(the seed of the inputs, weights, gradients, and logits, loss and losses) of a recorded file."""
+    """Read a recorded file: (seed of the inputs, weights, gradients, and logits, loss and losses)."""
     groups: dict[str, Tensors] = {"weights": {}, "gradients": {}, "": {}}
     with np.load(file) as arrays:
         for key in arrays.files:
@@ -122,7 +122,7 @@ def recorded(file: Path) -> tuple[int, Tensors, Tensors, Tensors]:
 
 
 def program_of(family: Family, kind: Kind, **model: Any) -> Program:
-    """On one device; its data is never opened."""
+    """Build the program on one device; its data is never opened."""
     config = family.ours()
     for field, value in model.items():
         config[field] = value
@@ -151,7 +151,7 @@ def program_of(family: Family, kind: Kind, **model: Any) -> Program:
 
 
 def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarray, np.ndarray, Nested]:
-    """(scores [N, C] of the sequences in the order of the rows, loss, gradients) on the host."""
+    """Return (scores [N, C] of the sequences in the order of the rows, loss, gradients) on the host."""
     model, experiment = program.experiment.language_model, program.experiment
 
     def run(params: Nested, batch: Batch) -> Any:
@@ -168,7 +168,7 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
 
 
 def train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.ndarray, Tensors]:
-    """(losses of the steps, how far each parameter moved, by path)."""
+    """Return (losses of the steps, norm of each parameter's change by path)."""
     weights, optimizer, ema = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
@@ -184,7 +184,7 @@ def train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.nd
 
 
 def training_sequences(seed: int) -> list[Sequences]:
-    """Those of each step: two batches that repeat, so that the loss falls."""
+    """Return the sequences of each step: two batches that repeat, so that the loss falls."""
     return [Sequences.draw(seed + 1 + step % 2) for step in range(TRAINING_STEPS)]
 
 
@@ -192,7 +192,7 @@ def training_sequences(seed: int) -> list[Sequences]:
 
 
 def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
-    """(logits [N, C] in the order of our rows, loss) as torch tensors: by transformers itself, or by RewardTrainer."""
+    """Return (logits [N, C] in the order of our rows, loss) as torch tensors, from transformers or RewardTrainer."""
     import torch
 
     arrays = {name: torch.as_tensor(array) for name, array in sequences.padded(kind).items()}
@@ -201,7 +201,7 @@ def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
         return out.logits, out.loss
     from trl.trainer.reward_trainer import RewardTrainer
 
-    # What its loss reads of the trainer.
+    # The attributes of the trainer that its loss reads.
     trainer: Any = SimpleNamespace(
         model=model,
         args=SimpleNamespace(center_rewards_coefficient=CENTERING),
@@ -216,7 +216,7 @@ def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
 
 
 def their_gradients(model: Any, sequences: Sequences, kind: Kind) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    """(logits, loss, gradients by the names of published files)."""
+    """Return (logits, loss, gradients by the names of published files)."""
     from tools.peers import theirs
 
     model.zero_grad(set_to_none=True)
@@ -228,7 +228,7 @@ def their_gradients(model: Any, sequences: Sequences, kind: Kind) -> tuple[np.nd
 
 
 def their_training(model: Any, steps: list[Sequences], kind: Kind) -> np.ndarray:
-    """The losses of steps of plain AdamW, gradients clipped by their global norm; the model is trained."""
+    """Return the losses of plain AdamW steps, with global-norm clipping; this trains the model."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)

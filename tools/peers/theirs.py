@@ -1,4 +1,4 @@
-"""What torch and transformers compute, on the CPU. The only file here that imports them."""
+"""Results of torch and transformers, on the CPU. Imports both."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tools.peers.recording import (
     Tensors,
 )
 
-Model = Any  # a transformers model: its classes say little about themselves to a type checker
+Model = Any  # a transformers model, whose classes are hardly typed
 Gradients = tuple[np.ndarray, np.ndarray, Tensors]
 
 
 def build(family: Family, seed: int) -> Model:
-    """A model of random weights, float32, without dropout.
+    """Build a model with random weights, float32, without dropout.
 
-    Everything is drawn anew, norm scales and biases too: what is one or zero at first would hide a mistake. Values are
-    rounded to float16 numbers, see `Results.weights`.
+    All weights are random, including norm scales and biases, because initial ones and zeros would hide mistakes. Values
+    are rounded to float16 numbers, see `Results.weights`.
     """
     model = _empty(family).float()
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def build(family: Family, seed: int) -> Model:
                 # Experts, each [out, in].
                 value = noise * 1.2 / math.sqrt(parameter.shape[2])
             elif parameter.ndim == 2:
-                # Rows of embeddings are small, so that the norms' eps shows; logits of attention are of order one.
+                # Rows of embeddings are small, so that the norms' eps has an effect; attention logits are of order one.
                 is_table = any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
                 value = noise * (0.1 if is_table else 1.2 / math.sqrt(parameter.shape[0]))
             elif name.endswith("bias"):
@@ -61,9 +61,9 @@ def build(family: Family, seed: int) -> Model:
 
 
 def _empty(family: Family) -> Model:
-    # A copy: transformers completes the dict of the rotary scaling in place.
+    # Copied, because transformers completes the dict of the rotary scaling in place.
     config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
-    # Eager: attention written out, rather than one fused operation; and experts one after the other.
+    # Eager: attention is written out instead of one fused operation, and experts run one after the other.
     config._experts_implementation = "eager"
     is_scored = scores.is_scored(family.facts)
     auto = transformers.AutoModelForSequenceClassification if is_scored else transformers.AutoModelForCausalLM
@@ -71,16 +71,16 @@ def _empty(family: Family) -> Model:
 
 
 def _ones(model: Model) -> float:
-    """What a norm's scale is at first; Gemma stores the difference from one."""
+    """Return the initial scale of a norm; Gemma stores the difference from one."""
     return 0.0 if model.config.model_type in ZERO_CENTERED else 1.0
 
 
 @contextmanager
 def wide_float() -> Iterator[None]:
-    """A context in which transformers computes in float64.
+    """Make transformers compute in float64 within this context.
 
-    It asks for float32 by name (norms, softmax, rotary tables, loss) whatever the model's dtype is. With those names
-    meaning float64, what is exact is transformers' own code too.
+    transformers asks for float32 by name (norms, softmax, rotary tables, loss), whatever the model's dtype is. These
+    names are patched to mean float64, so the exact results also come from transformers' own code.
     """
     names = mock.patch.multiple(torch, float=torch.float64, float32=torch.float64)
     with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
@@ -88,7 +88,7 @@ def wide_float() -> Iterator[None]:
 
 
 def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
-    """`gradients_of` in float64, with the weights of a float32 model."""
+    """Run `gradients_of` in float64, with the weights of a float32 model."""
     with wide_float():
         wide = _empty(family).double()
         wide.load_state_dict(model.state_dict())
@@ -96,7 +96,7 @@ def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
 
 
 def compute(model: Model, family: Family, inputs: Inputs) -> Results:
-    """All that is compared. The model is trained on the way: it is not what it was afterwards."""
+    """Compute everything that is compared. This trains the model, so its weights change."""
     weights = weights_of(model)
     logits, loss, gradients = gradients_of(model, inputs)
     packed_logits = _packed_logits(model, inputs)
@@ -108,7 +108,7 @@ def compute(model: Model, family: Family, inputs: Inputs) -> Results:
 
 
 def gradients_of(model: Model, inputs: Inputs) -> Gradients:
-    """(logits [B, S, V], loss, gradients by name). transformers itself shifts the labels, and ignores those of -100."""
+    """Return (logits [B, S, V], loss, gradients by name). transformers shifts the labels and ignores those of -100."""
     ids = torch.as_tensor(inputs.windows, dtype=torch.int64)
     labels = ids.clone()
     labels[:, 1:][torch.as_tensor(inputs.ignored)] = -100
@@ -121,14 +121,14 @@ def gradients_of(model: Model, inputs: Inputs) -> Gradients:
 
 
 def weights_of(model: Model) -> Tensors:
-    """The weights by the names that published files have."""
+    """Return the weights by the names in published files."""
     return published(model.config.model_type, _numpy(dict(model.named_parameters())))
 
 
 def published(model_type: str, tensors: Tensors) -> Tensors:
-    """Tensors by the names of published files: in memory transformers keeps the experts of a layer together."""
+    """Rename tensors as in published files. In memory, transformers keeps the experts of a layer in one tensor."""
     if model_type == "gpt_oss":
-        # Its files keep them together, too.
+        # Its files keep them in one tensor, too.
         return tensors
     is_mixtral = model_type == "mixtral"
     projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -160,7 +160,7 @@ def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:
 
 
 def _train(model: Model, inputs: Inputs) -> np.ndarray:
-    """Plain AdamW, weight decay on everything, gradients clipped by their global norm."""
+    """Train with plain AdamW, weight decay on everything, and global-norm clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     losses = []
     for windows in inputs.training:
@@ -175,15 +175,15 @@ def _train(model: Model, inputs: Inputs) -> np.ndarray:
 
 
 def rotary_inputs(name: str) -> np.ndarray:
-    """float64[P, H]: one query per position of ROTARY_POSITIONS."""
+    """Return float64[P, H]: one query per position of ROTARY_POSITIONS."""
     return np.random.default_rng(len(name)).normal(size=(len(ROTARY_POSITIONS), ROTARY[name][0]))
 
 
 def rotary(name: str) -> Tensors:
-    """Queries and what transformers makes of them at ROTARY_POSITIONS.
+    """Return queries and their rotation by transformers at ROTARY_POSITIONS.
 
     Returns:
-        query, rotated: float64[P, H]. float32_error: float64[P], how far its usual float32 is from that, at most.
+        query, rotated: float64[P, H]. float32_error: float64[P], largest error of its usual float32 result.
     """
     query = rotary_inputs(name)
     with wide_float():
@@ -194,7 +194,7 @@ def rotary(name: str) -> Tensors:
 
 def _rotated(name: str, query_PH: np.ndarray) -> np.ndarray:
     head_dim, theta, scaling = ROTARY[name]
-    # From a dict: the type checker does not know the fields that the configs of both versions 4 and 5 take.
+    # A dict, because the type checker does not know the fields that the configs of both versions 4 and 5 accept.
     fields: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 131_072}
     fields |= {"rope_theta": theta, "rope_scaling": copy.deepcopy(scaling)}
     config = transformers.LlamaConfig(**fields)
@@ -205,7 +205,7 @@ def _rotated(name: str, query_PH: np.ndarray) -> np.ndarray:
 
 
 def rounding(family: Family, model: Model, inputs: Inputs) -> dict[str, float]:
-    """What float32 costs torch itself: relative differences from the same computation in float64."""
+    """Return torch's own float32 error: relative differences from the same computation in float64."""
     logits, loss, gradients = gradients_of(model, inputs)
     logits64, loss64, gradients64 = compute_wide(model, family, inputs)
     skipped = {source.name for path in family.no_gradient for source in family.places[path]}
@@ -225,5 +225,5 @@ def _numpy(tensors: dict[str, Any]) -> Tensors:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries here."""
+    """Return the versions of the libraries."""
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
