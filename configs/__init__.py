@@ -78,7 +78,7 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
         frames_of_file = [frame for frame in frames if frame.filename == file]
         place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
         raise ConfigError(f"{error}{place}") from error
-    if is_of_published_model(spec):
+    if is_published_model(spec):
         # Imported here, because the package of the families imports JAX and a mistyped name should fail quickly.
         published = importlib.import_module("configs.families.published")
         place = config.pretrained.path
@@ -91,9 +91,9 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
 
 def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> ConfigFunction:
     """Return the function that builds the config of a spec; see `load`."""
-    if is_of_published_model(spec):
+    if is_published_model(spec):
         kind, _, source = spec.partition(":")
-        return functools.partial(_published_kinds()[kind], source, shape_is_enough)
+        return functools.partial(_get_published_kinds()[kind], source, shape_is_enough)
     if spec.endswith(".json"):
         return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
     if spec.endswith(".py"):
@@ -117,13 +117,13 @@ def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
     return function_by_name[spec]
 
 
-def is_of_published_model(spec: str) -> bool:
+def is_published_model(spec: str) -> bool:
     """Return whether a spec is hf:SOURCE, lora:SOURCE, reward:SOURCE or another kind of published model."""
     kind, _, source = spec.partition(":")
-    return bool(source) and kind in _published_kinds()
+    return bool(source) and kind in _get_published_kinds()
 
 
-def _published_kinds() -> dict[str, Callable[[str, bool], Config]]:
+def _get_published_kinds() -> dict[str, Callable[[str, bool], Config]]:
     """Return {kind: function that builds the config of a published model}, such as "hf", "lora" and "qlora"."""
     # Imported here, because that module imports this package.
     return importlib.import_module("configs.finetune").KINDS

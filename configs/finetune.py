@@ -102,7 +102,7 @@ def qlora(source: str, shape_is_enough: bool = False) -> Config:
     return config
 
 
-def _scored(change: Callable[..., Config], base: Callable[..., Config], what: str) -> Callable[..., Config]:
+def _with_score_head(change: Callable[..., Config], base: Callable[..., Config], what: str) -> Callable[..., Config]:
     """Return a function that builds `base`'s config of a published model and changes it to score sequences."""
 
     def scored(source: str, shape_is_enough: bool = False) -> Config:
@@ -119,5 +119,5 @@ def _scored(change: Callable[..., Config], base: Callable[..., Config], what: st
 CONFIGS = {"lora-tiny": lora_tiny}
 KINDS = {"hf": full, "lora": lora, "qlora": qlora}
 for _prefix, _base in (("", full), ("lora-", lora), ("qlora-", qlora)):
-    KINDS[f"{_prefix}reward"] = _scored(as_reward_model, _base, "a reward model (docs/preferences.md)")
-    KINDS[f"{_prefix}classify"] = _scored(as_classifier, _base, "a classifier (docs/preferences.md)")
+    KINDS[f"{_prefix}reward"] = _with_score_head(as_reward_model, _base, "a reward model (docs/preferences.md)")
+    KINDS[f"{_prefix}classify"] = _with_score_head(as_classifier, _base, "a classifier (docs/preferences.md)")

@@ -115,10 +115,10 @@ def talk(session: Session) -> None:
     # If the output is redirected, the prompt of the terminal would end up among the answers.
     typed = sys.stdin.isatty() and sys.stdout.isatty()
     signals = _Signals(typed=typed)
-    with interrupts.heard_by(signals.hear), _terminal_restored(typed):
+    with interrupts.heard_by(signals.hear), _restore_terminal(typed):
         if typed:
             tell("/help shows the commands")
-        for line in _typed() if typed else _piped():
+        for line in _typed() if typed else _read_piped_lines():
             try:
                 # A leading space lets a message begin with a slash.
                 if re.match(r"/[a-z]+(\s|$)", line):
@@ -219,7 +219,7 @@ def _typed() -> Iterator[str]:
         yield line
 
 
-def _piped() -> Iterator[str]:
+def _read_piped_lines() -> Iterator[str]:
     """Yield the lines of stdin. Raises ValueError if a line is not UTF-8."""
     # Read bytes, because the encoding of sys.stdin depends on the machine.
     for number, data in enumerate(sys.stdin.buffer, start=1):
@@ -230,7 +230,7 @@ def _piped() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _terminal_restored(typed: bool) -> Iterator[None]:
+def _restore_terminal(typed: bool) -> Iterator[None]:
     """Restore the terminal's settings if a signal ends the process while readline has changed them."""
     if not typed:
         yield

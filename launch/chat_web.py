@@ -161,12 +161,12 @@ class Server:
     def _respond(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         """The WSGI application."""
         try:
-            return self._checked_response(environ, start)
+            return self._handle_request(environ, start)
         except _Refused as refusal:
             text = json.dumps({"error": str(refusal)})
             return self._whole(start, refusal.status, "application/json", text)
 
-    def _checked_response(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+    def _handle_request(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         self._check_origin(environ)
         method = environ["REQUEST_METHOD"]
         path = environ["PATH_INFO"]

@@ -87,7 +87,7 @@ class Command:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
-    def _applied(self) -> _Applied:
+    def _override_result(self) -> _Applied:
         config = self.named.copy()
         settings = [_override(config, path, text) for path, text in self.overrides]
         return _Applied(config, settings)
@@ -105,7 +105,7 @@ class Command:
     @functools.cached_property
     def _checked(self) -> Config:
         """The config, after testing all rules on copies, so that a bad rule shows without its accelerator."""
-        config = self._applied.config
+        config = self._override_result.config
         apply_accelerator_rules(config, None)
         return config
 
@@ -115,7 +115,7 @@ class Command:
         Rules are applied to the named config, and overrides after them. Overrides of the rules themselves come first:
         `--config.accelerator_rules=[]` disables the rules.
         """
-        overridden, settings = self._applied
+        overridden, settings = self._override_result
         if not any(is_for(rule, accelerator) for rule in rules_of(overridden)):
             return overridden.copy(), []
         config = self.named.copy()
@@ -276,7 +276,7 @@ def apply_overrides(config: Config, overrides: Overrides) -> Config:
 
 def _override(config: Config, path: str, text: str) -> _Setting:
     """Apply an override in place; returns it with its parsed value."""
-    with _located(path, text):
+    with _prefix_errors(path, text):
         try:
             config.override(path, text)
         except FieldError as error:
@@ -291,12 +291,12 @@ def _override(config: Config, path: str, text: str) -> _Setting:
 
 def _set(config: Config, setting: _Setting) -> None:
     """Apply a parsed override in place."""
-    with _located(setting.path, setting.text):
+    with _prefix_errors(setting.path, setting.text):
         config.set_path(setting.path, setting.value)
 
 
 @contextlib.contextmanager
-def _located(path: str, text: str) -> Iterator[None]:
+def _prefix_errors(path: str, text: str) -> Iterator[None]:
     """Prefix a ConfigError with the flag that caused it."""
     try:
         yield

@@ -33,7 +33,7 @@ def said(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> It
 def is_first(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return whether this is the only or first process of a job, according to flags and environment."""
     ranks = [environment.get(name, "0") for name in _RANKS]
-    rank_flag = _value_of(_RANK_FLAG, argv)
+    rank_flag = _get_flag_value(_RANK_FLAG, argv)
     if rank_flag:
         ranks = [rank_flag]
     # Without a TPU, libtpu stores a warning instead of a number.
@@ -47,11 +47,11 @@ def first_words(argv: Sequence[str]) -> str:
     verb = os.path.basename(program).removesuffix(".py").rpartition(".")[2]
     if verb in ("plimsoll", "__main__", "launch", "-m") and words:
         verb = words[0]
-    what = _value_of("--config", words) or _value_of("--workdir", words) or _value_of("--hf", words)
+    what = _get_flag_value("--config", words) or _get_flag_value("--workdir", words) or _get_flag_value("--hf", words)
     return f"starting {verb} of {what}" if what else f"starting {verb}"
 
 
-def _value_of(flag: str, words: Sequence[str]) -> str:
+def _get_flag_value(flag: str, words: Sequence[str]) -> str:
     """Return the value of a flag, as `--flag=value` or `--flag value`; "" if it is not given."""
     for index, word in enumerate(words):
         name, separator, value = word.partition("=")

@@ -96,7 +96,7 @@ def hint(
     if similar_flags and not path and not is_field:
         return _meant(similar_flags[0], "")
     if named_config is not None:
-        path = _path_of(path or name, named_config)
+        path = _find_nearest_path(path or name, named_config)
     if not path:
         return _few(valid_flags)
     return _meant(f"--config.{path}", value)
@@ -113,7 +113,7 @@ def _field_names(config: Config) -> list[str]:
     return [path.rpartition(".")[2] for path, _ in config.walk()]
 
 
-def _path_of(target: str, config: Config) -> str:
+def _find_nearest_path(target: str, config: Config) -> str:
     """Return the path of the config's field nearest to a path or name; "" if none is near."""
     paths = [path for path, _ in config.walk() if path]
     if target in paths:

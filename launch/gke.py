@@ -119,7 +119,7 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     workdir = args.workdir or f"runs/{args.run_name}"
     name = _job_name(args, workdir)
     claim, mount = _volume_claim(args, workdir)
-    pods = _divided(target)
+    pods = _divide_into_pods(target)
     pod = _pod(
         args,
         pods,
@@ -169,7 +169,7 @@ def _volume_claim(args: argparse.Namespace, workdir: str) -> tuple[str, str]:
     return claim, mount
 
 
-def _divided(target: targets.Target) -> _Pods:
+def _divide_into_pods(target: targets.Target) -> _Pods:
     """Divide a target into pods."""
     on_tpu = target.platform == "tpu"
     # Hosts with GPUs are equal peers on one network, so they are pods of a single job.

@@ -21,7 +21,7 @@ def page_of_one_machine(
     from framework.plan import grid, levers
     from framework.plan.page import page
 
-    asked = asked_for(command.args, f"--config={command.spec}", command.overrides)
+    asked = describe_command(command.args, f"--config={command.spec}", command.overrides)
     if not command.args.compare:
         (report,) = reports
         config, _ = variants[0].resolve(target.name)
@@ -40,10 +40,10 @@ def page_of_several(args: Any, source: str, overrides: cli.Overrides, reports: S
     """Build the page of several targets, or of a function."""
     from framework.plan.page import page
 
-    return page(reports, asked=asked_for(args, source, overrides))
+    return page(reports, asked=describe_command(args, source, overrides))
 
 
-def asked_for(args: Any, source: str, overrides: cli.Overrides) -> Asked:
+def describe_command(args: Any, source: str, overrides: cli.Overrides) -> Asked:
     """Return the command line as a page shows it, without flags that only select other outputs of the report."""
     from framework.plan.page import Asked
 

@@ -108,7 +108,7 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
     names = source.classes or [str(number) for number in range(num_labels)]
     sequences = []
     for row in rows:
-        if num_labels > 1 and row.label is not None and _class_of(row.label, names) is None:
+        if num_labels > 1 and row.label is not None and _class_for_label(row.label, names) is None:
             raise ValueError(f"{row.place}: field 'label' is {row.label!r}; expected one of {', '.join(names)}")
         if num_labels > 1 and len(row.contents) > 1:
             raise ValueError(f"{row.place}: a pair, for a classifier of {num_labels} classes; expected a text")
@@ -146,7 +146,7 @@ def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
     return {"label": names[int(score.argmax())], "probabilities": probabilities}
 
 
-def _class_of(label: str, names: list[str]) -> str | None:
+def _class_for_label(label: str, names: list[str]) -> str | None:
     """Return the class name that a label stands for; None if it is not a class."""
     if label in names:
         return label
@@ -171,5 +171,5 @@ def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
     right = 0
     for row, result in judged:
         names = list(result["probabilities"])
-        right += result["label"] == _class_of(row.label, names)
+        right += result["label"] == _class_for_label(row.label, names)
     return f"{len(judged)} labels: accuracy {right / len(judged):.4f}"

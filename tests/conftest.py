@@ -1,7 +1,8 @@
 """Test settings: eight forced CPU devices in every test process, set before JAX is imported, and cheap compiles.
 
-Nearly all of the suite's time is XLA compiling toy programs. Without LLVM's optimizations and the fusion emitters that
-takes a quarter of the time; what is computed stays the same, up to the rounding that any two compiles may differ by.
+The suite spends nearly all of its time in XLA, compiling toy programs. Without LLVM's optimizations and the fusion
+emitters, compilation takes a quarter of the time. The results stay the same, up to the rounding by which any two
+compiles may differ.
 """
 
 import importlib.metadata
@@ -18,30 +19,32 @@ flags = os.environ.get("XLA_FLAGS", "").split()
 wanted = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
-    # Two more that together take 30% off: LLVM's remaining costly passes, and a module cut up for parallel threads that
-    # two test processes on two cores do not have.
+    # These two flags together save another 30%. They turn off LLVM's remaining expensive passes, and the splitting of a
+    # module for parallel threads, which two test processes on two cores do not have.
     "--xla_llvm_disable_expensive_passes": "true",
     "--xla_cpu_parallel_codegen_split_count": "1",
 }
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA aborts the process on an unknown flag
     wanted["--xla_cpu_use_fusion_emitters"] = "false"
 flags += [f"{name}={value}" for name, value in wanted.items() if not any(flag.startswith(name) for flag in flags)]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# glibc's own value: a run in the test's process would have all memory kept that is ever freed
-# (framework/devices/allocator.py), for all tests that come after it in the same process.
+# This is glibc's default. Without it, a run in the test's process would make the allocator hold on to all freed memory
+# (framework/devices/allocator.py), for every later test in the same process.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 10))
 
-# A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that: a
-# run that a test interrupts would go on.
+# A shell without job control starts background processes with SIGINT ignored, and children inherit that. A run that a
+# test interrupts would then continue.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def compilation_cache_of_one_test() -> Iterator[None]:
-    """A run in the test's own process keeps compiled programs on disk; the next test's compiler is to be its own: what
-    comes from there comes without its buffers."""
+    """Reset the compilation cache that a run in the test's own process turns on.
+
+    The next test must compile its own programs: a program loaded from the cache on disk has no buffer information.
+    """
     yield
     if (jax := sys.modules.get("jax")) and (
         jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache

@@ -124,7 +124,7 @@ def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
 
 
-def saved_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def get_saved_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the tensors that transformers saves for a config.json.
 
     They differ from the model's if the model holds in one tensor what its files store in several, such as all experts.
@@ -221,7 +221,7 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
         elements = sum(math.prod(shape) for shape in shapes.values())
         if alteration.damage or elements > LARGEST or shapes == their_shapes(base_facts(alteration.shape)):
             return
-        shapes_in_file = saved_shapes(alteration.facts)
+        shapes_in_file = get_saved_shapes(alteration.facts)
     except Exception:  # transformers may refuse the config.json in many ways
         return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
@@ -250,7 +250,7 @@ def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0,
         cases = [cases[i] for i in sorted(chosen)]
     for shape, group in itertools.groupby(cases, lambda case: case.shape):
         zero_centered = FAMILIES[shape].facts["model_type"] in ZERO_CENTERED
-        base = random_tensors(saved_shapes(base_facts(shape)), zero_centered=zero_centered)
+        base = random_tensors(get_saved_shapes(base_facts(shape)), zero_centered=zero_centered)
         for case in group:
             for alteration, tensors in weights_for(case, base):
                 yield judge(alteration, tensors)

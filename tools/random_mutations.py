@@ -81,11 +81,11 @@ def mutations_of(file: str) -> list[Mutation]:
     mutations = []
     for statement in ast.walk(ast.parse(source)):
         if isinstance(statement, ast.stmt):
-            mutations += _changes_of(file, source, statement)
+            mutations += _mutate_statement(file, source, statement)
     return sorted(mutations)
 
 
-def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutation]:
+def _mutate_statement(file: str, source: str, statement: ast.stmt) -> Iterator[Mutation]:
     """Yield the changes of a simple statement, or of the condition of a compound one."""
     expression: ast.AST
     if isinstance(statement, ast.If | ast.While):

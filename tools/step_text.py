@@ -65,7 +65,7 @@ def digest(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def named_steps(name: str) -> dict[str, str]:
+def digest_config(name: str) -> dict[str, str]:
     """Return {name and setting: digest} of a named config under each schedule, or why a schedule refuses it."""
     digests: dict[str, str] = {}
     for setting, fields in SETTINGS.items():
@@ -116,7 +116,7 @@ def all_steps() -> dict[str, str]:
     slices = [cases[start : start + 20] for start in range(0, len(cases), 20)]
     digests: dict[str, str] = {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        jobs = [pool.apply_async(named_steps, (name,)) for name in configs.names()]
+        jobs = [pool.apply_async(digest_config, (name,)) for name in configs.names()]
         jobs += [pool.apply_async(exactness_steps, (part,)) for part in slices]
         for number, job in enumerate(jobs, start=1):
             digests |= job.get()

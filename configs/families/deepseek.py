@@ -87,11 +87,11 @@ class DeepseekV2(Family):
         blocks = _blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
         facts = _facts(model)
-        router = _mixture_of(model).router
+        router = _find_mixture(model).router
         facts |= {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "mlp_bias": dense[0].linear.bias if dense else _mixture_of(model).shared.linear.bias,
+            "mlp_bias": dense[0].linear.bias if dense else _find_mixture(model).shared.linear.bias,
             "norm_topk_prob": False,
             "routed_scaling_factor": router.scale,
             "topk_method": "greedy",
@@ -194,7 +194,7 @@ def _blocks(model: Config) -> list[Config]:
     return [*first, *model.stack.pattern]
 
 
-def _mixture_of(model: Config) -> Config:
+def _find_mixture(model: Config) -> Config:
     """Return the mixture of a model's layers. Raises ValueError if no layer has one with shared experts."""
     for block in _blocks(model):
         if block.mlp.takes("num_experts") and block.mlp.shared is not None:
@@ -204,7 +204,7 @@ def _mixture_of(model: Config) -> Config:
 
 def _facts(model: Config) -> dict[str, Any]:
     """Return the fields of config.json that do not depend on the router's settings."""
-    mixture = _mixture_of(model)
+    mixture = _find_mixture(model)
     blocks = _blocks(model)
     dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
     attention = blocks[0].attention

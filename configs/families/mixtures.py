@@ -70,7 +70,7 @@ def refuse_losses(facts: Facts) -> None:
         raise facts.error("router_jitter_noise", "0: noise is a setting of training, router.jitter")
 
 
-def _window_of_all(facts: Facts, window: int | None) -> int | None:
+def _get_uniform_window(facts: Facts, window: int | None) -> int | None:
     """Return the window, which all layers share. Raises ValueError if layer_types disagrees."""
     kinds = layer_types(facts)
     kind = "full_attention" if window is None else "sliding_attention"
@@ -131,7 +131,7 @@ class Mixtral(Family):
         )
         _set_head_dim(model, fields.size("head_dim", None, null=True))
         block = model.stack.pattern[0]
-        block.attention.window = _window_of_all(fields, fields.size("sliding_window", None, null=True))
+        block.attention.window = _get_uniform_window(fields, fields.size("sliding_window", None, null=True))
         num_experts, num_chosen = numbers_of_experts(fields, 8, 2)
         block.mlp = mixture(
             experts=num_experts,
@@ -188,7 +188,7 @@ class Qwen3MoE(Family):
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.size("sliding_window", 4096, null=True)
-        block.attention.window = _window_of_all(fields, window)
+        block.attention.window = _get_uniform_window(fields, window)
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         sparse_block = block.copy()
         num_experts, num_chosen = numbers_of_experts(fields, 128, 8)

@@ -76,7 +76,7 @@ def load_run(
     from framework.checkpoint.checkpointer import Checkpointer
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
-    config = _config_of_run(workdir, checkpointer, step, tell)
+    config = _load_run_config(workdir, checkpointer, step, tell)
     change(config)
     experiment = _experiment(config, workdir, averaged=averaged, text=text)
     # Imported late, so that errors up to here are reported before JAX looks for devices.
@@ -87,7 +87,7 @@ def load_run(
     start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
-    restored = _restored(checkpointer, program, step, averaged)
+    restored = _restore_model(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     tell("\n".join([*restored.problems, source]))
     # Of parameter and ema, the group that was not read is empty.
@@ -95,7 +95,7 @@ def load_run(
     return Loaded(config, experiment, program, state, averaged, workdir)
 
 
-def _config_of_run(workdir: Path, checkpointer: Any, step: int | None, tell: Tell) -> Config:
+def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, tell: Tell) -> Config:
     """Load the config that the checkpoint was saved with, or that of the workdir if the checkpoint has none.
 
     The manifest's digest covers the former. config.json belongs to the last start, and may have been edited since.
@@ -136,7 +136,7 @@ def _refuse_empty(checkpointer: Any) -> None:
         raise FileNotFoundError("; ".join(problems))
 
 
-def _restored(checkpointer: Any, program: Any, step: int | None, averaged: bool) -> Any:
+def _restore_model(checkpointer: Any, program: Any, step: int | None, averaged: bool) -> Any:
     """Restore the model from a checkpoint onto the program's devices; `step` None selects the newest valid one."""
     # The optimizer state, often the largest group, is not needed here.
     groups = ("ema" if averaged else "parameter", "frozen", "buffer")

@@ -216,7 +216,7 @@ class Checkpointer:
         try:
             finish_write = self._begin_write(path, leaves, manifest)
         except Exception as error:
-            raise self._failed(step, error) from error
+            raise self._handle_failed_save(step, error) from error
         self._thread = threading.Thread(
             target=self._finish,
             args=(step, finish_write),
@@ -276,7 +276,7 @@ class Checkpointer:
                 durable.sync(self.directory)
         except BaseException as error:
             # An exception in a thread would go unnoticed, so `wait` raises it in the thread of the training loop.
-            self._failure = self._failed(step, error)
+            self._failure = self._handle_failed_save(step, error)
             return
         self._saved.add(step)
         self._bad.discard(step)
@@ -307,7 +307,7 @@ class Checkpointer:
         except Exception as error:
             logging.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
-    def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
+    def _handle_failed_save(self, step: int, error: BaseException) -> CheckpointSaveError:
         """Creates the error for a failed save, removes its leftovers, and restores the checkpoint it was to replace."""
         remaining_steps: Any = "unknown"
         # The save may have failed because the store is unreachable.

@@ -125,7 +125,7 @@ def write(
     leaves: dict[str, _HostLeaf] = {}
     for name, x in arrays.items():
         if x.size:
-            leaves[name] = _HostLeaf(_spec_of(x), _pieces(x))
+            leaves[name] = _HostLeaf(_make_spec(x), _pieces(x))
     upload = _Upload(
         path=path,
         folder=folder,
@@ -184,7 +184,7 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {name: arrays[name] for name in specs}
 
 
-def _spec_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _make_spec(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 

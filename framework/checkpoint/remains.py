@@ -67,7 +67,7 @@ def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]
     steps, problems = files.scan(root)
     steps_put_aside = files.put_aside(root)
     if resume == "never":
-        _refuse_used(workdir, steps, problems)
+        _reject_used_workdir(workdir, steps, problems)
     if steps:
         _refuse_unreadable(workdir, steps)
         return []
@@ -91,7 +91,7 @@ def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]
     return notes
 
 
-def _refuse_used(workdir: Workdir, steps: list[int], problems: list[str]) -> None:
+def _reject_used_workdir(workdir: Workdir, steps: list[int], problems: list[str]) -> None:
     """Raises ValueError if a run was saved in the workdir, or has written to it."""
     advice = "choose another --workdir, or remove"
     if steps:

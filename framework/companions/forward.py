@@ -85,7 +85,7 @@ class Forward:
             after: results of programs that were started earlier; waited for where programs must run one at a time.
         """
         weights = [state[group] for group in self._groups]
-        delivered = {name: batch[name] for name in self._delivered}
+        delivered = {name: batch[name] for name in self._input_names}
         if not self._waits:
             return self._compiled(*weights, delivered)
         jax.block_until_ready(after)
@@ -120,7 +120,7 @@ class Forward:
         return ledger
 
     @cached_property
-    def _delivered(self) -> Sequence[str]:
+    def _input_names(self) -> Sequence[str]:
         """The names of the batch arrays that the function takes."""
         return tuple(self.program.experiment.data.sequence_arrays())
 

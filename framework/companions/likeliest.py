@@ -45,13 +45,13 @@ def likeliest(top_k: int, vocab_size: int) -> HeadFunction:
         h_BSD = head.normed(weights, x_BSD, ctx)
         batch, length, _ = h_BSD.shape
         chunks = head.chunks(batch, length, ctx)
-        values_of = partial(_of_logits, top_k=top_k, vocab_size=vocab_size)
+        values_of = partial(_compute_top_k, top_k=top_k, vocab_size=vocab_size)
         return by_position(values_of, chunks, ctx, h_BSD, weights["table"], head.softcap)
 
     return function
 
 
-def _of_logits(logits_BSV: jax.Array, *, top_k: int, vocab_size: int) -> dict[str, jax.Array]:
+def _compute_top_k(logits_BSV: jax.Array, *, top_k: int, vocab_size: int) -> dict[str, jax.Array]:
     logits_BSV = logits_BSV[..., :vocab_size]
     lse_BS1 = jax.nn.logsumexp(logits_BSV, axis=-1, keepdims=True)
     values_BSK, ids_BSK = jax.lax.top_k(logits_BSV, top_k)

@@ -127,9 +127,9 @@ class Reference(Companion):
         """See `Companion`: checks the reference's weights and tokenizer, and the stored values of a resumed run."""
         kind = self.choice.kind
         if kind in ("stored", "hosted"):
-            self._other_of(program).check_files()
+            self._get_other_model(program).check_files()
         if kind == "stored" and not begins:
-            Scoring(program, self._other_of(program), workdir).check()
+            Scoring(program, self._get_other_model(program), workdir).check()
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
@@ -138,16 +138,16 @@ class Reference(Companion):
         choice = self.choice
         tell(f"reference: {choice.kind} ({choice.reason})")
         if choice.kind == "stored":
-            scoring = Scoring(program, self._other_of(program), workdir)
+            scoring = Scoring(program, self._get_other_model(program), workdir)
             # A program for inference writes no files.
             if program.training:
                 scoring.run(begins=begins, tell=tell)
                 self._other = None
             elif not scoring.opened():
                 tell("the workdir has no stored reference of these weights and data: its model is loaded")
-                self._other_of(program).load()
+                self._get_other_model(program).load()
         elif choice.kind == "hosted":
-            self._other_of(program).load()
+            self._get_other_model(program).load()
         self._program = program
 
     def is_open(self, program: Program) -> bool:
@@ -161,11 +161,11 @@ class Reference(Companion):
             return batch
         if self.choice.kind == "adapter_off":
             return {**batch, **self._without_adapters(program, group)(state, batch, after=state["counter"])}
-        return {**batch, **self._other_of(program)(batch, after=state.get("counter", ()))}
+        return {**batch, **self._get_other_model(program)(batch, after=state.get("counter", ()))}
 
     def host_bytes(self, program: Program) -> int:
         """See `Companion`: the weights of an offloaded reference."""
-        return self._other_of(program).hosted_bytes if self.choice.kind == "hosted" else 0
+        return self._get_other_model(program).hosted_bytes if self.choice.kind == "hosted" else 0
 
     def passes(self, experiment: Experiment, mesh: Any) -> Passes:
         """See `Companion`: one forward pass; adapter_off runs it with the run's own weights."""
@@ -186,7 +186,7 @@ class Reference(Companion):
         if choice.kind == "adapter_off":
             forward = self._without_adapters(program, "parameter")
             return {ARRAY: forward.rehearsed(compile, beside=state_bytes - forward.resident_bytes)}
-        other = self._other_of(program)
+        other = self._get_other_model(program)
         if choice.kind == "hosted":
             return {ARRAY: other.rehearsed(compile, beside=state_bytes)}
         # A stored reference is computed before the training state exists.
@@ -201,7 +201,7 @@ class Reference(Companion):
             accumulate = program.experiment.learner.accumulate
             forward = Forward(
                 program,
-                _counted_log_probs,
+                _compute_log_probs,
                 what="the reference",
                 group=group,
                 change=without_adapters,
@@ -210,12 +210,12 @@ class Reference(Companion):
             self._forwards[group] = forward
         return forward
 
-    def _other_of(self, program: Program) -> OtherModel:
+    def _get_other_model(self, program: Program) -> OtherModel:
         """Return the reference as a separate model."""
         if self._other is None or self._other.run is not program:
             self._other = OtherModel(
                 program,
-                _counted_log_probs,
+                _compute_log_probs,
                 path=self.pretrained,
                 what="the reference",
                 hosted=self.choice.kind == "hosted",
@@ -223,7 +223,7 @@ class Reference(Companion):
         return self._other
 
 
-def _counted_log_probs(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+def _compute_log_probs(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
     """Return {"reference": f32[B, S]}: the log-probabilities of the targets, 0 where the weight is 0."""
     log_probs_BS = head.log_probs(weights, x_BSD, ctx)
     return {ARRAY: jnp.where(ctx.batch["weights"] != 0, log_probs_BS, 0.0)}
@@ -232,9 +232,9 @@ def _counted_log_probs(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Con
 def without_adapters(params: Nested) -> Nested:
     """Return the parameters with the second factor of each adapter zeroed, so that the adapter's product is zero."""
 
-    def switched_off(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def zero_lora_b(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = keypath[-1].key
         # Adapters of experts are named after their matrix: NAME_lora_b.
         return jnp.zeros_like(x) if name == "lora_b" or name.endswith("_lora_b") else x
 
-    return jax.tree_util.tree_map_with_path(switched_off, params)
+    return jax.tree_util.tree_map_with_path(zero_lora_b, params)

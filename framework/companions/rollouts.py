@@ -207,22 +207,22 @@ class Rollouts(Companion):
         step = int(state["counter"]["step"]) if "counter" in state else None
         is_training = not host_batch["sources"].any()
         if is_training and step is not None and step < self.demonstrations:
-            arrays = self._demonstrated(_prompts(program.experiment), host_batch)
+            arrays = self._build_demonstrations(_prompts(program.experiment), host_batch)
         else:
-            arrays = self._sampled(program, state, batch, host_batch, step, group)
+            arrays = self._sample_rollouts(program, state, batch, host_batch, step, group)
         completed = program.put(arrays)
         if self.reference is not None:
             completed = self.reference.completed(program, state, completed, group=group)
         return completed
 
-    def _demonstrated(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _build_demonstrations(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the arrays of a batch with the correct answers, each with advantage 1."""
         answers = demonstrated_answers(data, host_batch)
         arrays = rows_of_answers(host_batch, answers)
         zeros_BS = np.zeros_like(arrays["weights"])
         return {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
 
-    def _sampled(
+    def _sample_rollouts(
         self,
         program: Program,
         state: dict[str, Any],

@@ -97,7 +97,7 @@ class Teacher(Companion):
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
         """See `Companion`: checks the folder's facts and rows, or the weight headers and tokenizer of the model."""
         if self.kind == "stored":
-            self._rows = self._opened(program)
+            self._rows = self._open_rows(program)
             self._check_rows(program.experiment)
         else:
             self._live(program).check_files()
@@ -107,7 +107,7 @@ class Teacher(Companion):
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`."""
         if self.kind == "stored" and self._rows is None:
-            self._rows = self._opened(program)
+            self._rows = self._open_rows(program)
         # `plimsoll evaluate` also opens the teacher of a run, and must not write to the workdir.
         if begins and distributed.is_primary():
             write_json(workdir / _RECORD, {"weights": self._weights(program, workdir)})
@@ -188,7 +188,7 @@ class Teacher(Companion):
         self._model = model
         return model
 
-    def _opened(self, program: Program) -> TeacherRows:
+    def _open_rows(self, program: Program) -> TeacherRows:
         """Open the rows of the folder.
 
         Raises:
@@ -250,7 +250,7 @@ class Teacher(Companion):
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(num_rows, length, self.top_k).items()}
         # A row without a counted target is padding after the end of a validation set, which is not stored.
         counted = [row for row in range(num_rows) if host["weights"][row].any()]
-        numbers = [self._number_of({name: host[name][row] for name in names}) for row in counted]
+        numbers = [self._find_row_number({name: host[name][row] for name in names}) for row in counted]
         assert self._rows is not None
         stored = _with_fewer(self._rows.take(numbers), self.top_k)
         arrays[IDS][counted] = stored.ids
@@ -258,7 +258,7 @@ class Teacher(Companion):
         arrays[TAIL][counted] = stored.tails
         return arrays
 
-    def _number_of(self, row: dict[str, np.ndarray]) -> int:
+    def _find_row_number(self, row: dict[str, np.ndarray]) -> int:
         assert self._rows is not None
         number = self._rows.number_of(row_key(row))
         if number is None:

@@ -101,21 +101,21 @@ def rows_of(
     if which == "run":
         limit = experiment.trainer.eval_batches
         count = _num_steps(experiment, data) * data.global_batch_size
-        numbers = _spaced(range(count), at_most)
+        numbers = _select_evenly(range(count), at_most)
         sequences = (data.locate(number) for number in numbers)
         places = [np.fromiter(sequences, np.dtype((np.int64, 2)), len(numbers))]
     else:
         places = [_places(source, range(leaf.rows.num_whole)) for source, leaf in enumerate(data.train_leaves)]
     for source, name in enumerate(data.validation_names, start=len(data.train_leaves)):
         num_rows, _ = data.evaluation_rows(name)
-        for number in _spaced(data.eval_batch_numbers(name, limit), at_most):
+        for number in _select_evenly(data.eval_batch_numbers(name, limit), at_most):
             first_row = number * data.global_batch_size
             last_row = min(first_row + data.global_batch_size, num_rows)
             places.append(_places(source, range(first_row, last_row)))
     return RowList(data.leaves, np.concatenate(places))
 
 
-def _spaced(numbers: Sequence[int], at_most: int | None) -> Sequence[int]:
+def _select_evenly(numbers: Sequence[int], at_most: int | None) -> Sequence[int]:
     """Return the numbers, or `at_most` evenly spaced ones if there are more, including the first and the last."""
     if at_most is None or len(numbers) <= at_most:
         return numbers

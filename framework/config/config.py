@@ -80,7 +80,7 @@ def schema_of(config: "Config") -> Mapping[str, Field]:
 
 
 @functools.cache
-def _schema_of(target: Callable[..., Any]) -> dict[str, Field]:
+def _get_schema(target: Callable[..., Any]) -> dict[str, Field]:
     # `update` may be a field although ConfigDict has a method of that name, because `memory.update` is a public option
     # of Plimsoll.
     reserved = [name for name in dir(Config) if name != "update"]
@@ -112,7 +112,7 @@ class Config(ConfigBase):
         path: str | None = None,
     ):
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
-        target_schema = _schema_of(target)
+        target_schema = _get_schema(target)
         if fields is None:
             fields = {name: field.default for name, field in target_schema.items() if field.is_data}
         # Converting also copies, so no container or child config is shared with the caller.
@@ -325,7 +325,7 @@ class Config(ConfigBase):
         hint = place.config._field(place.field).hint
         for key in place.keys:
             hint = element_hint(hint, key)
-        component = _component_of_text(hint, text, path)
+        component = _parse_component(hint, text, path)
         if component is not None:
             self._set(place, path, component)
             return
@@ -415,7 +415,7 @@ class Config(ConfigBase):
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Config):
         yield path, value
-        items = _set_or_required(value)
+        items = _list_set_or_required(value)
     elif isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
@@ -427,7 +427,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _walk(join(path, key), item)
 
 
-def _set_or_required(config: Config) -> list[tuple[str, Any]]:
+def _list_set_or_required(config: Config) -> list[tuple[str, Any]]:
     """Lists (name, value) for fields that are set, and (name, REQUIRED) for required fields that are not.
 
     Unset fields whose default is not data are left out: the constructor uses its own default.
@@ -473,7 +473,7 @@ def _build(value: Any, path: str, keeps_config: bool) -> Any:
     return value
 
 
-def _component_of_text(hint: Any, text: str, path: str) -> Any:
+def _parse_component(hint: Any, text: str, path: str) -> Any:
     """Returns the component that the text names, or the decoded value of JSON with components; None for other text."""
     components = short_names(hint)
     if '"$class"' in text:

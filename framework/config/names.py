@@ -195,7 +195,7 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
     module = _module(name, module_name, path)
     # vars instead of getattr: a module's __getattr__ would run code.
     members = vars(module)
-    if attribute in members and _may_be_named(module_name, members[attribute], passed):
+    if attribute in members and _is_nameable(module_name, members[attribute], passed):
         return members[attribute]
     hint = did_you_mean(attribute, choices_in(module, passed))
     if attribute not in members:
@@ -206,10 +206,10 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
 
 def choices_in(module: ModuleType, passed: bool = False) -> list[str]:
     """Lists the names of a module's members that may be named in a config."""
-    return [name for name, value in vars(module).items() if _may_be_named(module.__name__, value, passed)]
+    return [name for name, value in vars(module).items() if _is_nameable(module.__name__, value, passed)]
 
 
-def _may_be_named(module_name: str, target: Any, passed: bool) -> bool:
+def _is_nameable(module_name: str, target: Any, passed: bool) -> bool:
     package = module_name.partition(".")[0]
     if package in OURS:
         return is_component(target)

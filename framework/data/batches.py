@@ -123,7 +123,7 @@ class Pipeline(abc.ABC):
         shape = (self.global_batch_size, self.seq_len)
         return dict.fromkeys(self._attached, (shape, "float32"))
 
-    def _with_attached(self, set_name: str, index: int, row: Batch) -> Batch:
+    def _attach_values(self, set_name: str, index: int, row: Batch) -> Batch:
         """Adds the `attach` values of row `index` of a set to the row."""
         for name, values_by_set in self._attached.items():
             values = values_by_set[set_name]
@@ -178,9 +178,9 @@ class Pipeline(abc.ABC):
             row = self.training_row(number, source, source_row)
             if self._attached:
                 set_names = list(next(iter(self._attached.values())))
-                row = self._with_attached(set_names[source], source_row, row)
+                row = self._attach_values(set_names[source], source_row, row)
             batch_rows.append(row)
-        return _stacked(batch_rows)
+        return _stack_rows(batch_rows)
 
     def train_iterator(
         self,
@@ -226,7 +226,7 @@ class Pipeline(abc.ABC):
         def batch(turn: int) -> Batch:
             first_row = numbers[turn] * self.global_batch_size
             indices = [first_row + int(row) for row in rows]
-            return _stacked([self._with_attached(name, index, read_row(index)) for index in indices])
+            return _stack_rows([self._attach_values(name, index, read_row(index)) for index in indices])
 
         return Prefetcher(batch, 0, len(numbers), ahead=self.prefetch)
 
@@ -246,7 +246,7 @@ class Pipeline(abc.ABC):
         return [turn * (num_batches - 1) // max(1, limit - 1) for turn in range(limit)]
 
 
-def _stacked(rows: list[Batch]) -> Batch:
+def _stack_rows(rows: list[Batch]) -> Batch:
     """Stacks rows into arrays with a leading batch axis."""
     batch = {}
     for name in rows[0]:

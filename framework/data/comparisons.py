@@ -55,7 +55,7 @@ def pair_of(row: Any, *, strings_are_messages: bool = False) -> Judged:
     Raises:
         ValueError: the row matches none of the formats. The message names the field.
     """
-    row = _checked_row(row)
+    row = _check_row(row)
     answers: dict[str, Any] = {}
     for name in ("chosen", "rejected"):
         answers[name] = _field(row, name, "a pair has chosen and rejected")
@@ -78,7 +78,7 @@ def thumbs_of(row: Any, *, strings_are_messages: bool = False) -> list[Judged]:
     Raises:
         ValueError: the row matches none of the formats. The message names the field.
     """
-    row = _checked_row(row)
+    row = _check_row(row)
     if is_pair(row):
         pair = pair_of(row, strings_are_messages=strings_are_messages)
         (_, chosen), (_, rejected) = pair.answers
@@ -111,7 +111,7 @@ def _is_thumb_label(label: Any) -> bool:
     return isinstance(label, bool | int | float) and label in (0, 1)
 
 
-def _checked_row(row: Any) -> dict[str, Any]:
+def _check_row(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, given {type(row).__name__}")
     return row

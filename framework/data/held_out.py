@@ -51,7 +51,7 @@ class TextPart(TextSource):
         if not self._splits_by_file:
             return files
         held_out_names = self._held_out_names([file.name for file in files])
-        first_names = _first_of_equal(files)
+        first_names = _find_first_copies(files)
         is_validation = self.split == "validation"
         return [file for file in files if (first_names[file.name] in held_out_names) == is_validation]
 
@@ -75,12 +75,12 @@ class TextPart(TextSource):
     def read(self, file: DataFile) -> Iterator[str]:
         documents = self.source.read(file)
         if not self.is_whole_files:
-            return self._chosen_documents(documents)
+            return self._select_documents(documents)
         if self._splits_by_file:
             return documents
-        return (self._part_of(document) for document in documents)
+        return (self._cut_document(document) for document in documents)
 
-    def _part_of(self, document: str) -> str:
+    def _cut_document(self, document: str) -> str:
         """Returns the beginning of a document for training, or its end for validation."""
         middle = int(len(document) * (1.0 - self.validation_fraction))
         # Lines are not split, unless the document has only one.
@@ -88,9 +88,9 @@ class TextPart(TextSource):
         cut = line_start or middle
         return document[:cut] if self.split == "train" else document[cut:]
 
-    def _chosen_documents(self, documents: Iterator[str]) -> Iterator[str]:
+    def _select_documents(self, documents: Iterator[str]) -> Iterator[str]:
         """Yields the documents that belong to this part."""
-        moved = self._moved_document
+        moved = self._digest_to_move
         for document in documents:
             is_held_out = split_of(document, self.validation_fraction) == "validation"
             if moved is not None and _digest(document) == moved:
@@ -99,7 +99,7 @@ class TextPart(TextSource):
                 yield document
 
     @functools.cached_property
-    def _moved_document(self) -> bytes | None:
+    def _digest_to_move(self) -> bytes | None:
         """The sha256 of a document to move to the other part, which would otherwise be empty.
 
         It is None for all but small sources: the search stops at the first document of the second part.
@@ -140,7 +140,7 @@ def _digest(document: str) -> bytes:
     return hashlib.sha256(document.encode()).digest()
 
 
-def _first_of_equal(files: list[DataFile]) -> dict[str, str]:
+def _find_first_copies(files: list[DataFile]) -> dict[str, str]:
     """Returns {name of a file: name of the first file with the same content}."""
     by_size: dict[int, list[DataFile]] = {}
     for file in files:

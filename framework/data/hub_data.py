@@ -51,8 +51,8 @@ def data_listing(url: str) -> DataListing:
     parts, candidates = _parts(url, snapshot, path)
     sizes = _sizes(snapshot, [*parts.train, *parts.validation])
     kind = _largest_kind(place, sizes, candidates)
-    train = [name for name in parts.train if _kind_of_name(name) == kind]
-    validation = [name for name in parts.validation if _kind_of_name(name) == kind]
+    train = [name for name in parts.train if _kind_for_name(name) == kind]
+    validation = [name for name in parts.validation if _kind_for_name(name) == kind]
     if not train:
         raise ValueError(f"{place} has no {kind} files to train on, only some to evaluate: {', '.join(validation[:3])}")
     left_out = Counter(ending_of(name) or name.rpartition("/")[2] for name in candidates)
@@ -80,11 +80,11 @@ def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
     names = [name for name in snapshot.names(["*"]) if not _is_about_the_repository(name)]
     splits = choose(url, read_card(snapshot), path)
     if splits is not None:
-        return _parts_of_splits(url, splits, names), names
+        return _parts_from_splits(url, splits, names), names
     candidates = matched(names, [path, f"{path}/**"]) if path else names
     if not candidates:
         raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the data set has {', '.join(names[:8])}")
-    data_names = [name for name in candidates if _kind_of_name(name) is not None]
+    data_names = [name for name in candidates if _kind_for_name(name) is not None]
     if not data_names:
         endings = sorted({ending_of(name) or name for name in candidates})
         converted = snapshot.repo.at("refs/convert/parquet").url()
@@ -100,7 +100,7 @@ def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
     return _Parts(parts.others, [], ""), candidates
 
 
-def _parts_of_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
+def _parts_from_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
     """Returns the parts according to the splits of a card.
 
     Raises:
@@ -135,7 +135,7 @@ def _is_about_the_repository(name: str) -> bool:
     return is_hidden or ending_of(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
 
 
-def _kind_of_name(name: str) -> Kind | None:
+def _kind_for_name(name: str) -> Kind | None:
     return _HUB_KINDS.get(ending_of(name))
 
 
@@ -150,7 +150,7 @@ def _largest_kind(place: str, sizes: dict[str, int], candidates: list[str]) -> K
     """Returns the kind with the most bytes. Raises ValueError if no file is of a known kind."""
     bytes_by_kind: Counter[Kind] = Counter()
     for name, size in sizes.items():
-        kind = _kind_of_name(name)
+        kind = _kind_for_name(name)
         if kind is not None:
             bytes_by_kind[kind] += size
     if not bytes_by_kind:

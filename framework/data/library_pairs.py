@@ -36,14 +36,14 @@ def _pair(prompt_lines: list[str], answer_lines: list[str]) -> Judged | None:
     chosen = "\n".join(answer_lines)
     if len(prompt) + len(chosen) > _MAX_CHARACTERS:
         return None
-    reversed_lines = [_reversed_words(line) for line in answer_lines]
+    reversed_lines = [_reverse_words(line) for line in answer_lines]
     changed = [line for line, reversed_line in zip(answer_lines, reversed_lines, strict=True) if line != reversed_line]
     if len(changed) < len(answer_lines) - 1:
         return None
     return Judged(prompt, [("chosen", chosen), ("rejected", "\n".join(reversed_lines))])
 
 
-def _reversed_words(line: str) -> str:
+def _reverse_words(line: str) -> str:
     """Reverses the words of a line; its indentation stays."""
     words = line.split()
     indentation = line[: len(line) - len(line.lstrip())]

@@ -22,7 +22,7 @@ def data_listing(path: str) -> DataListing:
         ValueError: no file holds data of a known kind.
     """
     files = _files(path)
-    kind, files_of_kind, left_out = _kind_of(path, files)
+    kind, files_of_kind, left_out = _select_largest_kind(path, files)
     file_by_path = {file.path: file for file in files_of_kind}
     parts = parts_by_name(list(file_by_path))
     held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
@@ -61,12 +61,12 @@ def _files(path: str) -> list[DataFile]:
     return find(name for name in sorted(names) if os.path.isfile(name))
 
 
-def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Counter[str]]:
+def _select_largest_kind(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Counter[str]]:
     """Returns (the kind with the most bytes, its files, the number of other files by ending)."""
     files_by_kind: dict[Kind, list[DataFile]] = {}
     left_out: Counter[str] = Counter()
     for file in files:
-        kind = _kind_of_file(file)
+        kind = _detect_kind(file)
         if kind is None:
             left_out[ending_of(file.path) or file.name.rpartition("/")[2]] += 1
         else:
@@ -83,7 +83,7 @@ def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Co
     return largest_kind, files_by_kind[largest_kind], left_out
 
 
-def _kind_of_file(file: DataFile) -> Kind | None:
+def _detect_kind(file: DataFile) -> Kind | None:
     """Returns the kind of a file from its ending, or from its first bytes; None if it is not data."""
     ending = ending_of(file.path)
     if ending in KINDS:

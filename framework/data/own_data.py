@@ -53,8 +53,8 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         raise ConfigError("--data is for configs that train on text; set this one's config.data.*")
     if path.startswith("hf:") and not is_hub_url(path):
         raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
-    with _of_data():
-        data = _scored_data(config, path) if _scores_sequences(config) else recognized(path)
+    with _prefix_errors():
+        data = _detect_scored_data(config, path) if _scores_sequences(config) else recognized(path)
     lines = [data.line]
     _fit_classes(config, data.classes, overridden)
     tokenizer = target_of(config.data.tokenizer)
@@ -78,7 +78,7 @@ def _scores_sequences(config: Config) -> bool:
     return config.model.takes("head") and config.model.head.takes("num_labels")
 
 
-def _scored_data(config: Config, path: str) -> Recognized:
+def _detect_scored_data(config: Config, path: str) -> Recognized:
     """Returns the data at `path` in the form the scoring head needs: preference pairs, or texts with labels.
 
     A published classifier keeps its classes; otherwise the classes are those of the file.
@@ -143,17 +143,17 @@ def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str])
     from framework.data.tokenizers import BPETokenizer, NoTokenizer
 
     if not has_text:
-        return _tokenizer_of_tokens(config)
+        return _set_tokenizer_path(config)
     if target_of(config.data.tokenizer) is NoTokenizer:
         config.data.tokenizer = config_for(BPETokenizer, vocab_size=config.data.tokenizer.vocab_size)
     if target_of(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
-        with _of_data():
+        with _prefix_errors():
             return _fit_vocabulary(config, overridden)
     return []
 
 
 @contextlib.contextmanager
-def _of_data() -> Iterator[None]:
+def _prefix_errors() -> Iterator[None]:
     """Prefixes error messages with the flag that named the data."""
     try:
         yield
@@ -161,7 +161,7 @@ def _of_data() -> Iterator[None]:
         raise type(error)(f"--data: {error}") from error
 
 
-def _tokenizer_of_tokens(config: Config) -> list[str]:
+def _set_tokenizer_path(config: Config) -> list[str]:
     """Sets the tokenizer.json next to the token files, if there is one, in a config whose tokenizer has no file.
 
     Returns:
@@ -172,7 +172,7 @@ def _tokenizer_of_tokens(config: Config) -> list[str]:
     tokenizer = config.data.tokenizer
     if target_of(tokenizer) is not BPETokenizer or tokenizer.path is not None:
         return []
-    with _of_data():
+    with _prefix_errors():
         token_file = config.data.source.instantiate().files()[0]
         if not token_file.fs.exists(f"{os.path.dirname(token_file.path)}/tokenizer.json"):
             return []

@@ -141,7 +141,7 @@ class Examples:
         self._seq_len = seq_len
         # If a row is no longer than an example, there is no room for another one.
         row_len = seq_len if packed else 0
-        self._rows = _packed_rows(lengths, row_len, seed)
+        self._rows = _pack_rows(lengths, row_len, seed)
         self.num_whole = self.num_rows = len(self._rows)
         self.padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
         self.facts: tuple[str, ...] = () if packed else ("one example a row",)
@@ -217,7 +217,7 @@ class Conversations(Examples):
         return [self._stream.read(start, stop)]
 
 
-def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
+def _pack_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
     """Returns the examples (indices of `lengths`) of each row."""
     order: Sequence[int] | np.ndarray = range(len(lengths))
     if seed is not None:

@@ -191,7 +191,7 @@ class DataPipeline(Pipeline):
             if self.cache_dir is None:
                 for leftover in cache.glob(".tokens-*"):
                     shutil.rmtree(leftover)
-            with _tokenizer_of_success(folder / "tokenizer.json"):
+            with _delete_tokenizer_on_error(folder / "tokenizer.json"):
                 self._open(folder, cache, write=True)
         # The other processes can open files only after the primary one has finished writing them.
         barrier()
@@ -391,7 +391,7 @@ class DataPipeline(Pipeline):
 
 
 @contextlib.contextmanager
-def _tokenizer_of_success(file: Path) -> Iterator[None]:
+def _delete_tokenizer_on_error(file: Path) -> Iterator[None]:
     """Deletes a new tokenizer from the workdir if the data is rejected, for example because there is too little text:
     otherwise, the next start would use it on other text.
     """

@@ -213,11 +213,11 @@ class PretrainedTokenizer(Tokenizer):
                 # directory.
                 marked_text = compiled(self.chat_template).render(context)
             else:
-                marked_text = _process_of(self.chat_template).render(context)
+                marked_text = _get_process(self.chat_template).render(context)
         # A template may raise anything.
         except Exception as error:
             raise ValueError(f"the chat template fails: {error}") from error
-        return _unmarked(marked_text)
+        return _strip_marks(marked_text)
 
 
 def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
@@ -233,7 +233,7 @@ def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _unmarked(marked_text: str) -> tuple[str, list[Span]]:
+def _strip_marks(marked_text: str) -> tuple[str, list[Span]]:
     """Returns (the text without marks, the spans of it that were between marks)."""
     text = ""
     spans = []
@@ -246,7 +246,7 @@ def _unmarked(marked_text: str) -> tuple[str, list[Span]]:
 
 
 @functools.lru_cache
-def _process_of(template: str) -> TemplateProcess:
+def _get_process(template: str) -> TemplateProcess:
     return TemplateProcess(template)
 
 

@@ -105,7 +105,7 @@ def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """Returns a summary of the data and of its split."""
     what = listing.kind if rows.examples is None else _NOUNS[rows.examples]
-    files = _counted(listing.num_train, "file")
+    files = _format_count(listing.num_train, "file")
     line = f"data: {what} from {listing.place}: {files}"
     if listing.validation:
         line += f" for training, {listing.num_validation} held out, {listing.told_by}"
@@ -157,7 +157,7 @@ def _check_no_label(row: dict[str, Any]) -> None:
         )
 
 
-def _counted(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -80,12 +80,12 @@ class TokenShard:
         self.file = file
         self.vocab_size = tokenizer.vocab_size
         self._sidecar = self._read_sidecar()
-        dtype_name = self._agreed("dtype", dtype) or "uint16"
+        dtype_name = self._resolve_value("dtype", dtype) or "uint16"
         self._dtype = np.dtype(dtype_name).newbyteorder("<")
         if eos_id is None:
             eos_id = tokenizer.separator_id
-        self.eos_id: int | None = self._agreed("eos_id", eos_id)
-        self._agreed("tokenizer", tokenizer.digest)
+        self.eos_id: int | None = self._resolve_value("eos_id", eos_id)
+        self._resolve_value("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()
         self.num_documents: int | None = self._sidecar.get("num_documents")
         # Bytes of UTF-8 text that the tokens represent.
@@ -144,7 +144,7 @@ class TokenShard:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
 
-    def _agreed(self, key: str, configured: Any) -> Any:
+    def _resolve_value(self, key: str, configured: Any) -> Any:
         """Returns the configured value, or the sidecar's if that is None.
 
         Raises:

@@ -171,7 +171,7 @@ class BPETokenizer(Tokenizer):
             FileNotFoundError: there is no tokenizer.json, and this process may not write one.
             ValueError: it is not a byte-level BPE, or does not fit the arguments.
         """
-        data, name = self._file_or_trained(workdir, texts, write)
+        data, name = self._load_or_train(workdir, texts, write)
         self._library, facts = load_library(data, name, self.vocab_size)
         if "ByteLevel" not in _decoders(facts):
             raise ValueError(
@@ -196,7 +196,7 @@ class BPETokenizer(Tokenizer):
         if write:
             write_json(workdir / "tokenizer.json", facts)
 
-    def _file_or_trained(self, workdir: Path, texts: TextBudget | None, write: bool) -> tuple[bytes, str]:
+    def _load_or_train(self, workdir: Path, texts: TextBudget | None, write: bool) -> tuple[bytes, str]:
         """Returns (content, name) of a tokenizer.json: that of `path`, the workdir's, or a newly trained one."""
         workdir_file = workdir / "tokenizer.json"
         # A tokenizer in the workdir is never retrained: the checkpoints there are meaningless with another one.

@@ -210,7 +210,7 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
             kind = "TPU v4 core"
     specs_of_kind = [spec for spec in ACCELERATORS if kind == spec.name or kind in spec.device_kinds]
     if len(specs_of_kind) > 1 and not isinstance(name_or_devices, str):
-        return _told_by_memory(specs_of_kind, name_or_devices[0])
+        return _pick_by_memory(specs_of_kind, name_or_devices[0])
     if specs_of_kind:
         return specs_of_kind[0]
     if isinstance(name_or_devices, str):
@@ -223,7 +223,7 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))
 
 
-def _told_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> AcceleratorSpec:
+def _pick_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> AcceleratorSpec:
     """Pick one of several cards with the same name: the smallest whose memory holds the bytes that JAX reserved."""
     taken_bytes = 0
     # Devices of other processes, and abstract ones for compilation, do not report their memory.

@@ -44,7 +44,7 @@ def folder() -> Path | None:
     return Path(cache) / "times" if cache else None
 
 
-def key_of(lowered: Any, about: str) -> str:
+def compute_key(lowered: Any, about: str) -> str:
     """Return the key of a program: a hash of its lowered text and of other facts, such as the devices."""
     return hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
 
@@ -88,7 +88,7 @@ def compiling(what: str, lowered: Any, *, about: str = "", times: Path | None = 
     key = ""
     text = f"compiling {what}"
     if times is not None:
-        key = key_of(lowered, about or f"{jax.device_count()} {jax.devices()[0].device_kind}")
+        key = compute_key(lowered, about or f"{jax.device_count()} {jax.devices()[0].device_kind}")
         last_seconds = read(times, key)
         if last_seconds is not None:
             text += f" ({human_seconds(last_seconds)} the last time)"

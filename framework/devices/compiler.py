@@ -37,7 +37,7 @@ class Compiler:
         options: dict[str, bool | int | float | str] = {},  # noqa: B006
         of_accelerator: bool = True,
     ):
-        self.options = _options_of(options)
+        self.options = _convert_options(options)
         self.of_accelerator = of_accelerator
 
     def options_for(self, mesh: Any) -> dict[str, bool | str]:
@@ -54,7 +54,7 @@ class Compiler:
         # Leave out options that the environment sets: an option of a single compilation would override the user's flag.
         # Keep the table's order, because the options are part of the keys of compile caches.
         usual_values = {name: value for name, value in usual.items() if name not in names_in_environment}
-        return _options_of(usual_values) | self.options
+        return _convert_options(usual_values) | self.options
 
     def check(self, mesh: Any) -> None:
         """Check the options by compiling a tiny program for the devices of a mesh; without options, do nothing.
@@ -97,7 +97,7 @@ def _compiler_message(error: Exception) -> str:
     return first_line.removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
 
 
-def _options_of(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
+def _convert_options(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
     """Convert options to the types that XLA accepts: bool for booleans, str for everything else."""
     booleans: dict[str, bool] = {"true": True, "false": False}
     converted: dict[str, bool | str] = {}

@@ -122,11 +122,11 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
     key = (jitted, static, tree, avals)
     if key not in _programs:
         lowered = jitted.lower(arrays, *static)
-        _programs[key] = compiled(lowered, devices=_devices_of(leaves))
+        _programs[key] = compiled(lowered, devices=_find_devices(leaves))
     return _programs[key](arrays)
 
 
-def _devices_of(leaves: list[Any]) -> list[Any]:
+def _find_devices(leaves: list[Any]) -> list[Any]:
     """Return the devices of some arrays, sorted by id; this process's first device if all are numpy arrays."""
     device_sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
     if not device_sets:

@@ -61,7 +61,7 @@ class Snapshot:
 
     def names(self, patterns: Iterable[str]) -> list[str]:
         """Returns the names that match, sorted: from all files of the commit if known, else from those in the cache."""
-        names = self._cached_names() if self.sizes is None else list(self.sizes)
+        names = self._list_files() if self.sizes is None else list(self.sizes)
         return matching(names, patterns)
 
     def missing(self, patterns: Iterable[str]) -> list[str]:
@@ -80,7 +80,7 @@ class Snapshot:
         """Returns whether the cache is known to contain every matching file of the commit."""
         return not self.missing(patterns)
 
-    def _cached_names(self) -> list[str]:
+    def _list_files(self) -> list[str]:
         paths = (path for path in self.folder.rglob("*") if path.is_file())
         return [path.relative_to(self.folder).as_posix() for path in paths]
 

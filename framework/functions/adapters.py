@@ -66,7 +66,7 @@ class Adapter:
 Adapters = dict[str, Adapter]
 
 
-def named_matrices(params: Any) -> dict[str, Any]:
+def find_matrices(params: Any) -> dict[str, Any]:
     """Return {path: float array of two or more axes, or QuantizedMatrix}."""
     return {path: node for path, node in named_arrays(params).items() if _is_matrix(node)}
 
@@ -113,7 +113,7 @@ def lora_init(
     """
     if min(rank, *matrix_axes) < 1:
         raise ValueError(f"rank = {rank}, matrix_axes = {matrix_axes}: expected at least 1 of each")
-    matrices = named_matrices(params)
+    matrices = find_matrices(params)
     num_first, num_last = matrix_axes
     adapters = {}
     for path in matching_paths(target, matrices, "target"):
@@ -190,7 +190,7 @@ def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
 
 def check_adapters(params: Any, adapters: Adapters) -> None:
     """Raise ValueError if an adapter's path names no matrix, or its factors do not fit the matrix's shape."""
-    matrices = named_matrices(params)
+    matrices = find_matrices(params)
     for path, adapter in adapters.items():
         if path not in matrices:
             nearest = ", ".join(map(repr, nearest_paths(path, list(matrices))))

@@ -88,7 +88,7 @@ class Planner:
 
     def _chunk(self, shapes: Tree, number: int) -> Chunk:
         param = jax.tree.leaves(shapes)[number]
-        state = self._state_of(shapes, number, param)
+        state = self._compute_state_shapes(shapes, number, param)
         whole = Chunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
         if len(param.shape) < 2 or _num_bytes(param) <= self.chunk_bytes:
             return whole
@@ -96,7 +96,7 @@ class Planner:
         if reach not in ("element", "row"):
             return whole
         slice_shape = _slice_shape(param, self.chunk_bytes, by_element=reach == "element")
-        slice_state = self._state_of(shapes, number, jax.ShapeDtypeStruct(slice_shape, param.dtype))
+        slice_state = self._compute_state_shapes(shapes, number, jax.ShapeDtypeStruct(slice_shape, param.dtype))
         if jax.tree.structure(slice_state) != whole.state_structure:
             return whole
         state_shapes = {path: leaf.shape for path, leaf in flatten(state).items()}
@@ -105,7 +105,7 @@ class Planner:
         slices = math.prod(param.shape) // math.prod(slice_shape)
         return replace(whole, slices=slices, slice_shape=slice_shape, state_slice_shapes=cut_shapes)
 
-    def _state_of(self, shapes: Tree, number: int, param: Any) -> Tree:
+    def _compute_state_shapes(self, shapes: Tree, number: int, param: Any) -> Tree:
         """Return the optimizer state for one parameter only; the others are None."""
         return jax.eval_shape(self.optimizer.init, alone(shapes, number, param))
 

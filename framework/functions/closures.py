@@ -57,11 +57,11 @@ def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, C
         with None for leaves that have no gradient, see `framework.layout.floats`.
     """
 
-    def function_of_floats(*float_arguments: Any) -> Any:
+    def call_with_floats(*float_arguments: Any) -> Any:
         whole_arguments = [filled(new, old) for new, old in zip(float_arguments, arguments, strict=True)]
         return floats(function(*whole_arguments))
 
-    return jax.vjp(function_of_floats, *(floats(argument) for argument in arguments))
+    return jax.vjp(call_with_floats, *(floats(argument) for argument in arguments))
 
 
 def arrays_of(tree: Any) -> Any:

@@ -47,7 +47,7 @@ class _Eager:
         state = self._updater.state_of(floats, state)
         return Trained(encoded_weights, encoded(state), self.name)
 
-    def _used(self, trained: Trained) -> Trained:
+    def _record_use(self, trained: Trained) -> Trained:
         if not isinstance(trained, Trained):
             raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
         USES.note(trained, self.name)
@@ -74,7 +74,7 @@ class EagerPiece(_Eager):
         Raises:
             ValueError: the same weights are used twice in a function that is being differentiated.
         """
-        return self._apply(self._used(trained), with_static(inputs))
+        return self._apply(self._record_use(trained), with_static(inputs))
 
 
 class EagerWeights(_Eager):
@@ -95,7 +95,7 @@ class EagerWeights(_Eager):
         Raises:
             ValueError: called twice in a function that is being differentiated.
         """
-        return trained.weights_with(self._apply(self._used(trained), ()))
+        return trained.weights_with(self._apply(self._record_use(trained), ()))
 
 
 def eager(

@@ -66,7 +66,7 @@ def encoded(tree: Tree) -> Tree:
     Raises:
         ValueError: an array is complex.
     """
-    return jax.tree.map(_encoded_leaf, tree)
+    return jax.tree.map(_encode_leaf, tree)
 
 
 def decoded(tree: Tree) -> Tree:
@@ -96,7 +96,7 @@ def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
     return jax.tree.map(lambda node: node if is_held(node) else next(new_floats), encoded_tree, is_leaf=is_held)
 
 
-def _encoded_leaf(leaf: Any) -> Any:
+def _encode_leaf(leaf: Any) -> Any:
     if not is_array(leaf):
         return Static(leaf)
     if is_real_float(leaf):

@@ -94,7 +94,7 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
         ValueError: the regex matches no leaf; no frozen leaf has two axes; or an argument that is not frozen has as
             many elements as a frozen one, so that the size of a buffer is ambiguous.
     """
-    named_arguments = _named_arguments(step, arguments)
+    named_arguments = _flatten_arguments(step, arguments)
     frozen_leaves = _frozen_leaves(named_arguments, frozen)
     paths_by_elements = _paths_by_elements(frozen_leaves)
     _check_others(named_arguments, frozen_leaves, paths_by_elements)
@@ -108,7 +108,7 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
         raise FrozenBufferError(buffers)
 
 
-def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _flatten_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Return {path: array} of all arguments; a path begins with the parameter's name, or its number if unknown."""
     try:
         parameters = list(inspect.signature(step).parameters.values())

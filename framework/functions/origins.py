@@ -55,14 +55,14 @@ class _Operand:
 
 def origins_of(jaxpr: Jaxpr) -> list[Origin]:
     """Return the origin of each result of a program."""
-    return [_as_origin(source) for source in _results_of(jaxpr)]
+    return [_as_origin(source) for source in _trace_results(jaxpr)]
 
 
 def _as_origin(source: Origin | _Operand) -> Origin:
     return source if isinstance(source, Origin) else Origin(others=("an argument",))
 
 
-def _results_of(jaxpr: Jaxpr) -> list[Origin | _Operand]:
+def _trace_results(jaxpr: Jaxpr) -> list[Origin | _Operand]:
     """Return the origin of each result, or the operand that it equals."""
     search = _Search(jaxpr)
     return [search.origin(var) for var in jaxpr.outvars]
@@ -97,20 +97,20 @@ class _Search:
         if name in _ZEROS and isinstance(equation.invars[0], Literal):
             return _ZERO
         if name in _CALLS:
-            return self._of_operand(_results_of(_program(equation.params["jaxpr"]))[position], equation.invars)
+            return self._resolve_operand(_trace_results(_program(equation.params["jaxpr"]))[position], equation.invars)
         if name == "scan":
-            return self._of_loop(equation, position)
+            return self._find_loop_origin(equation, position)
         if name == "cond":
-            return self._of_branches(equation, position)
+            return self._find_branch_origin(equation, position)
         return Origin(others=(name,))
 
-    def _of_operand(self, source: Origin | _Operand, operands: Any) -> Origin | _Operand:
+    def _resolve_operand(self, source: Origin | _Operand, operands: Any) -> Origin | _Operand:
         """Resolve a result of a called program: an operand becomes the caller's variable."""
         return self.origin(operands[source.number]) if isinstance(source, _Operand) else source
 
-    def _of_loop(self, equation: Any, position: int) -> Origin:
+    def _find_loop_origin(self, equation: Any, position: int) -> Origin:
         """Return the origin of a loop's result."""
-        origin = _as_origin(_results_of(_program(equation.params["jaxpr"]))[position])
+        origin = _as_origin(_trace_results(_program(equation.params["jaxpr"]))[position])
         # A stacked result holds one iteration's value at each index; a carried result is a sum over all iterations.
         _, num_carry = scan_counts(equation.params)
         is_stacked = position >= num_carry
@@ -118,13 +118,13 @@ class _Search:
             return origin
         return Origin(pieces=origin.pieces * 2)
 
-    def _of_branches(self, equation: Any, position: int) -> Origin:
+    def _find_branch_origin(self, equation: Any, position: int) -> Origin:
         """Return the origin that all branches share, or a combined origin if they differ."""
         origins = []
         for branch in equation.params["branches"]:
-            source = _results_of(_program(branch))[position]
+            source = _trace_results(_program(branch))[position]
             # The first operand is the index of the branch.
-            origins.append(_as_origin(self._of_operand(source, equation.invars[1:])))
+            origins.append(_as_origin(self._resolve_operand(source, equation.invars[1:])))
         if len(set(origins)) == 1:
             return origins[0]
         pieces = {piece for origin in origins for piece in origin.pieces}

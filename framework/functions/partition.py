@@ -36,7 +36,7 @@ def partition(params: Any, trainable: str) -> Partition:
     Raises:
         ValueError: the regex matches no leaf, or none of a floating-point dtype.
     """
-    trained_paths = _trained_paths(params, trainable)
+    trained_paths = _find_trained_paths(params, trainable)
     leaves, structure = jax.tree.flatten(params)
     paths = list(named_leaves(params))
     trained = [leaf if path in trained_paths else None for path, leaf in zip(paths, leaves, strict=True)]
@@ -44,7 +44,7 @@ def partition(params: Any, trainable: str) -> Partition:
     return Partition(structure.unflatten(trained), structure.unflatten(frozen))
 
 
-def _trained_paths(params: Any, trainable: str) -> set[str]:
+def _find_trained_paths(params: Any, trainable: str) -> set[str]:
     leaves = named_leaves(params)
     matched = matching_paths(trainable, leaves, "trainable")
     trained_paths = {path for path in matched if is_float(leaves[path])}
@@ -111,9 +111,9 @@ def differentiate(
     def value_and_gradient(params: Any, *arguments: Any, **named_arguments: Any) -> tuple[Any, Any]:
         parts = partition(params, trainable)
 
-        def of_trained(trained: Any) -> Any:
+        def call_with_trained(trained: Any) -> Any:
             return function(combine(trained, parts.frozen), *arguments, **named_arguments)
 
-        return jax.value_and_grad(of_trained, has_aux=has_aux)(parts.trained)
+        return jax.value_and_grad(call_with_trained, has_aux=has_aux)(parts.trained)
 
     return value_and_gradient

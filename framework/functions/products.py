@@ -59,7 +59,7 @@ def _low_rank_product(
 ) -> jax.Array:
     """Return scale * (x A) B, in a shape that broadcasts against the operation's result."""
     # The factor that is contracted with x comes first, so that the rank replaces the contracted axes.
-    first, second = sorted(factors, key=lambda factor: -_contracted_elements(factor, letters))
+    first, second = sorted(factors, key=lambda factor: -_count_contracted_elements(factor, letters))
     first_letters = long_axes(first, letters.matrix)
     second_letters = long_axes(second, letters.matrix)
     inner_letters = ""
@@ -114,7 +114,7 @@ def _dot_letters(equation: JaxprEqn, matrix_shape: Sequence[int], other_ndim: in
     return _Letters(matrix_letters, "".join(other_letters), "".join(batch_letters + free))
 
 
-def _contracted_elements(factor: jax.Array, letters: _Letters) -> int:
+def _count_contracted_elements(factor: jax.Array, letters: _Letters) -> int:
     """Return how many elements of x are summed into one element of (x times this factor)."""
     axes = zip(letters.matrix, factor.shape, strict=False)
     return math.prod(size for letter, size in axes if letter not in letters.result)
@@ -135,7 +135,7 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
         return None
     if matrix.left is None or matrix.right is None or isinstance(matrix.weight, QuantizedMatrix):
         return None
-    if not _is_of_rows(equation, matrix.shape):
+    if not _is_row_gather(equation, matrix.shape):
         return None
     indexed_axes = equation.params["dimension_numbers"].start_index_map
     row_factors = []
@@ -146,7 +146,7 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
             row_factors.append(_rows(factor, indices, equation))
             num_indexed += 1
         elif all(size == 1 for size in indexed_sizes):
-            row_factors.append(_row_of_all(factor, equation))
+            row_factors.append(_expand_shared_row(factor, equation))
         else:
             return None
     if num_indexed == 0:
@@ -158,7 +158,7 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
     return rows if num_indexed == 2 else rows.dense()
 
 
-def _is_of_rows(equation: JaxprEqn, shape: Sequence[int]) -> bool:
+def _is_row_gather(equation: JaxprEqn, shape: Sequence[int]) -> bool:
     """Return whether each index selects the full extent of all other axes."""
     dimensions = equation.params["dimension_numbers"]
     indexed_axes = dimensions.start_index_map
@@ -187,7 +187,7 @@ def _rows(factor: jax.Array, indices: jax.Array, equation: JaxprEqn) -> jax.Arra
     )
 
 
-def _row_of_all(factor: jax.Array, equation: JaxprEqn) -> jax.Array:
+def _expand_shared_row(factor: jax.Array, equation: JaxprEqn) -> jax.Array:
     """Return a factor that all rows share, with an axis of size 1 for each axis of the indices."""
     dimensions = equation.params["dimension_numbers"]
     row_sizes = [size for axis, size in enumerate(factor.shape[:-1]) if axis not in dimensions.start_index_map]

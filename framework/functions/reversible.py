@@ -119,7 +119,7 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
         return y, (stacks, shared, y)
 
     def run_backward(residuals: Any, y_ct: Any) -> tuple[Any, Any, Any]:
-        residual_floats, y_ct = _differentiated_once((floats(residuals), floats(y_ct)))
+        residual_floats, y_ct = _forbid_differentiation((floats(residuals), floats(y_ct)))
         stacks, shared, y = filled(residual_floats, residuals)
 
         def body(carry: Any, layer_arrays: Any) -> tuple[Any, Any]:
@@ -139,11 +139,11 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
 
 
 @jax.custom_jvp
-def _differentiated_once(tree: Any) -> Any:
+def _forbid_differentiation(tree: Any) -> Any:
     """Return the tree unchanged; raise an error if it is differentiated."""
     return tree
 
 
-@_differentiated_once.defjvp
+@_forbid_differentiation.defjvp
 def _refuse_second_derivatives(primals: Any, tangents: Any) -> Any:
     raise TypeError(_NO_SECOND_DERIVATIVES)

@@ -130,11 +130,11 @@ def layer_of(
     def of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         """Return the function of (arrays of a layer, x)."""
 
-        def function_of_arrays(layer_arrays: Any, x: Any) -> Any:
+        def call_with_arrays(layer_arrays: Any, x: Any) -> Any:
             layer_weights, *layer_xs = filled(layer_arrays, constants)
             return function(layer_weights, x, *layer_xs)
 
-        return function_of_arrays
+        return call_with_arrays
 
     forward_once = hoisted(of_arrays(forward), layer_shapes, x_shapes)
     _refuse_change("forward", forward_once.result, x_shapes)

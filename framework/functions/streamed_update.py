@@ -80,20 +80,20 @@ class StreamedUpdate:
     def _updated(self, chunk: Chunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
         """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
-        stacks = {path: _cut(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
-        if chunk.slices == 1 and not any(self._is_hosted(path) for path in state):
+        stacks = {path: _reshape_to_slices(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
+        if chunk.slices == 1 and not any(self._is_offloaded(path) for path in state):
             layer_state = {path: _slice(stack, self.layer) for path, stack in stacks.items()}
-            update, new_state = self._update_of(chunk, gradient, layer_state, param)
+            update, new_state = self._update_param(chunk, gradient, layer_state, param)
             new_stacks = {path: _with_slice(stack, new_state[path], self.layer) for path, stack in stacks.items()}
         else:
-            update, new_stacks = self._updated_by_slices(chunk, gradient, stacks, param)
+            update, new_stacks = self._update_by_slices(chunk, gradient, stacks, param)
         return update, {path: stack.reshape(state[path].shape) for path, stack in new_stacks.items()}
 
-    def _updated_by_slices(
+    def _update_by_slices(
         self, chunk: Chunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
-        gradient_slices = _cut(gradient, chunk.slice_shape)
-        param_slices = _cut(param, chunk.slice_shape)
+        gradient_slices = _reshape_to_slices(gradient, chunk.slice_shape)
+        param_slices = _reshape_to_slices(param, chunk.slice_shape)
         update_dtype = self._update_dtype(chunk, gradient, param)
         update = None
         if update_dtype != gradient.dtype:
@@ -128,7 +128,7 @@ class StreamedUpdate:
             stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_stacks[path]
             state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, place(path)))
         gradient = _slice(carry.gradient, index)
-        update, new_state = self._update_of(chunk, gradient, state, _slice(params, index))
+        update, new_state = self._update_param(chunk, gradient, state, _slice(params, index))
         new_leaves = {}
         for path, leaf in new_state.items():
             stored = store_leaf(self.plan.specs[path], leaf)
@@ -137,7 +137,7 @@ class StreamedUpdate:
             return _ChunkCarry(_with_slice(carry.gradient, update, index), None, new_leaves)
         return _ChunkCarry(carry.gradient, _with_slice(carry.update, update, index), new_leaves)
 
-    def _update_of(
+    def _update_param(
         self, chunk: Chunk, gradient: jax.Array, state: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
         """Return the result for one parameter or slice, as the only one that the optimizer sees; state is on device."""
@@ -165,7 +165,7 @@ class StreamedUpdate:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
         state = {path: shape(self.plan.specs[path]) for path in chunk.state_paths}
-        update, _ = jax.eval_shape(partial(self._update_of, chunk), shape(gradient), state, shape(param))
+        update, _ = jax.eval_shape(partial(self._update_param, chunk), shape(gradient), state, shape(param))
         return update.dtype
 
     def _slice_shape(self, chunk: Chunk, path: str) -> tuple[int, ...]:
@@ -173,11 +173,11 @@ class StreamedUpdate:
         is_cut = path in chunk.state_slice_shapes
         return chunk.state_slice_shapes[path] if is_cut else self.plan.specs[path].shape
 
-    def _is_hosted(self, path: str) -> bool:
+    def _is_offloaded(self, path: str) -> bool:
         return self.plan.specs[path].memory_kind != "device"
 
 
-def _cut(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:
+def _reshape_to_slices(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:
     """Reshape an array to [slices, *slice_shape] without moving data."""
     # TPU slices host memory in one dimension only: a slice is an index of the first axis.
     return leaf.reshape(-1, *slice_shape)

@@ -130,21 +130,21 @@ class Updater:
     def _new(self, trained: Trained, gradient: Tree) -> Trained:
         """Return the weights and state after the update, or unchanged if the update is skipped."""
         if not self.skip_nonfinite:
-            return self._of_rule(trained, gradient)
+            return self._apply_rule(trained, gradient)
         is_finite = all_finite(gradient)
 
         def selected(trained: Trained, gradient: Tree) -> Trained:
-            new = self._of_rule(trained, gradient)
+            new = self._apply_rule(trained, gradient)
             return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
 
-        def branched(trained: Trained, gradient: Tree) -> Trained:
-            return jax.lax.cond(is_finite, self._of_rule, lambda trained, _: trained, trained, gradient)
+        def update_with_cond(trained: Trained, gradient: Tree) -> Trained:
+            return jax.lax.cond(is_finite, self._apply_rule, lambda trained, _: trained, trained, gradient)
 
         # XLA for CPU drops barriers and would update the weights while it reads the state from the stack that it is
         # about to write, so it would copy whole stacks for every layer. It does not fuse across a branch.
-        return jax.lax.platform_dependent(trained, gradient, cpu=branched, default=selected)
+        return jax.lax.platform_dependent(trained, gradient, cpu=update_with_cond, default=selected)
 
-    def _of_rule(self, trained: Trained, gradient: Tree) -> Trained:
+    def _apply_rule(self, trained: Trained, gradient: Tree) -> Trained:
         floats = trained.floats
         state = trained.state
         with jax.named_scope(f"update_{self.name}"):

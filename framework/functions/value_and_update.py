@@ -70,8 +70,8 @@ def _check_use(name: str, origins: list[Origin]) -> None:
         )
     if not any(origin.pieces for origin in origins):
         raise ValueError(
-            f"the piece {name!r} is not used by an eager call: its gradient comes from {_listed(origins)}; call the "
-            "piece, or take the weights by eager_weights"
+            f"the piece {name!r} is not used by an eager call: its gradient comes from {_list_origins(origins)}; call "
+            "the piece, or take the weights by eager_weights"
         )
 
 
@@ -87,10 +87,11 @@ def _check_leaf(name: str, origin: Origin) -> None:
     if origin.others or not origin.pieces:
         raise ValueError(
             f"the piece {name!r} is used beside its eager call: to the new weights JAX would add a gradient that comes "
-            f"from {_listed([origin])}; take the weights once with eager_weights, and use them as often as you like"
+            f"from {_list_origins([origin])}; take the weights once with eager_weights, and use them as "
+            "often as you like"
         )
 
 
-def _listed(origins: list[Origin]) -> str:
+def _list_origins(origins: list[Origin]) -> str:
     """Return the names of the operations that a gradient comes from."""
     return ", ".join(sorted({operation for origin in origins for operation in origin.others}))

@@ -143,7 +143,7 @@ def split(matrix: Factored, equation: JaxprEqn) -> list[Factored]:
 
 
 def _reshape(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
-    groups = _merged_axes(matrix.shape, equation.params["new_sizes"])
+    groups = _group_axes(matrix.shape, equation.params["new_sizes"])
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
     # Merging axes of both sides into one would make a factor as large as the matrix.
     if not all(_is_whole_or_one(factor, matrix.shape, group) for factor in factors for group in groups):
@@ -166,7 +166,7 @@ class _AxisGroup(NamedTuple):
     new_sizes: list[int]
 
 
-def _merged_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_AxisGroup]:
+def _group_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_AxisGroup]:
     """Return the smallest groups of neighboring axes that a reshape keeps in order."""
     groups = []
     old_axis = 0

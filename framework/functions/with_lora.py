@@ -64,14 +64,14 @@ def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -
     @functools.wraps(function)
     def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
         check_adapters(params, adapters)
-        return _interpreted(interpreter, function, adapters, (params, arguments, named_arguments))
+        return _interpret_call(interpreter, function, adapters, (params, arguments, named_arguments))
 
     wrapped: Any = with_adapters
     wrapped.__signature__ = _with_adapters_second(function)
     return wrapped
 
 
-def _interpreted(
+def _interpret_call(
     interpreter: Interpreter,
     function: Callable[..., Any],
     adapters: Adapters,

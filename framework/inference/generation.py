@@ -97,7 +97,7 @@ class Generator:
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         forward = Forward(program, weights)
-        # `_placed_cache` sets the sharding of the cache inside the functions.
+        # `_shard_cache` sets the sharding of the cache inside the functions.
         out_shardings = (program.replicated, None)
         jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
         self._prefill = jit(functools.partial(_prefill, forward))
@@ -340,7 +340,7 @@ def read_prompts(
     }
     ctx = _context(forward, batch)
     x_BSD, head, outs = forward(arrays, ctx)
-    cache = _placed_cache(_with_room(_caches(outs), capacity - length), ctx)
+    cache = _shard_cache(_with_room(_caches(outs), capacity - length), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
@@ -429,7 +429,7 @@ def _read_behind(
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
 
     # All layers write the same slots in all rows, so this is one slice update instead of a scatter.
-    cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
+    cache = _shard_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
     last_B1D = x_BSD if count is None else jax.lax.dynamic_slice_in_dim(x_BSD, count - 1, 1, axis=1)
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
     return logits_B1V[:, 0], cache
@@ -437,7 +437,7 @@ def _read_behind(
 
 def _grow(forward: Forward, num_more: int, cache: Nested) -> Nested:
     """Grow the cache by `num_more` positions, and shard it over the mesh."""
-    return _placed_cache(_with_room(cache, num_more), _context(forward, {}))
+    return _shard_cache(_with_room(cache, num_more), _context(forward, {}))
 
 
 def _with_room(cache: Nested, num_more: int) -> Nested:
@@ -465,7 +465,7 @@ def _caches(outs: dict[str, Out]) -> Nested:
     return {name: out.layer_state for name, out in outs.items() if out.layer_state}
 
 
-def _placed_cache(cache: Nested, ctx: Context) -> Nested:
+def _shard_cache(cache: Nested, ctx: Context) -> Nested:
     """Shard the cache: rows over the batch axes, and heads over `model` if their number is divisible by it."""
 
     def placed(x_UBCKH: jax.Array) -> jax.Array:

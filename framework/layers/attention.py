@@ -176,8 +176,8 @@ class Attention(Layer):
         v_BSKH = heads(self.value, "value", self.num_kv_heads)
         # The norms come before the rotation, as in Qwen3.
         if self.query_norm is not None and self.key_norm is not None:
-            q_BSNH = self._normed(self.query_norm, weights["query_norm"], q_BSNH, ctx)
-            k_BSKH = self._normed(self.key_norm, weights["key_norm"], k_BSKH, ctx)
+            q_BSNH = self._apply_norm(self.query_norm, weights["query_norm"], q_BSNH, ctx)
+            k_BSKH = self._apply_norm(self.key_norm, weights["key_norm"], k_BSKH, ctx)
         if self.clip_qkv is not None:
             q_BSNH = jnp.clip(q_BSNH, -self.clip_qkv, self.clip_qkv)
             k_BSKH = jnp.clip(k_BSKH, -self.clip_qkv, self.clip_qkv)
@@ -192,7 +192,7 @@ class Attention(Layer):
         v_BSKH = checkpoint_name(v_BSKH, "value")
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _normed(self, norm: Any, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
+    def _apply_norm(self, norm: Any, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
         """Return queries or keys [B, S, N, H] after their norm, over H or over N and H together."""
         if not self.norms_all_heads:
             return norm(weights, x_BSNH, ctx)

@@ -338,13 +338,13 @@ def _gathered(
     return _placed(weight, mesh, gathered_axes)
 
 
-def _gathered_forward(
+def _gather_forward(
     weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes
 ) -> tuple[jax.Array, None]:
     return _placed(weight, mesh, gathered_axes), None
 
 
-def _gathered_backward(
+def _gather_backward(
     mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
     # The cotangent gets the sharding of the stored weight, not that of the gathered one.
@@ -352,7 +352,7 @@ def _gathered_backward(
     return (weight_grad,)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:

@@ -60,7 +60,7 @@ def token_loss(
     targets_BS, weights_BS = inputs
     logits_BSV = capped(product_BSV, softcap)
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    picked_BS = _picked(logits_BSV, targets_BS)
+    picked_BS = _pick_target_logits(logits_BSV, targets_BS)
     nll = jnp.sum(weights_BS * (lse_BS - picked_BS))
     if z_loss == 0.0:
         return nll, {"nll": nll}
@@ -69,7 +69,7 @@ def token_loss(
 
 
 @jax.custom_vjp
-def _picked(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+def _pick_target_logits(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     """Return the logits of the targets, [B, S], with an elementwise gradient."""
     # JAX's own gradient of a lookup is a scatter, which XLA does not fuse with the arithmetic around it: the gradient
     # of all logits would be written to memory in float32, and read again, one extra time.
@@ -77,13 +77,13 @@ def _picked(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     return logits_BS1[..., 0]
 
 
-def _picked_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _pick_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     ids_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
     # The ids are saved instead of the logits, which the gradient does not depend on.
-    return _picked(logits_BSV, targets_BS), (ids_V, targets_BS)
+    return _pick_target_logits(logits_BSV, targets_BS), (ids_V, targets_BS)
 
 
-def _picked_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tuple[jax.Array, None]:
+def _pick_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tuple[jax.Array, None]:
     ids_V, targets_BS = saved
     is_target_BSV = targets_BS[..., None] == ids_V
     grad_BS1 = grad_BS[..., None]
@@ -92,7 +92,7 @@ def _picked_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> 
     return logits_grad_BSV, None
 
 
-_picked.defvjp(_picked_forward, _picked_backward)
+_pick_target_logits.defvjp(_pick_forward, _pick_backward)
 
 
 def chunked_loss(
@@ -151,7 +151,7 @@ def token_log_probs(
 
     def chunk_log_probs(product: jax.Array, targets: jax.Array) -> jax.Array:
         logits = capped(product, softcap)
-        return _picked(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
+        return _pick_target_logits(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
     @jax.custom_vjp
     def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:

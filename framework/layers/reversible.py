@@ -65,7 +65,7 @@ class TwoStream(Reversible):
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
             # The inverse returns zeros without a sign.
-            x = without_signed_zeros(rounded(x))
+            x = drop_signed_zeros(rounded(x))
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
@@ -163,9 +163,9 @@ rounded.defjvps(lambda tangent, out, x: tangent)
 
 
 @jax.custom_jvp
-def without_signed_zeros(x: jax.Array) -> jax.Array:
+def drop_signed_zeros(x: jax.Array) -> jax.Array:
     """Replace negative zeros in x by zeros; the derivative is 1, also at zero."""
     return jnp.where(x == 0.0, jnp.zeros_like(x), x)
 
 
-without_signed_zeros.defjvps(lambda tangent, out, x: tangent)
+drop_signed_zeros.defjvps(lambda tangent, out, x: tangent)

@@ -244,7 +244,7 @@ class Stack(Layer):
             return unit(carry, unit_params, shared_params, unit_state, self.unit_context(ctx, index))
 
         if isinstance(params, list):
-            carry, outs = _run_unrolled(body, params, carry, layer_state)
+            carry, outs = _unroll_layers(body, params, carry, layer_state)
         else:
             carry, outs = self._run_loop(body, params, carry, ctx, layer_state)
         return self.leave(carry, ctx), self.combine(outs)
@@ -436,7 +436,7 @@ def _makes_weights(params: Any, ctx: Context) -> bool:
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
 
 
-def _run_unrolled(
+def _unroll_layers(
     body: Body,
     params: list[Nested],
     carry: Any,

@@ -99,12 +99,12 @@ def in_sections(specs: Nested, sections: Iterable[Section]) -> Nested:
     for section in sections:
         # A completely frozen stack has no trainable parameters.
         if section.home in specs:
-            of_section = partial(_of_section, section)
+            of_section = partial(_slice_spec, section)
             cut_specs[section.name] = jax.tree.map(of_section, specs[section.home])
     return cut_specs
 
 
-def _of_section(section: Section, spec: ParameterSpec) -> ParameterSpec:
+def _slice_spec(section: Section, spec: ParameterSpec) -> ParameterSpec:
     return replace(spec, shape=(section.count, *spec.shape[1:]))
 
 

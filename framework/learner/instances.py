@@ -53,7 +53,7 @@ def instances_of(
         specs_by_stage = {stage: specs for (stage, group_label), specs in unit_specs.items() if group_label == label}
         _check_moves(optimizer, specs_by_stage)
         for stage, specs in specs_by_stage.items():
-            fitted_optimizer = _fitted(optimizer, specs)
+            fitted_optimizer = _fit_optimizer(optimizer, specs)
             instances[stage, label] = Instance(fitted_optimizer, config.to_json(), learning_rates[label])
     return instances
 
@@ -131,7 +131,9 @@ def _check_moves(optimizer: PartitionedGradientTransformation, unit_specs: dict[
         optimizer.partition(unit_specs)
 
 
-def _fitted(optimizer: PartitionedGradientTransformation, unit_specs: Nested) -> PartitionedGradientTransformation:
+def _fit_optimizer(
+    optimizer: PartitionedGradientTransformation, unit_specs: Nested
+) -> PartitionedGradientTransformation:
     """Return the optimizer for layers with these parameters; the layout, not the optimizer, moves its state."""
     optimizer_of_unit = optimizer
     if optimizer.of_specs is not None:

@@ -80,17 +80,17 @@ def label(
         trained = [path for path in matched if flat_specs[path].trainable]
         taken = [path for path in trained if path not in decided_by]
         if trained and not taken:
-            raise ValueError(_shadowed(index, rules, trained, decided_by))
+            raise ValueError(_format_shadowing_error(index, rules, trained, decided_by))
         rule_label = FROZEN
         if not rule.freeze:
             rule_label = f"rule{index}"
-            configs[rule_label] = _optimizer_of(rule, optimizer, f"learner.rules.{index}")
+            configs[rule_label] = _resolve_optimizer(rule, optimizer, f"learner.rules.{index}")
         labels |= dict.fromkeys(taken, rule_label)
         decided_by |= dict.fromkeys(taken, index)
     return labels, configs
 
 
-def _optimizer_of(rule: Rule, default: Config, path: str) -> Config:
+def _resolve_optimizer(rule: Rule, default: Config, path: str) -> Config:
     """Return the config of a rule's optimizer.
 
     Raises:
@@ -106,7 +106,7 @@ def _optimizer_of(rule: Rule, default: Config, path: str) -> Config:
     return config
 
 
-def _shadowed(
+def _format_shadowing_error(
     index: int,
     rules: list[Rule],
     matched: list[str],

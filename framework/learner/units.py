@@ -148,14 +148,14 @@ def _share_counters(bundle: Bundle, counters: frozenset[str]) -> tuple[Bundle, t
     """
     weights, grads, entry, average = bundle
 
-    def first_of_shared(keypath: Any, leaf: jax.Array) -> jax.Array:
+    def unstack_counter(keypath: Any, leaf: jax.Array) -> jax.Array:
         return leaf[0] if path_name(keypath) in counters else leaf
 
-    def mapped_axis(keypath: Any, leaf: jax.Array) -> int | None:
+    def get_vmap_axis(keypath: Any, leaf: jax.Array) -> int | None:
         return None if path_name(keypath) in counters else 0
 
-    entry_axes = tree_map_with_path(mapped_axis, entry)
-    entry = tree_map_with_path(first_of_shared, entry)
+    entry_axes = tree_map_with_path(get_vmap_axis, entry)
+    entry = tree_map_with_path(unstack_counter, entry)
     return (weights, grads, entry, average), (0, 0, entry_axes, 0)
 
 

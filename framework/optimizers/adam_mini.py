@@ -41,7 +41,7 @@ class _Blocks(NamedTuple):
 
     def mean(self, x: jax.Array) -> jax.Array:
         """Return the mean of each block."""
-        mean = jnp.mean(x, axis=self._averaged_axes(x.ndim))
+        mean = jnp.mean(x, axis=self._mean_axes(x.ndim))
         if self.heads is None:
             return mean
         per_head = mean.reshape(*self.shape(x.shape), -1)
@@ -51,9 +51,9 @@ class _Blocks(NamedTuple):
         """Expand each block's number to its elements, in a shape that broadcasts to `shape`."""
         if self.heads is not None:
             x = jnp.repeat(x, shape[self.axes[0]] // x.size)
-        return jnp.expand_dims(x, self._averaged_axes(len(shape)))
+        return jnp.expand_dims(x, self._mean_axes(len(shape)))
 
-    def _averaged_axes(self, ndim: int) -> tuple[int, ...]:
+    def _mean_axes(self, ndim: int) -> tuple[int, ...]:
         return tuple(axis for axis in range(ndim) if axis not in self.axes)
 
 

@@ -56,13 +56,13 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
     def multiplied(g: jax.Array, grad_factor: jax.Array) -> jax.Array:
         return g * grad_factor.astype(g.dtype)
 
-    def limited_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
+    def compute_new_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
         # Computed from the precise norm and factor, because the limited gradient may be rounded to bfloat16.
         return (_norm(g) * grad_factor).astype(old_norm.dtype)
 
     factors = jax.tree.map(factor, grads, norms)
     limited = jax.tree.map(multiplied, grads, factors)
-    new_norms = jax.tree.map(limited_norm, grads, factors, norms)
+    new_norms = jax.tree.map(compute_new_norm, grads, factors, norms)
     return limited, new_norms
 
 

@@ -44,7 +44,7 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     state = jax.eval_shape(optimizer.init, param_tree)
     path_of_name = {tuple(path.split("/")): path for path in params}
 
-    def owner_of_state(path: str) -> str | None:
+    def find_state_owner(path: str) -> str | None:
         owner_name = owner_of(tuple(path.split("/")), path_of_name)
         return path_of_name.get(owner_name or ())
 
@@ -55,7 +55,7 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     traced = jax.make_jaxpr(update)(param_tree, state, param_tree)
     # The parameter that each leaf belongs to, in leaf order; a step counter belongs to none.
     param_owners: list[str | None] = [*flatten(param_tree)]
-    state_owners = [owner_of_state(path) for path in flatten(state)]
+    state_owners = [find_state_owner(path) for path in flatten(state)]
     input_owners = [*param_owners, *state_owners, *param_owners]
     result_owners = [*param_owners, *state_owners]
     if len(traced.jaxpr.outvars) != len(result_owners):
@@ -77,14 +77,14 @@ def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
     for number, var in enumerate(jaxpr.invars):
         inputs_of_var[var] = 1 << number
 
-    def inputs_of(var: Any) -> Inputs:
+    def get_inputs(var: Any) -> Inputs:
         # Constants, literal or captured, depend on nothing.
         if isinstance(var, Literal):
             return 0
         return inputs_of_var.get(var, 0)
 
     for eqn in jaxpr.eqns:
-        operands = [inputs_of(var) for var in eqn.invars]
+        operands = [get_inputs(var) for var in eqn.invars]
         name = eqn.primitive.name
         if name in _CALLS and _CALLS[name] in eqn.params:
             # Each result of a called function may depend on only some of its arguments.
@@ -102,7 +102,7 @@ def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
                 union |= operand
             results = [union] * len(eqn.outvars)
         inputs_of_var |= dict(zip(eqn.outvars, results, strict=True))
-    return [inputs_of(var) for var in jaxpr.outvars]
+    return [get_inputs(var) for var in jaxpr.outvars]
 
 
 def _through(inputs: Inputs, operands: list[Inputs]) -> Inputs:

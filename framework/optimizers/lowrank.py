@@ -94,7 +94,7 @@ def apollo(
     )
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
-    return _of_kinds(core, decay, rate, {})
+    return _build_apollo(core, decay, rate, {})
 
 
 @component
@@ -118,7 +118,7 @@ def apollo_mini(
     return apollo(rank=1, per="tensor", **locals())
 
 
-def _of_kinds(
+def _build_apollo(
     core: _Apollo,
     decay: optax.GradientTransformation,
     rate: optax.GradientTransformation,
@@ -133,19 +133,19 @@ def _of_kinds(
         kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
     """
     fitted_core = replace(core, kind_by_path=kind_by_path)
-    scale_by_apollo = _of_parts(fitted_core, kind_by_path)
+    scale_by_apollo = _scale_by_apollo(fitted_core, kind_by_path)
     derived = partitioned(optax.chain(scale_by_apollo, decay, rate))
 
     def partition(specs: Nested) -> Any:
         return fitted_core.partition(derived.partition(specs), specs)
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _of_kinds(core, decay, rate, kinds(specs))
+        return _build_apollo(core, decay, rate, kinds(specs))
 
     return derived._replace(partition=partition, of_specs=of_specs, draws=True)
 
 
-def _of_parts(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
+def _scale_by_apollo(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
     """Return APOLLO's update, applied to each expert's matrix separately. Factored tables get Adafactor's update, with
     a second moment of one number per row and column."""
     parts: Any = {"apollo": optax.GradientTransformationExtraArgs(core.init, core.update)}

@@ -55,7 +55,7 @@ def offload_optimizer(
     inner_at_rest = inner.at_rest or inner
     of_specs = None
     if inner.of_specs is not None:
-        of_specs = _offloaded_of_specs(inner.of_specs, pattern, offload_src, offload_dst)
+        of_specs = _make_offloaded_factory(inner.of_specs, pattern, offload_src, offload_dst)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         device_state = _moved(state, pattern, offload_src)
@@ -65,10 +65,10 @@ def offload_optimizer(
     def partition(specs: Nested) -> Any:
         return tagged(inner.partition(specs), pattern, offload_dst)
 
-    def partition_of_unit(specs: Nested) -> Any:
-        return _tagged_if_matching(inner_at_rest.partition(specs), pattern, offload_dst)
+    def partition_layer(specs: Nested) -> Any:
+        return _tag_if_matching(inner_at_rest.partition(specs), pattern, offload_dst)
 
-    at_rest = inner_at_rest._replace(partition=partition_of_unit, at_rest=None, of_specs=None)
+    at_rest = inner_at_rest._replace(partition=partition_layer, at_rest=None, of_specs=None)
     return PartitionedGradientTransformation(
         inner.init,
         update,
@@ -79,7 +79,7 @@ def offload_optimizer(
     )
 
 
-def _offloaded_of_specs(
+def _make_offloaded_factory(
     inner_of_specs: Callable[[Nested], PartitionedGradientTransformation],
     pattern: str,
     offload_src: MemoryKind,
@@ -98,7 +98,7 @@ def _offloaded_of_specs(
     return of_specs
 
 
-def _tagged_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
+def _tag_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
     """Apply `tagged` to one layer, which need not contain every leaf that matches in the whole model."""
     if any(re.search(pattern, path) for path in flatten(specs)):
         return tagged(specs, pattern, kind)

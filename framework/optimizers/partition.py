@@ -86,7 +86,7 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
     for keypath, leaf in jax.tree_util.tree_leaves_with_path(probe):
         probe_shapes[_name(keypath)] = leaf.shape
 
-    def spec_of(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
+    def make_spec(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
         name = _name(keypath)
         owner = owner_of(name, owners)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -99,7 +99,7 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
         axes = _axes(leaf.shape, probe_shapes.get(name, ()), owners[owner])
         return OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner))
 
-    return jax.tree_util.tree_map_with_path(spec_of, state)
+    return jax.tree_util.tree_map_with_path(make_spec, state)
 
 
 def _counts_updates(name: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> bool:

@@ -27,7 +27,7 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
         states = {}
         for path, leaf in flatten(params).items():
             state = jax.vmap(lambda matrix, path=path: each.init(unflatten({path: matrix})))(leaf)
-            states[_key(path)] = _with_shared_counters(state, _counter_axes(each, path, leaf))
+            states[_key(path)] = _share_counters(state, _counter_axes(each, path, leaf))
         return states
 
     def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> Any:
@@ -38,16 +38,16 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
             state = states[_key(path)]
             axes = _counter_axes(each, path, leaf)
 
-            def of_one(gradient: jax.Array, state: Any, param: Any, path: str = path) -> Any:
+            def update_matrix(gradient: jax.Array, state: Any, param: Any, path: str = path) -> Any:
                 given = None if param is None else unflatten({path: param})
                 new_updates, new_state = each.update(unflatten({path: gradient}), state, given, **extra)
                 return flatten(new_updates)[path], new_state
 
             param = params_by_path.get(path)
             in_axes = (0, axes, None if param is None else 0)
-            new_leaf, new_state = jax.vmap(of_one, in_axes)(leaf, state, param)
+            new_leaf, new_state = jax.vmap(update_matrix, in_axes)(leaf, state, param)
             new_leaves.append(new_leaf)
-            new_states[_key(path)] = _with_shared_counters(new_state, axes)
+            new_states[_key(path)] = _share_counters(new_state, axes)
         return jax.tree.unflatten(jax.tree.structure(updates), new_leaves), new_states
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
@@ -70,7 +70,7 @@ def _counter_axes(each: Any, path: str, leaf: Any) -> Any:
     return jax.tree.map(axis, state)
 
 
-def _with_shared_counters(state: Any, axes: Any) -> Any:
+def _share_counters(state: Any, axes: Any) -> Any:
     """Return the states of all matrices, with the counters of the first one."""
     return jax.tree.map(
         lambda axis, part: part[0] if axis is None else part, axes, state, is_leaf=lambda axis: axis is None

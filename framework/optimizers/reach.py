@@ -58,10 +58,10 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
     # Schedules may call this while a step is traced; the trial runs eagerly all the same. The code above must not be
     # under this context, as it would allocate arrays of the real sizes.
     with jax.ensure_compile_time_eval():
-        return max(reaches | _tried(optimizer, toy_shapes, owners), key=_REACHES.index)
+        return max(reaches | _measure_spread(optimizer, toy_shapes, owners), key=_REACHES.index)
 
 
-def _tried(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[Reach]:
+def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[Reach]:
     """Return how far the gradients of single elements spread in a trial, at least "element".
 
     Args:
@@ -115,7 +115,7 @@ def _reach_within(changed: np.ndarray) -> Reach:
     Args:
         changed: bool, in the tensor's shape; the entry of the perturbed element is cleared in place.
     """
-    place = _spoiled(changed.shape)
+    place = _get_perturbed_index(changed.shape)
     # The element itself always changes.
     changed[place] = False
     other_rows = np.delete(changed, place[:1], axis=0)
@@ -152,7 +152,7 @@ def _toys(shapes: Shapes) -> Shapes:
     return toy_shapes
 
 
-def _spoiled(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _get_perturbed_index(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of the element to perturb: off the edge on each axis with more than one element."""
     return tuple(min(1, dim - 1) for dim in shape)
 
@@ -192,7 +192,7 @@ def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict
             grads = {name: grad.copy() for name, grad in clean_grads.items()}
             # Perturbs the second of three steps, so that earlier state can react and later steps can show the effect.
             if index == 1 and path is not None:
-                grads[path][_spoiled(shapes[path])] = value
+                grads[path][_get_perturbed_index(shapes[path])] = value
             inputs = (*params_and_state, unflatten(grads))
             params_and_state, leaves = executables.call(step, inputs)
             seen.append(flatten(leaves))

@@ -144,13 +144,13 @@ def upcast(
     def widened(weight: jax.Array) -> jax.Array:
         return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
-    def compensated(weight: jax.Array, error: jax.Array) -> jax.Array:
+    def compensate(weight: jax.Array, error: jax.Array) -> jax.Array:
         return weight + error.astype(weight.dtype)
 
     wide_weights = jax.tree.map(widened, weights)
     if compensation is None:
         return wide_weights
-    return jax.tree.map(compensated, wide_weights, compensation)
+    return jax.tree.map(compensate, wide_weights, compensation)
 
 
 def rounded(

@@ -138,17 +138,17 @@ class BackwardPass:
         """Return a function that maps an abstract value to the bytes it occupies in host or device memory."""
 
         def nbytes(aval: Any) -> int:
-            hosted_share = self._hosted_share(aval)
+            hosted_share = self._host_fraction(aval)
             share = hosted_share if on_the_host else 1.0 - hosted_share
             if on_the_host and aval.shape in self.weight_shapes:
                 share = 0.0
             if not on_the_host:
                 share *= 1.0 - self.taken_shares.get(aval.shape, 0.0)
-            return round(share * self._padded_bytes(aval)) if share else 0
+            return round(share * self._count_padded_bytes(aval)) if share else 0
 
         return nbytes
 
-    def _hosted_share(self, aval: Any) -> float:
+    def _host_fraction(self, aval: Any) -> float:
         """Return the fraction of an array that is in host memory, such as of the stacked residuals of all layers."""
         if on_host(aval):
             return 1.0
@@ -160,7 +160,7 @@ class BackwardPass:
         unit_bytes = math.prod(aval.shape[1:]) * num_batch_shards * itemsize
         return self.offloaded_shares.get(aval.shape[0], 0.0) if unit_bytes >= 1 << 20 else 0.0
 
-    def _padded_bytes(self, aval: Any) -> int:
+    def _count_padded_bytes(self, aval: Any) -> int:
         *leading_dims, last_dim = (*aval.shape,) or (1,)
         itemsize = getattr(aval.dtype, "itemsize", 4)
         if self.platform == "tpu" and self._is_for_a_kernel(leading_dims, last_dim):

@@ -104,7 +104,7 @@ def _report(
         "host_process_bytes": host_bytes * target.num_devices // target.num_processes,
         "largest": largest(named_buffers),
         "flops_per_step": flop_count.flops,
-        **_moved_bytes(compiled.buffers),
+        **_report_transfers(compiled.buffers),
         "time": None if time is None else time.report(tokens=None, model_flops=None, peak_flops=None),
         "compile_seconds": round(compiled.seconds, 1),
         "message": compiled.message,
@@ -126,7 +126,7 @@ def _breakdown(call: Call, named_buffers: list[Named], peak: int) -> dict[str, i
     return {group: size for group, size in breakdown.items() if size}
 
 
-def _moved_bytes(buffers: Buffers | None) -> Report:
+def _report_transfers(buffers: Buffers | None) -> Report:
     """Return the report keys for bytes moved between devices, and between device and host."""
     if buffers is None:
         return {"collective_bytes": {}, "host_transfer_bytes": 0}
@@ -143,13 +143,13 @@ def named(buffers: Buffers) -> list[Named]:
         array = arrays(module.instructions[name].type)[0] if name in module.instructions else ""
         named_buffers.append(Named(path, _root(path), size, str(array)))
     for block in buffers.blocks:
-        named_buffers.append(_named_block(buffers, block))
+        named_buffers.append(_name_temporary(buffers, block))
     if buffers.output_bytes:
         named_buffers.append(Named("results that take no argument's place", RESULTS, buffers.output_bytes, ""))
     return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
 
 
-def _named_block(buffers: Buffers, block: Block) -> Named:
+def _name_temporary(buffers: Buffers, block: Block) -> Named:
     module = buffers.module
     values = [value for value in block.values if value.name in module.instructions]
     block_arrays = arrays(block.values[0].shape)

@@ -107,13 +107,13 @@ def placed_for_jitted(call: Call, mesh: Mesh) -> list[Any]:
         if not isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
             return leaf
         is_silent = not isinstance(getattr(leaf, "sharding", None), NamedSharding)
-        return _shape(leaf, None if is_silent and mesh is call.mesh else _own_sharding(leaf, mesh))
+        return _shape(leaf, None if is_silent and mesh is call.mesh else _sharding_on_mesh(leaf, mesh))
 
     return [jax.tree.map(shape, one) for one in call.arguments]
 
 
 def _as_they_say(argument: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda leaf: _shape(leaf, _own_sharding(leaf, mesh)), argument)
+    return jax.tree.map(lambda leaf: _shape(leaf, _sharding_on_mesh(leaf, mesh)), argument)
 
 
 def _is_sharding(node: Any) -> bool:
@@ -147,7 +147,7 @@ def _sharding(spec: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
-def _own_sharding(leaf: Any, mesh: Mesh) -> NamedSharding:
+def _sharding_on_mesh(leaf: Any, mesh: Mesh) -> NamedSharding:
     """Return the sharding of a `jax.ShapeDtypeStruct` on this mesh.
 
     A concrete array's sharding is ignored: it only reflects where the array happens to be on this machine.
@@ -167,11 +167,11 @@ def host_bytes(placed: list[Any], out_shardings: Any, traced: jax.stages.Traced)
     return HostBytes(
         arguments=sum(map(_bytes_on_host, placed)),
         results=_result_bytes_on_host(out_shardings, traced.out_info),
-        donated=sum(map(_bytes_on_host, _donated(placed, traced))),
+        donated=sum(map(_bytes_on_host, _select_donated(placed, traced))),
     )
 
 
-def _donated(placed: list[Any], traced: jax.stages.Traced) -> list[Any]:
+def _select_donated(placed: list[Any], traced: jax.stages.Traced) -> list[Any]:
     """Return the donated arguments, whose memory the results may reuse."""
     infos = traced.args_info[0]
     if len(infos) != len(placed):
@@ -202,7 +202,7 @@ def _bytes_on_host(tree: Any) -> int:
 def reason_and_line(error: BaseException) -> str:
     """Return an error's message and the line of user code that raised it: `TypeError: ...  [step.py:7]`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if not _is_of_a_library(frame.filename)]
+    own_frames = [frame for frame in frames if not _is_library_file(frame.filename)]
     place = f"  [{own_frames[-1].filename}:{own_frames[-1].lineno}]" if own_frames else ""
     return first_line(error) + place
 
@@ -213,5 +213,5 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _is_of_a_library(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     return "site-packages" in file or file.startswith("<") or Path(file).is_relative_to(_LIBRARY)

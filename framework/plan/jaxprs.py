@@ -35,7 +35,7 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
     or else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
     formula (arXiv 2204.02311, appendix B). The same holds for cuDNN's attention. Other custom calls count as 0.
     """
-    return _sum(map(_flops_of, _open(jaxpr).eqns))
+    return _sum(map(_count_flops, _open(jaxpr).eqns))
 
 
 def flops_of_calls(calls: Iterable[ClosedJaxpr]) -> FlopCount:
@@ -71,7 +71,7 @@ LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED = "grouped_products"
 
 
-def _flops_of(eqn: JaxprEqn) -> FlopCount:
+def _count_flops(eqn: JaxprEqn) -> FlopCount:
     name = eqn.primitive.name
     params = eqn.params
     shapes: list[Any] = [_shape(var) for var in (*eqn.invars, *eqn.outvars)]
@@ -101,7 +101,7 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
     if name == LOCAL_GROUPED:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":
-        return FlopCount(_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
+        return FlopCount(_count_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
     # A grouped product is a kernel, a function that calls one, or a loop over experts.
     if name in ("pallas_call", "jit", "pjit", "scan"):
         float_shapes = [_shape(var) for var in (*eqn.invars, *eqn.outvars) if _is_float(var)]
@@ -122,7 +122,7 @@ def _is_float(var: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def _ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
+def _count_ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
     """Return the FLOPs of a ragged product: every row is multiplied with the weights of exactly one group."""
     (contracted_axes, _), _ = dimensions.dot_dimension_numbers
     rows, weights = shapes[:2]

@@ -48,7 +48,7 @@ def levers(report: Report) -> list[Lever]:
 def _all_levers(report: Report) -> Iterator[Lever]:
     in_effect = report["in_effect"]
     yield from _recomputation(in_effect)
-    streamed = _streamed(in_effect, report["platform"])
+    streamed = _select_schedule(in_effect, report["platform"])
     if in_effect["memory.optimizer_state"] == "device":
         hosted = (("memory.optimizer_state", "pinned_host"),)
         yield Lever("optimizer_state", hosted, "moves optimizer state to the host")
@@ -85,7 +85,7 @@ def _recomputation(in_effect: dict[str, Any]) -> Iterator[Lever]:
         yield Lever("activations", (("learner.accumulate", count),), f"{count} microbatches, one after the other")
 
 
-def _streamed(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
+def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
     """Return the update schedule that offloaded state needs; () if the current schedule already supports it."""
     if in_effect["memory.update"] != "after_backward":
         return ()

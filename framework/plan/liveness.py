@@ -294,7 +294,7 @@ class _Program:
         """Find when each value is computed and last read; with `late`, reduce-scatters run at the end."""
         # Go backwards, because a fused value is computed together with its first reader, which may itself be fused.
         for value in reversed(self.values):
-            value.computed_at = self._time_of(value, outputs, late)
+            value.computed_at = self._find_compute_index(value, outputs, late)
         for value in self.values:
             value.last_read = value.computed_at
         end = len(self.equations)
@@ -307,7 +307,7 @@ class _Program:
                 for root in value.in_memory():
                     root.last_read = end
 
-    def _time_of(
+    def _find_compute_index(
         self,
         value: _Value,
         outputs: set[_Value],
@@ -374,7 +374,7 @@ class _Program:
             new_values = values_by_time.get(now, [])
             for value in sorted(new_values, key=lambda value: value.made_at):
                 if value.fusible:
-                    _add_fused(value, equation, live)
+                    _add_fused_value(value, equation, live)
             best = _larger(best, live, Counter())
             if equation.name in _LOOPS:
                 inside_loop = self._loop(equation, live, now)
@@ -445,7 +445,7 @@ def _is_odd(value: _Value) -> bool:
     return any(dim % 8 for dim in value.aval.shape if dim > 8)
 
 
-def _add_fused(value: _Value, equation: _Equation, live: set[_Value]) -> None:
+def _add_fused_value(value: _Value, equation: _Equation, live: set[_Value]) -> None:
     """Add a fused value to `live`; it overwrites an operand that nothing else reads, if there is one."""
     overwritable = []
     for operand in value.operands:

@@ -152,10 +152,10 @@ class _LocalStep:
         )
         # Other heads, such as a score head, have no table whose gradient is summed chunk by chunk.
         if not isinstance(model, CausalLM) or not isinstance(model.head, LMHead):
-            return self._gradients_of_stages(params, frozen, buffers, ctx)
+            return self._compute_stage_grads(params, frozen, buffers, ctx)
         # The head gets no mesh, so that its chunks are those of this device's positions.
         head_ctx = functools.partial(Context, **fields)
-        return self._gradients_of_language_model(
+        return self._compute_language_model_grads(
             model,
             params,
             frozen,
@@ -164,7 +164,7 @@ class _LocalStep:
             head_ctx,
         )
 
-    def _gradients_of_stages(
+    def _compute_stage_grads(
         self,
         params: Nested,
         frozen: Nested,
@@ -191,7 +191,7 @@ class _LocalStep:
 
         return model.join_units(jax.grad(objective)(model.split_units(params, ctx.remat)))
 
-    def _gradients_of_language_model(
+    def _compute_language_model_grads(
         self,
         model: CausalLM,
         params: Nested,
@@ -286,7 +286,7 @@ class _LocalKernels:
 
     def __init__(self, platform: str, seq_shards: int):
         self._platform = platform
-        self._fused = _fused(seq_shards)
+        self._flash_attention = _flash_attention(seq_shards)
 
     def look_up(
         self,
@@ -363,7 +363,7 @@ class _LocalKernels:
             implementation = "fused" if has_kernel else "xla"
         if implementation != "xla":
             # Sinks are only N numbers, so they are left out of the kernel's memory and work.
-            return self._fused(query_BSNH, key_BSKH, value_BSKH)
+            return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
         static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
         call = AttentionCall(
             batch,
@@ -395,7 +395,7 @@ def _cudnn_takes(platform: str, q: jax.Array) -> bool:
     return platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
 
 
-def _fused(parts: int) -> Callable[..., jax.Array]:
+def _flash_attention(parts: int) -> Callable[..., jax.Array]:
     """Return flash attention over `parts` seq shards: queries are one shard, keys and values are all-gathered.
 
     For the backward pass it saves its operands (heads first), its result and a float32 row sum.

@@ -135,11 +135,11 @@ def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
     op_names = names_of_writers(module, values)
     gradient_paths = _gradient_paths(op_names, dims, shapes)
     if gradient_paths:
-        return Named(f"gradient of {_any_of(gradient_paths)}", "gradients", block.size, shape)
+        return Named(f"gradient of {_summarize_paths(gradient_paths)}", "gradients", block.size, shape)
     if dims in shapes.hosted and all("/update/" in name for name in op_names):
         hosted_paths = shapes.hosted[dims]
         group = OF_LAYOUT[hosted_paths[0].split("/")[0]]
-        return Named(f"new {_any_of(hosted_paths)}", group, block.size, shape)
+        return Named(f"new {_summarize_paths(hosted_paths)}", group, block.size, shape)
     clearest = clearest_place(op_names)
     return Named(clearest, "activations", block.size, shape) if clearest else None
 
@@ -182,7 +182,7 @@ def _gradient_paths(op_names: list[str], dims: _Dims, shapes: _Shapes) -> list[s
     return paths_of_layer or paths
 
 
-def _any_of(paths: list[str]) -> str:
+def _summarize_paths(paths: list[str]) -> str:
     num_others = len(paths) - 1
     return paths[0] + (f" (or {num_others} more of its shape)" if num_others else "")
 

@@ -125,7 +125,7 @@ def plan(
         _add_host(report, _state_bytes(program).host, step.host_temp, target)
         _add_companion(report, companion, target)
         need = closed_form(program.experiment, target)
-        report["estimate"] = _compared_estimate(need, step)
+        report["estimate"] = _compare_estimate(need, step)
         report["time"] = _time_report(_step_time(program, need, target, step, companion), program.experiment, target)
 
     peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
@@ -252,7 +252,7 @@ def _time_report(time: StepTime | None, experiment: Experiment, target: Target) 
     return time.report(tokens=tokens, model_flops=model_flops, peak_flops=peak_of_all)
 
 
-def _compared_estimate(need: Estimate, step: Compiled) -> Report:
+def _compare_estimate(need: Estimate, step: Compiled) -> Report:
     """Return the analytical estimate and its error relative to the compiled step; None if that was refused."""
     error = None if step.message else need.peak_bytes / step.peak - 1.0
     return {"device_peak_bytes": need.peak_bytes, "breakdown": need.breakdown, "error": error}

@@ -85,10 +85,10 @@ def suggestions(
                 least_by_placement[placement] = least_bytes(experiment, check(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
-                trial_peak = _scaled_peak(closed_form(experiment, target), scale)
+                trial_peak = _scale_peak(closed_form(experiment, target), scale)
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
                 if compiled:
-                    trial_peak = _compiled_peak(experiment, target, limit)
+                    trial_peak = _get_compiled_peak(experiment, target, limit)
         except ValueError:
             # The batch does not divide into the microbatches, or the target does not support the schedule.
             continue
@@ -99,7 +99,7 @@ def suggestions(
     return fitting
 
 
-def _compiled_peak(experiment: Experiment, target: Target, limit: int) -> int:
+def _get_compiled_peak(experiment: Experiment, target: Target, limit: int) -> int:
     """Return the bytes per device according to the compiler."""
     program = Program(experiment, target.devices())
     return compile_step(program, target, limit).allocated
@@ -128,7 +128,7 @@ def _changed(config: Config, choice: list[_Setting]) -> Config:
     return trial
 
 
-def _scaled_peak(need: Estimate, scale: float) -> int:
+def _scale_peak(need: Estimate, scale: float) -> int:
     """Return the peak of an estimate after scaling its bytes other than state."""
     state = state_bytes(need)
     return int(state + scale * (need.peak_bytes - state))
@@ -181,10 +181,10 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
     split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     for microbatch in microbatches[:2]:
         yield [*all_hosted, *split_sequences, microbatch]
-    yield [*all_hosted, *hosted_gradients, *_hosted_weight_settings(memory)]
+    yield [*all_hosted, *hosted_gradients, *_weight_offload_settings(memory)]
 
 
-def _hosted_weight_settings(memory: Any) -> list[_Setting]:
+def _weight_offload_settings(memory: Any) -> list[_Setting]:
     settings = []
     for field in ("parameters", "activations"):
         if memory[field] == "device":

@@ -46,7 +46,7 @@ def _row(spec: AcceleratorSpec) -> list[str]:
         _gigabytes(spec.hbm_bytes_per_second),
         _links(spec),
         _gigabytes(spec.pcie_bytes_per_second),
-        _planned_by(spec),
+        _format_planner(spec),
     ]
 
 
@@ -74,7 +74,7 @@ def _gigabytes(bytes_per_second: float | None) -> str:
     return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:.0f}"
 
 
-def _planned_by(spec: AcceleratorSpec) -> str:
+def _format_planner(spec: AcceleratorSpec) -> str:
     compiler = compiler_here(spec.platform)
     if not compiler:
         return "estimate"

@@ -171,7 +171,7 @@ def resolve(name: str) -> Target:
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
         count = int(match[1] or 1)
-        return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_share_of_memory(count))
+        return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_memory_per_device(count))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
         return _slices(target_names.TPUS[match[2]].name, match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
@@ -256,7 +256,7 @@ def _local() -> Target:
     memory_stats = local_devices[0].memory_stats() or {}
     limit = memory_stats.get("bytes_limit", spec.limit_bytes)
     if spec.platform == "cpu":
-        limit = _share_of_memory(len(local_devices))
+        limit = _memory_per_device(len(local_devices))
     return Target(
         name=accelerator_name(devices),
         spec=spec,
@@ -268,6 +268,6 @@ def _local() -> Target:
     )
 
 
-def _share_of_memory(count: int) -> int:
+def _memory_per_device(count: int) -> int:
     """Return the bytes of this machine's memory per CPU device, for `count` devices."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count

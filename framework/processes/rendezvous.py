@@ -178,7 +178,7 @@ class _Rendezvous:
     """
 
     def __init__(self, server: socket.socket, num_processes: int):
-        self.arrivals: dict[int, _Arrival] = {0: _Arrival(_own_words(), None)}
+        self.arrivals: dict[int, _Arrival] = {0: _Arrival(_describe_process(), None)}
         self.num_rejected = 0
         self.contradiction = ""
         self._server = server
@@ -316,7 +316,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
     """Identify this process to process 0, and wait for its answer."""
     deadline = time.monotonic() + seconds
     problem = f"nobody answers at {host}:{port}"
-    hello = _Hello(process_id, num_processes, _own_words())
+    hello = _Hello(process_id, num_processes, _describe_process())
     while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=remaining_seconds) as connection:
@@ -339,7 +339,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
     raise ProcessesMissingError(f"{waiting}: {problem}; is process 0 started?")
 
 
-def _own_words() -> str:
+def _describe_process() -> str:
     return f"process {os.getpid()} on host {socket.gethostname()}"
 
 

@@ -225,9 +225,9 @@ class Experiment:
     def state_specs(self) -> Nested:
         """Return the specs of the training state by group, in checkpoint form."""
         learner = self.learner
-        hosted_state = self._hosted_stages("optimizer_state")
+        hosted_state = self._find_offloaded_stages("optimizer_state")
         return {
-            **self._hosted_gradient_specs(),
+            **self._get_offloaded_gradient_specs(),
             "parameter": self._placed(learner.specs),
             "frozen": self._placed(learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
@@ -236,7 +236,7 @@ class Experiment:
             "counter": _counter_specs() | learner.counter_specs(),
         }
 
-    def _hosted_stages(self, field: str) -> set[str]:
+    def _find_offloaded_stages(self, field: str) -> set[str]:
         """Return the stages that a placement of the memory section offloads, at least in part.
 
         The names are those of whole stacks, even if only the first layers are offloaded.
@@ -248,19 +248,19 @@ class Experiment:
             stages |= {*self.model.stages, "shared", ALL_STAGES}
         return stages
 
-    def _hosted_gradient_specs(self) -> Nested:
+    def _get_offloaded_gradient_specs(self) -> Nested:
         """Return {"gradient": specs by stage}, or {} if no gradients are offloaded.
 
         Gradients are part of the state only in host memory. On the device they exist only within a step.
         """
-        hosted = self._hosted_stages("gradients")
+        hosted = self._find_offloaded_stages("gradients")
         specs = self.learner.gradient_specs(hosted)
         hosted_specs = {stage: tree for stage, tree in specs.items() if stage in hosted}
         return {"gradient": hosted_specs} if hosted_specs else {}
 
     def _placed(self, weights: Nested) -> Nested:
         """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
-        hosted = self._hosted_stages("parameters")
+        hosted = self._find_offloaded_stages("parameters")
         placed_specs = {}
         for stage, specs in weights.items():
             if stage in hosted:

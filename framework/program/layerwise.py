@@ -120,7 +120,7 @@ class Layerwise(Execution):
                         if path_in_state in specs[name]
                     }
                 kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
-                run = functools.partial(_placed_values, make, paths, places, stacked)
+                run = functools.partial(_init_layer, make, paths, places, stacked)
                 # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
                 # memory share one program.
                 layer_values, number = self._init_programs(
@@ -220,7 +220,7 @@ class Layerwise(Execution):
         return [call.jaxpr for call in ledger.calls] if ledger is not None else []
 
 
-def _placed_values(
+def _init_layer(
     make: Draw,
     paths: Paths,
     places: Nested,

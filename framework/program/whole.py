@@ -129,7 +129,7 @@ class Whole(Execution):
         if self.layout.specs["ema"]:
             groups.append("ema")
         for group in groups:
-            self.ahead.begin(evaluation_of(group), functools.partial(self._compiled_evaluation, group))
+            self.ahead.begin(evaluation_of(group), functools.partial(self._compile_evaluation, group))
 
     @property
     def evaluation_has_begun(self) -> bool:
@@ -214,23 +214,23 @@ class Whole(Execution):
 
         return self.jit(evaluate, out_shardings=self.replicated)
 
-    def _jitted_evaluation(self, group: str) -> Any:
+    def _get_evaluation(self, group: str) -> Any:
         return self.evaluate_averages_jit if group == "ema" else self.evaluate_jit
 
-    def _lowered_evaluation(self, group: str) -> Any:
+    def _lower_evaluation(self, group: str) -> Any:
         """Lower the evaluation of the weights in `group` from specs only, before any arrays exist."""
         layout = self.layout
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
-        return self._jitted_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
+        return self._get_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
 
-    def _compiled_evaluation(self, group: str) -> Any:
-        return self._lowered_evaluation(group).compile()
+    def _compile_evaluation(self, group: str) -> Any:
+        return self._lower_evaluation(group).compile()
 
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
         """See `Execution`."""
         evaluation = self.ahead.program(evaluation_of(group))
         if evaluation is None:
-            evaluation = self._jitted_evaluation(group)
+            evaluation = self._get_evaluation(group)
         return evaluation(state[group], state["frozen"], state["buffer"], batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Whole(Execution):
         """See `Execution`."""
         layout = self.layout
         hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
-        return _rehearsed(self._lowered_evaluation("parameter"), HostBytes(arguments=hosted), compile)
+        return _rehearsed(self._lower_evaluation("parameter"), HostBytes(arguments=hosted), compile)
 
     def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
         """Return the jaxpr of the step, which needs no dry run."""

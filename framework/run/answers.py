@@ -79,7 +79,7 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
     else:
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        first_answers = _of_first_weights(program, prompts, sampling)
+        first_answers = _answer_with_initial_weights(program, prompts, sampling)
         if first_answers is not None:
             answers["before"] = first_answers
     table: Table = []
@@ -92,7 +92,9 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
     return table
 
 
-def _of_first_weights(program: Program, prompts: list[list[int]], sampling: Sampling) -> list[list[int]] | None:
+def _answer_with_initial_weights(
+    program: Program, prompts: list[list[int]], sampling: Sampling
+) -> list[list[int]] | None:
     """Return the answers of the model that the run started from; None if its weights are no longer available."""
     experiment = other_experiment(program.experiment, None)
     first = Program(experiment, program.devices, mesh=experiment.mesh, training=False)

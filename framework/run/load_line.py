@@ -76,14 +76,14 @@ def settled(job: Job, config: Config) -> Settled:
         choice = Choice.from_json(kept["choice"])
         primary_machine = Machine(*distributed.from_primary(machine))
         if kept["asked"] == asked and choice.machine == primary_machine:
-            return _settled(config, choice, asked, [f"{choice.line()} (as {FILE} has it)"])
+            return _apply_choice(config, choice, asked, [f"{choice.line()} (as {FILE} has it)"])
         what = "something else is asked for" if choice.machine == primary_machine else "the machine is another one"
         lines = [f"memory.auto: {what} than when {FILE} was written; chosen again"]
     choice = _chosen(Chooser(config, target, device_bytes=limit, host_bytes=host_bytes, fixed=fixed), target)
-    return _settled(config, choice, asked, [*lines, choice.line(), render(choice.sections())])
+    return _apply_choice(config, choice, asked, [*lines, choice.line(), render(choice.sections())])
 
 
-def _settled(config: Config, choice: Choice, asked: str, lines: list[str]) -> Settled:
+def _apply_choice(config: Config, choice: Choice, asked: str, lines: list[str]) -> Settled:
     record: dict[str, object] = {"asked": asked, "choice": choice.to_json()}
     return Settled(with_settings(config, choice.settings), lines, record)
 

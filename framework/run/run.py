@@ -171,13 +171,13 @@ class Run:
             keep_every=self.options.keep_every,
             # If the workdir is a URL, this uploads its other files, so that none is older than a checkpoint.
             before_commit=self.workdir.sync,
-            after_commit=self._record_saved,
+            after_commit=self._record_commit,
         )
         self.writer = self._writers(services)
         self.workdir.keep()
         self.progress.write_log()
 
-    def _record_saved(self, step: int) -> None:
+    def _record_commit(self, step: int) -> None:
         """Record the commit of a step, and flush the rows of metrics up to it to disk."""
         if self.workdir.metrics.exists():
             durable.sync(self.workdir.metrics)

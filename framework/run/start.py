@@ -108,7 +108,7 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
             message = workdir.claim()
             if message:
                 print(message, file=sys.stderr)
-        _check_shared(workdir)
+        _check_workdir_is_shared(workdir)
         if last is not None and _epochs_are_over(last, job):
             return ExitCode.DONE
         # Seen by `finally` if `_guarded` raises.
@@ -120,7 +120,7 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
         workdir.release(undo=job.dry_run or refused)
 
 
-def _check_shared(workdir: Workdir) -> None:
+def _check_workdir_is_shared(workdir: Workdir) -> None:
     """Raise FileNotFoundError in every process if any of them does not see the files that process 0 wrote."""
     owner = distributed.from_primary(workdir.owner())
     seen = workdir.sees(owner)

@@ -176,9 +176,9 @@ class Trainer:
     def _steps(self, step: int) -> int:
         """Train from `step` until max_steps or a stop; returns the last step. Raises RollBack if a hook requests it."""
         with ExitStack() as until_reported:
-            return self._reported_steps(step, until_reported)
+            return self._run_steps(step, until_reported)
 
-    def _reported_steps(self, step: int, until_reported: ExitStack) -> int:
+    def _run_steps(self, step: int, until_reported: ExitStack) -> int:
         """Run the loop of `_steps`. Closes `until_reported` at the first line about a step."""
         run = self.run
         # The first line may take minutes. Later lines come at a known pace.

@@ -98,7 +98,7 @@ def accumulated_gradients(
 
     loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
-    def grad_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[tuple[jax.Array, Out], Nested]:
+    def compute_grads(params: Nested, ctx: Context, buffers: Nested) -> tuple[tuple[jax.Array, Out], Nested]:
         # The layers of an unrolled stack are separate arguments: the gradient of a slice of a stack would be a full
         # stack of zeros except for that slice, once for each layer.
         results, grads = loss_and_grad(model.split_units(params, ctx.remat), ctx, buffers)
@@ -106,13 +106,13 @@ def accumulated_gradients(
 
     count = learner.accumulate
     if count == 1:
-        return grad_of(state["parameter"], ctx, state["buffer"])
+        return compute_grads(state["parameter"], ctx, state["buffer"])
 
     def body(carry: tuple[Nested, Nested], micro: tuple[Nested, jax.Array]) -> Any:
         grad_sums, buffers = carry
         batch, rows = micro
         micro_ctx = replace(ctx, batch=batch, rows=rows)
-        (loss, out), grads = grad_of(state["parameter"], micro_ctx, buffers)
+        (loss, out), grads = compute_grads(state["parameter"], micro_ctx, buffers)
         # The scope names these sums in profiles and plans.
         with jax.named_scope("gradient"):
             grad_sums = jax.tree.map(jnp.add, grad_sums, grads)

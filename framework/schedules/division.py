@@ -44,7 +44,7 @@ def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
     if reach == "unit" or not learner.state_of(group).separable():
         return [Piece(group.paths, "unit")]
     # Offloaded leaves always go through a loop; otherwise all of them would be on the device at the same time.
-    moved_paths = _moved_paths(specs)
+    moved_paths = _find_offloaded_paths(specs)
     unit_specs = flatten(learner.unit_specs(group))
     large_paths = [path for path in group.paths if path in moved_paths or _is_large(unit_specs[path])]
     small_paths = tuple(path for path in group.paths if path not in large_paths)
@@ -78,7 +78,7 @@ def num_blocks(shape: tuple[int, ...]) -> int:
     return 1
 
 
-def _moved_paths(specs: Bundle) -> set[str]:
+def _find_offloaded_paths(specs: Bundle) -> set[str]:
     """Return the paths of the parameters whose weights, gradients, optimizer state or averages are in host memory."""
     weights, grads, entry, average = specs
     paths: set[Any] = {spec.owner for spec in jax.tree.leaves(entry) if is_hosted(spec)}

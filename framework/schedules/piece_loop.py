@@ -130,7 +130,7 @@ class _PieceLoop:
     def run(self, state: FlatUpdate) -> FlatUpdate:
         """Run all steps on `state`, whose leaves are [layers * blocks, ...]."""
         steps = next(iter(self.grads.values())).shape[0]
-        ahead = self._taken(state, jnp.int32(0), ahead=True)
+        ahead = self._fetch_leaves(state, jnp.int32(0), ahead=True)
         # With prefetching, the last step runs after the loop: inside the loop it would prefetch leaves that nothing
         # uses.
         turns = steps if steps > 1 and not any(ahead) else steps - 1
@@ -145,8 +145,8 @@ class _PieceLoop:
         # Except on CPU, the next step's leaves are fetched while this step updates its own.
         if self.piece.writes_first:
             state = self._step(step, state, ahead)
-            return state, self._taken(state, step + 1, ahead=True)
-        next_ahead = self._taken(state, step + 1, ahead=True)
+            return state, self._fetch_leaves(state, step + 1, ahead=True)
+        next_ahead = self._fetch_leaves(state, step + 1, ahead=True)
         return self._step(step, state, ahead), next_ahead
 
     def _step(
@@ -156,7 +156,7 @@ class _PieceLoop:
         ahead: FlatBundle,
     ) -> FlatUpdate:
         """Update one layer or block; `ahead` holds the leaves that the previous step prefetched."""
-        late = self._taken(state, step, ahead=False)
+        late = self._fetch_leaves(state, step, ahead=False)
         leaves = FlatBundle(*(x | y for x, y in zip(late, ahead, strict=True)))
         new = self.piece.unit(leaves, self._decision_at(step))
         specs = self.piece.specs
@@ -166,7 +166,7 @@ class _PieceLoop:
             _written(specs.average, state.average, new.average, step, self._stack_index),
         )
 
-    def _taken(
+    def _fetch_leaves(
         self,
         state: FlatUpdate,
         step: jax.Array,

@@ -60,7 +60,7 @@ def update_group(
     # New weights of the chunks that were updated in a loop so far.
     updated_weights: list[Flat] = []
     for piece in pieces_of(learner, group, specs):
-        prepared = _prepared(
+        prepared = _prepare_chunk(
             learner,
             mesh,
             group,
@@ -115,7 +115,7 @@ def _in_turn(
     return new, last_but_one
 
 
-def _prepared(
+def _prepare_chunk(
     learner: Learner,
     mesh: Mesh,
     group: Group,
@@ -141,16 +141,16 @@ def _prepared(
     update = PieceUpdate(
         update=learner.unit_update(group),
         entry_structure=jax.tree.structure(piece_entry),
-        specs=_selected(specs, paths),
+        specs=_select_leaves(specs, paths),
         stacked=group.length is not None,
         rows=piece.by == "rows",
         single=single,
         writes_first=mesh.devices.flat[0].platform == "cpu",
     )
-    return _PreparedPiece(update, _selected(old, paths))
+    return _PreparedPiece(update, _select_leaves(old, paths))
 
 
-def _selected(flat: FlatBundle, paths: tuple[tuple[str, ...], ...]) -> FlatBundle:
+def _select_leaves(flat: FlatBundle, paths: tuple[tuple[str, ...], ...]) -> FlatBundle:
     """Select the leaves of a bundle at the paths given for each of its parts."""
     parts = zip(flat, paths, strict=True)
     return FlatBundle(*({path: leaves[path] for path in part_paths} for leaves, part_paths in parts))

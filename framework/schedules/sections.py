@@ -50,7 +50,7 @@ def sections_of(model: Chain, memory: Memory) -> list[Section]:
     """
     sections = []
     for name, stack in model.stacks.items():
-        sections += _sections_of_stack(name, stack, memory)
+        sections += _make_layer_ranges(name, stack, memory)
     is_cut = not all(section.is_whole for section in sections)
     # An unsplit stack also needs a range if its settings come from layer counts: neither the context's policy nor the
     # stages outside the stack have them.
@@ -58,7 +58,7 @@ def sections_of(model: Chain, memory: Memory) -> list[Section]:
     return sections if is_cut or counts_layers or memory.activations.is_partial else []
 
 
-def _sections_of_stack(name: str, stack: Stack, memory: Memory) -> list[Section]:
+def _make_layer_ranges(name: str, stack: Stack, memory: Memory) -> list[Section]:
     """Return the layer ranges of one stack, in order."""
     unit_policies = policies(memory, stack)
     placements = {field: getattr(memory, field) for field in PLACED_FIELDS}

@@ -186,15 +186,15 @@ class StackPass:
         num_units = self.stack.num_units
         outs = jax.tree.map(lambda leaf: leaf.reshape(num_units, *leaf.shape[2:]), outs)
 
-        def input_of(index: jax.Array) -> Carry:
+        def fetch_input(index: jax.Array) -> Carry:
             return moved(hosted, unit_at(group_inputs, index), jax.memory.Space.Device)
 
-        return x, outs, partial(self._groups_backward, group_starts, input_of)
+        return x, outs, partial(self._groups_backward, group_starts, fetch_input)
 
     def _groups_backward(
         self,
         group_starts: jax.Array,
-        input_of: Callable[[jax.Array], Carry],
+        fetch_input: Callable[[jax.Array], Carry],
         gradients: StackGradients,
         visits: Visits,
     ) -> StackGradients:
@@ -202,13 +202,13 @@ class StackPass:
 
         Args:
             group_starts: index of each group's first layer.
-            input_of: returns the input of the group with the given number, on the device.
+            fetch_input: returns the input of the group with the given number, on the device.
             gradients, visits: see `UnitsPull`.
         """
 
         def body(step: jax.Array, gradients: StackGradients) -> StackGradients:
             index = group_starts.size - 1 - step
-            x = input_of(index)
+            x = fetch_input(index)
             x, ct = jax.lax.optimization_barrier((x, gradients.ct))
             # Weights come from the loop carry: hooks have not changed this group's weights yet, and using the forward
             # pass's stacks would keep a second copy of them alive.

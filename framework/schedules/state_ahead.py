@@ -148,10 +148,10 @@ class StateAhead:
         index = state.index
         new_weights, new_entry, new_average = update(
             # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
-            _unit_of(weight_specs, weights, arrived.weights, index),
+            _fetch_layer(weight_specs, weights, arrived.weights, index),
             unit_grads,
-            _unit_of(entry_specs, entry, arrived.entry, index),
-            _unit_of(average_specs, average, arrived.average, index),
+            _fetch_layer(entry_specs, entry, arrived.entry, index),
+            _fetch_layer(average_specs, average, arrived.average, index),
             decision._replace(layer=decision.layer + index),
         )
         # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
@@ -250,7 +250,7 @@ def _with_stacks(work: Nested, stack: str, stacks: dict[str, Moving]) -> Nested:
     }
 
 
-def _unit_of(
+def _fetch_layer(
     specs: Nested,
     stacks: Nested,
     arrived: Flat,

@@ -81,13 +81,13 @@ class Parts:
         parts = []
         for name, stack in model.stacks.items():
             parts += [StackPart(name, index, 1, name, index) for index in range(stack.num_units)]
-        return Parts(tuple(parts), _hosted_units(model, memory))
+        return Parts(tuple(parts), _count_offloaded_layers(model, memory))
 
     @staticmethod
     def of_sections(model: Chain, memory: Memory, sections: list[Section]) -> Parts:
         """Return one part for each layer range of the model's stacks; none for whole stacks."""
         parts = tuple(StackPart(section.home, section.first, section.count, section.name) for section in sections)
-        return Parts(parts, _hosted_units(model, memory))
+        return Parts(parts, _count_offloaded_layers(model, memory))
 
     def of_stack(self, stack: str) -> list[StackPart]:
         """Return the parts of one stack; [] if it is whole."""
@@ -118,29 +118,29 @@ class Parts:
 
     def specs(self, whole: Nested) -> Nested:
         """Convert specs of whole stacks, by group, to the specs of the state in parts."""
-        return {group: self._specs_of_group(group, tree) for group, tree in whole.items()}
+        return {group: self._build_group_specs(group, tree) for group, tree in whole.items()}
 
-    def _specs_of_group(self, group: str, tree: Nested) -> Nested:
+    def _build_group_specs(self, group: str, tree: Nested) -> Nested:
         parts = {}
         for part in self.parts:
             if tree.get(part.stack):
-                parts[part] = self._specs_of_part(group, part, tree[part.stack])
-        return self._replaced(tree, parts)
+                parts[part] = self._build_part_specs(group, part, tree[part.stack])
+        return self._replace_stacks(tree, parts)
 
-    def _specs_of_part(self, group: str, part: StackPart, tree: Nested) -> Nested:
+    def _build_part_specs(self, group: str, part: StackPart, tree: Nested) -> Nested:
         hosted_units = self.hosted_units.get((group, part.stack))
         is_hosted = hosted_units is None or part.first + part.count <= hosted_units
         # Gradient buffers are part of the state only in host memory: on the device they exist only within a step.
         if group == "gradient" and not is_hosted:
             return {}
 
-        def of_part(spec: TensorSpec) -> TensorSpec:
+        def make_part_spec(spec: TensorSpec) -> TensorSpec:
             part_spec = replace(spec, shape=(part.count, *spec.shape[1:]))
             return part_spec if is_hosted else replace(part_spec, memory_kind="device")
 
-        return jax.tree.map(of_part, tree)
+        return jax.tree.map(make_part_spec, tree)
 
-    def _replaced(self, tree: Nested, parts: dict[StackPart, Nested]) -> Nested:
+    def _replace_stacks(self, tree: Nested, parts: dict[StackPart, Nested]) -> Nested:
         """Replace the whole stacks in a group of the state with their parts."""
         if not parts:
             return tree
@@ -196,11 +196,11 @@ class Parts:
             state: the state in parts, by group.
             layout: the layout of the whole stacks.
         """
-        return {group: self._joined_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+        return {group: self._join_group(tree, layout.specs[group], layout) for group, tree in state.items()}
 
-    def _joined_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
+    def _join_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
         def join(spec: TensorSpec, *leaves: jax.Array) -> jax.Array:
-            return _joined_leaf(spec, leaves, layout)
+            return _join_leaf(spec, leaves, layout)
 
         # Counters have no stages.
         joined_stages = {}
@@ -219,16 +219,16 @@ class Parts:
             state: the state of whole stacks, by group.
             layout: the layout of the parts.
         """
-        return {group: self._cut_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+        return {group: self._split_group(tree, layout.specs[group], layout) for group, tree in state.items()}
 
-    def _cut_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
+    def _split_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
         parts = {}
         for stack in self.stacks:
             if tree.get(stack):
-                parts |= dict(self._cut_stack(stack, tree[stack], specs, layout))
-        return self._replaced(tree, parts)
+                parts |= dict(self._split_stack(stack, tree[stack], specs, layout))
+        return self._replace_stacks(tree, parts)
 
-    def _cut_stack(
+    def _split_stack(
         self,
         stack: str,
         tree: Nested,
@@ -241,7 +241,7 @@ class Parts:
         leaves_of_parts: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
         for path, leaf in flatten(tree).items():
             for part in parts:
-                leaves_of_parts[part][path] = _cut_leaf(leaf, part, specs_of_parts[part][path], layout)
+                leaves_of_parts[part][path] = _slice_leaf(leaf, part, specs_of_parts[part][path], layout)
             # Freed leaf by leaf, so that host memory need not hold all whole stacks and all parts at the same time.
             leaf.delete()
         for part in parts:
@@ -249,7 +249,7 @@ class Parts:
             yield part, jax.tree.unflatten(jax.tree.structure(part.of(specs)), leaves)
 
 
-def _hosted_units(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
+def _count_offloaded_layers(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
     """Return the value of `Parts.hosted_units`."""
     hosted_units = {}
     for stack_name, stack in model.stacks.items():
@@ -259,7 +259,7 @@ def _hosted_units(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
     return hosted_units
 
 
-def _joined_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLayout) -> jax.Array:
+def _join_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLayout) -> jax.Array:
     """Join the parts of a leaf into a leaf of the whole stack, in host memory."""
     sharding = layout.sharding(replace(spec, memory_kind="pinned_host"))
     shards_by_part = [[shard.data for shard in part.addressable_shards] for part in parts]
@@ -273,7 +273,7 @@ def _joined_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLa
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, stack_shards)
 
 
-def _cut_leaf(leaf: jax.Array, part: StackPart, spec: TensorSpec, layout: StateLayout) -> jax.Array:
+def _slice_leaf(leaf: jax.Array, part: StackPart, spec: TensorSpec, layout: StateLayout) -> jax.Array:
     """Copy a part of a whole stack's leaf to the memory kind of `spec`."""
     part_shards = []
     for shard in leaf.addressable_shards:

@@ -29,7 +29,7 @@ from framework.schedules.step import Metrics, State, Step, finish, microbatches,
 from framework.schedules.visits import Visit, Work
 
 
-def update_streamed(
+def update_in_chunks(
     learner: Learner,
     layout: StateLayout,
     state: State,
@@ -102,7 +102,7 @@ def build_step(
     gradients_are_hosted = "gradient" in hosted_groups
     # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
     if not (weights_are_hosted or gradients_are_hosted or memory.activations.uses_host):
-        return after_backward.build_step(model, learner, layout, memory, update=update_streamed)
+        return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     backward_pass = _BackwardPass(model, learner, layout, memory)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
@@ -111,7 +111,7 @@ def build_step(
         grads = work["gradient"]
         with jax.named_scope("update"):
             decision = learner.decide(loss, norm, state["counter"])
-            update = update_streamed(learner, layout, {**state, **work}, grads, decision)
+            update = update_in_chunks(learner, layout, {**state, **work}, grads, decision)
         # Gradients on the device are not part of the state, so they are dropped here.
         changed = {group: tree for group, tree in work.items() if group in state}
         if "gradient" in changed:

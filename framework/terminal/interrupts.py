@@ -300,7 +300,7 @@ def raised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _raised_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
+def _raise_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
     """Implement `stop_signals` with exceptions in the main thread. In other threads, no signals are received."""
     received: list[int] = []
 
@@ -338,7 +338,7 @@ def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[in
         to_lose: returns whether there is anything to save. While there is not, even the first signal ends the process.
     """
     if _raises and _watch is None:
-        with _raised_signals(to_lose) as received:
+        with _raise_signals(to_lose) as received:
             yield received
         return
     received = []

@@ -63,14 +63,14 @@ class Progress:
         self._cancel_interrupted: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Progress":
-        self._cancel_interrupted = interrupts.at_end(self._interrupted)
+        self._cancel_interrupted = interrupts.at_end(self._handle_interrupt)
         if self._bar is not None:
             # Between steps the bar shows the current phase: compiling, evaluating, saving.
             self._open.enter_context(phases.viewed_by(_BarView(self._bar)))
             self._bar.start()
         return self
 
-    def _interrupted(self, number: int, line: str) -> None:
+    def _handle_interrupt(self, number: int, line: str) -> None:
         """Log that a signal ends the process, and restore the terminal."""
         self._log_line(line)
         if self._bar is not None:

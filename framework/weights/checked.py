@@ -46,7 +46,7 @@ def checked(
     if not names & directory.home.keys():
         places = {path: [_without_prefix(source) for source in sources] for path, sources in places.items()}
     if model.ties:
-        _check_tied(directory, places["embed/token"][0].name)
+        _check_tied_head(directory, places["embed/token"][0].name)
     rows = []
     used_names = set()
     for path, sources in places.items():
@@ -92,7 +92,7 @@ def _error_row(
     return None
 
 
-def _check_tied(directory: Directory, table: str) -> None:
+def _check_tied_head(directory: Directory, table: str) -> None:
     """Compare a directory's head with the embedding that config.json ties it to, if it holds both.
 
     If they differ, transformers would not tie them, regardless of config.json.

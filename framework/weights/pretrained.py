@@ -149,7 +149,7 @@ def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str,
     return leaves
 
 
-def _stored_paths(execution: Execution, written_leaves: Nested, layer: int | None) -> dict[str, str]:
+def _find_stored_paths(execution: Execution, written_leaves: Nested, layer: int | None) -> dict[str, str]:
     """Return {path of a written leaf: its path in the state}.
 
     Args:
@@ -193,7 +193,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
-        stored_paths = _stored_paths(execution, written_leaves, layer if by_layer else None)
+        stored_paths = _find_stored_paths(execution, written_leaves, layer if by_layer else None)
         # All leaves of a layer are at the same index.
         index = execution.parts.place(next(iter(values)), layer)[1] if by_layer else layer
         places = {}

@@ -1,4 +1,4 @@
-"""Conversations from Python: the history, what is refused, and the same answers as of `plimsoll chat`."""
+"""Conversations from Python: the history, invalid messages, and the same answers as `plimsoll chat`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""docs/python.md, its notebook and the pages of functions: what they show runs, as it is written in a process with one
-device, and what names a config on a small one in its place."""
+"""Runs the code of docs/python.md, its notebook and the function pages: as written, in a process with one device, and
+with a small config in place of the config that the code names."""
 
 import os
 import re
@@ -18,13 +18,13 @@ LORA, LORA_EQUINOX, TRAINED_PART = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "functions_lora.md").read_text(), re.DOTALL
 )
 CELLS = notebooks.code_cells("first_run.ipynb")
-WRITTEN = "nanogpt-cpu"  # the config that all of them name
+WRITTEN = "nanogpt-cpu"  # the config that all these pages name
 SMALL = f"{CONFIG}:tiny"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with text for the small config."""
+    """A working directory with text for the small config."""
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python(folder: Path, source: str) -> list[str]:
-    """The lines that a program prints in that folder, with one device."""
+    """Run a program in that folder with one device and return the lines it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -106,7 +106,7 @@ def test_lora_around_34_layers_as_it_is_written() -> None:
 
 
 def test_the_check_of_lora_fails_without_it() -> None:
-    """On the CPU, smaller: the step of the page passes, and with merged weights it does not."""
+    """Check a smaller version on the CPU: the page's step passes, and the same step with merged weights fails."""
     small = LORA.replace("1024", "64").replace("4096", "160").replace("bfloat16", "float32")
     small = small.replace(', target="v5e-1"', "").replace("512", "9")
     exec(small, {})

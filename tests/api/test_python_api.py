@@ -1,4 +1,4 @@
-"""`import framework as pl`: configs, training, models and plans from Python, as a script or a notebook calls them."""
+"""`import framework as pl`: configs, training, models and plans, called from Python as in a script or a notebook."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> pl.TrainedRun:
-    """Four steps."""
+    """A run of four steps."""
     return pl.train(pl.load_config(SPEC, {"trainer.max_steps": 4, "trainer.save_every": 2}), folder / "run")
 
 
@@ -146,19 +146,19 @@ def test_what_cannot_be_is_raised_and_leaves_nothing(folder: Path) -> None:
 
 
 class Interrupts(Hook):
-    """Sends this process a signal in the second step."""
+    """Hook that sends this process SIGINT after the second step."""
 
     def after_step(self, run: Any, step: int) -> None:
-        """Sends it."""
+        """Send the signal."""
         if step == 2:
             signal.raise_signal(signal.SIGINT)
 
 
 class Spoils(Hook):
-    """Has the loss not finite."""
+    """Hook that makes the loss non-finite."""
 
     def before_step(self, run: Any, step: int) -> None:
-        """Spoils all weights."""
+        """Set all weights to NaN."""
         weights = run.state["parameter"]
         run.state["parameter"] = jax.tree.map(lambda leaf: leaf * np.nan, weights)
 
@@ -184,7 +184,7 @@ def test_a_run_that_fails_has_its_exit_code_and_its_cause(folder: Path) -> None:
             pl.train(config, folder / "spoiled")
         errors.append(caught.value)
 
-    # In another thread than the main one, as some notebooks run their cells.
+    # Some notebooks run their cells outside the main thread.
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()
@@ -220,7 +220,7 @@ def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsy
 def test_what_was_changed_in_config_json_does_not_count(
     run: pl.TrainedRun, folder: Path, step: int | None, capsys: pytest.CaptureFixture
 ) -> None:
-    """The checkpoint has the config under a digest."""
+    """The checkpoint stores the config with a digest, so an edited config.json is detected and ignored."""
     expected = pl.load(folder / "run", step=step).score("the quick brown fox")
     file = folder / "run" / "config.json"
     text = file.read_text()
@@ -252,7 +252,7 @@ def test_a_plan_for_more_cpu_devices_than_there_are_is_made_in_another_process(f
 
 
 class _Norm(RMSNorm):
-    """A class of the test's own, which another process does not find."""
+    """A class defined in the test, which another process cannot import."""
 
 
 def test_a_plan_prints_and_draws_itself() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints on real files, on 8 devices: meshes, memory kinds, retention, asynchrony, mismatches, peak memory."""
+"""Checkpoints in real files, on 8 devices: meshes, memory kinds, retention, async saves, mismatches, peak memory."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def sharding(mesh, *spec, kind="device"):
 
 
 def make_state(mesh=(4, 2), seed=0):
-    """Every group, optax namedtuples, several dtypes and both memories."""
+    """Return a state with every group, optax namedtuples, several dtypes and both memory kinds."""
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)
     moments = optax.adam(1e-3).init({"dense": {"weight": weight}})[0]
@@ -94,7 +94,7 @@ def saved(written, tmp_path):
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_mesh_and_memory(saved, mesh):
-    """Saved on (4, 2); host leaves come back on the host, device leaves on the device."""
+    """A checkpoint saved on (4, 2) restores host leaves to the host and device leaves to the device."""
     target = make_state(mesh)
     restored = Checkpointer(directory=saved).restore_latest(like(target))
     assert (restored.step, restored.extra, restored.problems) == (20, EXTRA, [])
@@ -105,7 +105,7 @@ def test_any_mesh_and_memory(saved, mesh):
 
 @pytest.mark.pairs
 def test_one_device_and_other_memories(saved):
-    """Everything on one device; what was on the host comes to the device, and the other way round."""
+    """Everything is restored to one device; host leaves may become device leaves, and vice versa."""
     one = SingleDeviceSharding(jax.devices()[5])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), make_state())
     weight = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=one.with_memory_kind("pinned_host"))
@@ -125,7 +125,7 @@ def test_one_device_saved_comes_back_sharded(tmp_path):
 
 
 def test_groups(saved):
-    """Evaluation needs the parameters only: other groups are neither compared nor read."""
+    """Evaluation needs only the parameters: other groups are neither compared nor read."""
     checkpointer = Checkpointer(directory=saved, read_only=True)
     state = make_state()
     part = {"parameter": like(state["parameter"]), "ema": {}}
@@ -140,7 +140,7 @@ def test_groups(saved):
 
 
 def test_save_returns_when_the_arrays_may_be_donated(tmp_path):
-    """The very next step overwrites the buffers in place, and nothing else stays alive."""
+    """The next step overwrites the buffers in place, and nothing else stays alive."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
     state = {"parameter": {"w": jax.device_put(jnp.arange(2.0**16).reshape(64, -1), sharding((4, 2), "fsdp", "model"))}}
     with Checkpointer(directory=tmp_path) as checkpointer:
@@ -179,7 +179,7 @@ def live_bytes():
 
 @pytest.mark.pairs
 def test_one_copy_while_saving_and_restoring(tmp_path):
-    """Live arrays are the state and nothing else, during a save, and after a restore as after the start."""
+    """Only the state is alive, both during a save and after a restore."""
     base = live_bytes()
     state = {"parameter": jax.device_put(jnp.ones((512, 1024)), sharding((4, 2), "fsdp", "model"))}
     size = 512 * 1024 * 4
@@ -203,10 +203,10 @@ def test_retention(tmp_path):
         for step in range(1, 8):
             checkpointer.save(step, state, {})
             checkpointer.wait()
-            # Only when the new one is there does an old one go.
+            # An old step is deleted only once the new one exists.
             assert checkpointer.steps()[-min(step, 2) :] == [step - 1, step][-min(step, 2) :]
     assert checkpointer.steps() == [4, 6, 7]
-    # What lies beyond a new step belongs to another course of the run: it neither counts nor goes.
+    # Steps beyond a new one belong to an earlier attempt of the run: they do not count, and are not deleted.
     with Checkpointer(directory=tmp_path, keep=1) as checkpointer:
         checkpointer.save(5, state, {})
     assert checkpointer.steps() == [5, 6, 7]
@@ -214,7 +214,7 @@ def test_retention(tmp_path):
 
 
 def test_same_step_again(saved, caplog):
-    """A step is saved once by a run; a step of an earlier course of the run is replaced."""
+    """A run saves a step once; a step from an earlier attempt of the run is replaced."""
     state = make_state(seed=99)
     with Checkpointer(directory=saved) as checkpointer:
         assert checkpointer.save(20, state, {"n": 1})
@@ -224,7 +224,7 @@ def test_same_step_again(saved, caplog):
         restored = checkpointer.restore(20, like(state))
         assert restored.extra == {"n": 1}
         assert_same(restored.state, state)
-        # Gone back to 10, the run comes to 20 again, with other data.
+        # Back at step 10, the run reaches step 20 again, with other data.
         checkpointer.restore(10, like(state))
         assert checkpointer.save(20, state, {"n": 3})
     assert checkpointer.manifest(20).extra == {"n": 3}
@@ -233,7 +233,7 @@ def test_same_step_again(saved, caplog):
 
 @pytest.mark.pairs
 def test_checkpoint_of_another_model(saved):
-    """Row 20 of the faults: one error with a table, and nothing is loaded."""
+    """Row 20 of the fault table: one error with a table, and nothing is loaded."""
     state = make_state()
     state["parameter"]["head"] = state["parameter"].pop("norm")
     state["parameter"]["dense"]["weight"] = jnp.zeros((8, 16))
@@ -274,7 +274,7 @@ def test_missing_step_is_named(saved):
 
 
 def test_no_room(saved, monkeypatch):
-    """Row 13 of the faults: looked at before, said clearly, nothing written, the next save goes on."""
+    """Row 13 of the fault table: space is checked first, the error is clear, nothing is written, saving still works."""
     usage = shutil.disk_usage(saved)
     with Checkpointer(directory=saved, keep=2) as checkpointer:
         with monkeypatch.context() as patch:
@@ -307,7 +307,7 @@ def test_bad_arguments(tmp_path):
 
 
 def test_extra_is_stored_as_json(tmp_path):
-    """Integer keys and tuples come back as JSON has them, and the digest does not stumble over them."""
+    """Integer keys and tuples come back as JSON represents them, and do not break the digest."""
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, {"a": jnp.zeros(2)}, {"k": {10: 1, 9: (2, 3)}, "x": 0.1})
     assert checkpointer.manifest(1).extra == {"k": {"10": 1, "9": [2, 3]}, "x": 0.1}
@@ -334,7 +334,7 @@ def test_manifest_is_readable_by_people_and_without_jax(saved):
 
 @pytest.mark.pairs
 def test_import_is_cheap():
-    """A typo on the command line must not wait for orbax."""
+    """A typo on the command line must not wait for the import of orbax."""
     code = "import sys, framework.checkpoint.checkpointer\n"
     code += "assert not any(m.startswith(('orbax', 'tensorstore')) for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path.cwd())

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints: flipped bytes, missing pieces, kills, a full disk, payloads. All of it for real."""
+"""Checkpoint faults, all of them real: flipped bytes, missing files, kills, a full disk, payloads."""
 
 import json
 import os
@@ -28,7 +28,7 @@ MESH = jax.make_mesh((4, 2), ("a", "b"))
 
 
 def make_state(step):
-    """Large enough for orbax to give the pieces a file of their own instead of writing them into its index."""
+    """Return a state large enough for orbax to store its chunks in separate files instead of in the index."""
     values = np.random.default_rng(step).standard_normal((64, 128), np.float32)
     sharded, whole = NamedSharding(MESH, PartitionSpec("a", "b")), NamedSharding(MESH, PartitionSpec())
     return {
@@ -63,7 +63,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def three(written, tmp_path):
-    """A directory with steps 1, 2 and 3, to be damaged."""
+    """A directory with steps 1, 2 and 3, for tests to damage."""
     return Path(shutil.copytree(written, tmp_path / "checkpoints"))
 
 
@@ -82,7 +82,7 @@ def flip(path, rng):
 
 @pytest.mark.pairs
 def test_a_flipped_bit_in_any_file_is_found_or_harmless(three):
-    """Row 8 of the faults: every file of a checkpoint, several places each; never silently wrong values."""
+    """Row 8 of the fault table: a few flips in every file of a checkpoint never give silently wrong values."""
     rng, found = random.Random(0), 0
     checkpointer = Checkpointer(directory=three, read_only=True)
     for path in files_of(three / "00000003"):
@@ -99,7 +99,7 @@ def test_a_flipped_bit_in_any_file_is_found_or_harmless(three):
 
 
 def data_file(step_directory):
-    """The file that holds the bytes of the arrays."""
+    """Return the file that holds the bytes of the arrays."""
     path = max(files_of(step_directory / "state"), key=lambda path: path.stat().st_size)
     assert path.stat().st_size > 64 * 128 * 4
     return path
@@ -111,7 +111,7 @@ def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplo
     checkpointer = Checkpointer(directory=three)
     named = r"step 3 of .* is corrupt: 1 of 3 arrays are not what was saved: parameter/weight$"
     with pytest.raises(CheckpointCorruptError, match=named):
-        checkpointer.restore(3, ABSTRACT)  # asked for by number: no other step is taken
+        checkpointer.restore(3, ABSTRACT)  # requested by number: no other step is tried
     restored = checkpointer.restore_latest(ABSTRACT)
     assert is_step(restored, 2)
     (problem,) = restored.problems
@@ -121,7 +121,7 @@ def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplo
 
 
 def test_corrupt_checkpoints_do_not_crowd_out_good_ones(three):
-    """Retention counts the good ones; the bad one is replaced when the run comes there again."""
+    """Retention counts good checkpoints only; the corrupt one is replaced when the run reaches its step again."""
     flip(data_file(three / "00000003"), random.Random(1))
     with Checkpointer(directory=three, keep=2) as checkpointer:
         assert checkpointer.restore_latest(ABSTRACT).step == 2
@@ -134,7 +134,7 @@ def test_corrupt_checkpoints_do_not_crowd_out_good_ones(three):
 
 
 def test_none_is_left(three):
-    """All are tried, every problem is in the error, and nothing stays in memory."""
+    """All checkpoints are tried, the error lists every problem, and nothing stays in memory."""
     before = sum(x.nbytes for x in jax.live_arrays())
     for step in (1, 2, 3):
         flip(data_file(three / f"{step:08d}"), random.Random(step))
@@ -154,7 +154,7 @@ def test_none_is_left(three):
 
 @pytest.mark.pairs
 def test_truncated_and_missing_data(three):
-    """Orbax's own errors become the same loud fall back, and name the arrays."""
+    """Orbax's own errors cause the same fallback with a warning, and name the arrays."""
     path = data_file(three / "00000003")
     path.write_bytes(path.read_bytes()[:1000])
     data_file(three / "00000002").unlink()
@@ -174,7 +174,7 @@ def test_truncated_and_missing_data(three):
     ["commit_success.txt", "_CHECKPOINT_METADATA", "manifest/data.json", "state/_METADATA", "state/manifest.ocdbt"],
 )
 def test_partial_checkpoint_is_listed_and_ignored(three, missing, caplog):
-    """Row 9 of the faults."""
+    """Row 9 of the fault table."""
     (three / "00000003" / missing).unlink()
     checkpointer = Checkpointer(directory=three)
     assert checkpointer.steps() == [1, 2]
@@ -188,7 +188,7 @@ def test_partial_checkpoint_is_listed_and_ignored(three, missing, caplog):
 
 
 def test_strays(three, tmp_path):
-    """An empty directory, a file, a symbolic link, a renamed step, others' things: listed or ignored, never taken."""
+    """An empty directory, a file, a symlink, a renamed step and foreign files are listed or ignored, never restored."""
     (three / "00000007").mkdir()
     (three / "9").mkdir()
     (three / "00000010").write_text("")
@@ -214,7 +214,7 @@ def test_strays(three, tmp_path):
 
 
 def test_leftovers_are_removed_at_the_next_start(three, caplog):
-    """Only what saves and deletions of ours leave; a reader of a directory in use removes nothing."""
+    """Only leftovers of our own saves and deletions are removed; a reader of a directory in use removes nothing."""
     state = three / "00000003"
     for name in (
         "00000004.orbax-checkpoint-tmp",
@@ -223,7 +223,7 @@ def test_leftovers_are_removed_at_the_next_start(three, caplog):
         "00000002.replaced",
     ):
         shutil.copytree(state, three / name)
-    shutil.copytree(state, three / "00000006.replaced")  # its successor never came
+    shutil.copytree(state, three / "00000006.replaced")  # its successor was never written
     kept = ["mine.orbax-checkpoint-tmp", "7.deleting", "00000001.replaced.bak"]
     for name in kept:
         (three / name).mkdir()
@@ -236,7 +236,7 @@ def test_leftovers_are_removed_at_the_next_start(three, caplog):
     assert caplog.text.count("left behind by a job that was stopped") == 4
 
 
-# --- kills and full disks: in processes of their own ------------------------------------------------------------------
+# --- kills and full disks, in separate processes ----------------------------------------------------------------------
 
 CHILD = """
 import os, resource, sys, time
@@ -305,7 +305,7 @@ def start(code, directory):
 
 
 def kill_and_resume(directory, times, seed):
-    """Starts a job that saves all the time, kills it at a random moment of a save, and again; checks each start."""
+    """Start a job that saves all the time and kill it at a random moment of a save, `times` times; check each start."""
     rng, committed = random.Random(seed), 0
     for _ in range(times):
         job = start(SAVER, directory)
@@ -327,7 +327,7 @@ def kill_and_resume(directory, times, seed):
 
 @pytest.mark.pairs
 def test_kill_during_a_save(tmp_path):
-    """Row 10 of the faults, a few times."""
+    """Row 10 of the fault table, a few times."""
     kill_and_resume(tmp_path / "checkpoints", times=3, seed=0)
 
 
@@ -338,7 +338,7 @@ def test_kill_during_a_save_at_20_moments(tmp_path):
 
 @pytest.mark.pairs
 def test_write_fails_midway(tmp_path):
-    """Row 13 of the faults: the failure names the step, the last good one stays, no leftover, and saving goes on."""
+    """Row 13 of the fault table: the error names the step, the last good one stays, no leftovers, saving continues."""
     job = start(FULL_DISK, tmp_path / "checkpoints")
     out, errors = job.communicate(timeout=300)
     assert job.returncode == 0, errors
@@ -350,7 +350,7 @@ def test_write_fails_midway(tmp_path):
 
 
 def test_failure_at_the_start_of_a_save(three, monkeypatch):
-    """The directory cannot be written: an error at once, the step in the way is put back."""
+    """The directory cannot be written: the error is immediate, and the step that was in the way is put back."""
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr("framework.checkpoint.storage.write", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
@@ -381,7 +381,7 @@ def test_background_failure_surfaces_once(three, monkeypatch):
 
 
 def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
-    """The new one is saved all the same."""
+    """The new checkpoint is saved anyway."""
     with Checkpointer(directory=three, keep=1) as checkpointer:
         monkeypatch.setattr(
             "framework.checkpoint.directory.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
@@ -401,7 +401,7 @@ class Canary:
 
 
 def test_payloads_are_never_executed(three, tmp_path, monkeypatch):
-    """Row 22 of the faults: pickles, YAML, Python files and class names in a checkpoint and in `extra`."""
+    """Row 22 of the fault table: pickles, YAML, Python files and class names in a checkpoint and in `extra`."""
     canary = tmp_path / "canary"
     monkeypatch.setenv("CANARY", str(canary))
     code = "import os\nos.mkdir(os.environ['CANARY'])\nclass Handler: pass\n"
@@ -423,7 +423,7 @@ def test_payloads_are_never_executed(three, tmp_path, monkeypatch):
         for name in ("data.pkl", "metadata", "checkpoint", "x.npy"):
             (directory / name).write_bytes(pickle.dumps(Canary()))
     monkeypatch.syspath_prepend(str(step))
-    # Orbax's own files name the classes that read them: another name must not be imported.
+    # Orbax's own files name the classes that read them; a different name must not be imported.
     for path, old, new in [
         (step / "_CHECKPOINT_METADATA", "pytree_handler.PyTreeHandler", "x"),
         (step / "state" / "_METADATA", "np.ndarray", "canary_module.Handler"),

@@ -1,4 +1,4 @@
-"""Checksums: against a numpy reference written apart, certain for one flipped bit, the same on any mesh and memory."""
+"""Checksums: they match an independent reference, detect any flipped bit, and are the same on any mesh and memory."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def finalize(h, s, f):
 
 
 def reference(words_of_elements) -> str:
-    """The definition, element by element in Python integers: [[word, ...], ...] -> hex."""
+    """Compute the definition element by element in Python integers: [[word, ...], ...] -> hex."""
     a = b = 0
     for i, words in enumerate(words_of_elements):
         low, high = i & M32, i >> 32
@@ -73,7 +73,7 @@ def meshes():
 
 
 def test_every_dtype_equals_the_reference():
-    """Any bits, NaNs included: nothing is computed with the values."""
+    """Any bits are allowed, NaNs included: the values take part in no arithmetic."""
     arrays = {dtype: jnp.asarray(sample(dtype)) for dtype in DTYPES}
     assert [str(x.dtype) for x in arrays.values()] == DTYPES
     assert integrity.checksums(arrays) == {dtype: reference(words(sample(dtype))) for dtype in DTYPES}
@@ -98,7 +98,7 @@ def test_shapes_equal_the_reference():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int8"])
 def test_each_single_bit_flip_changes_both_lanes(dtype):
-    """All of them, not a sample: the mix is a bijection of the word."""
+    """Flips every bit, not a sample: the mix is a bijection of the word."""
     x = sample(dtype, (3, 2))
     raw = x.view(np.uint8).reshape(-1)
     bits = 1 if dtype == "bool" else 8
@@ -113,7 +113,7 @@ def test_each_single_bit_flip_changes_both_lanes(dtype):
 
 
 def test_finalizers_are_bijections_on_a_slice_of_words():
-    """2^16 neighbouring words, in each half, map to as many different ones in both lanes."""
+    """2^16 neighboring words, in each half, map to as many distinct words in both lanes."""
     for shift in (0, 16):
         word = jnp.arange(1 << 16, dtype=jnp.uint32) << shift
         for lane in integrity._mix(word, jnp.uint32(123456789), jnp.uint32(0), 0):
@@ -150,14 +150,14 @@ def test_same_on_any_mesh_and_memory(meshes, monkeypatch):
 
 
 def test_indices_beyond_32_bits(monkeypatch):
-    """A leaf of 2^34 elements is not made; its arithmetic is compared with Python's, carries included."""
+    """The arithmetic of a leaf with 2^34 elements, which is not created, matches Python's, carries included."""
     rng = np.random.default_rng(2)
     i = rng.integers(0, 1 << 32, 1000, dtype=np.uint64)
     for factor in [1, 0xFFFFFFFF, 1 << 32, (1 << 33) + 12345, 0xDEADBEEFCAFE]:
         low, high = integrity._multiply(jnp.asarray(i.astype(np.uint32)), factor)
         exact = [int(v) * factor & ((1 << 64) - 1) for v in i]
         assert (np.asarray(high).astype(np.uint64) << 32 | np.asarray(low)).tolist() == exact
-    # A row of a long leaf starts at any 64-bit index, and its elements count on from there over the carry.
+    # A row of a long leaf may start at any 64-bit index, and its elements count on across the carry.
     x = sample("uint32", (64,))
     start = (5 << 32) - 32
     a, b = integrity._sum(jnp.asarray(x), np.uint32(start & M32), np.uint32(start >> 32), True)
@@ -176,7 +176,7 @@ def finalize_pair(word: int, index: int) -> tuple[int, int]:
 
 
 def test_a_leaf_over_2_to_the_32_compiles_without_temporaries(meshes):
-    """Compiled only: 2^33 elements, sharded."""
+    """Compile only: 2^33 elements, sharded."""
     sharding = NamedSharding(meshes[4, 2], PartitionSpec("a", "b"))
     leaf = jax.ShapeDtypeStruct((1 << 17, 1 << 16), jnp.bfloat16, sharding=sharding)
     compiled = lower({"x": leaf}).compile()
@@ -184,7 +184,7 @@ def test_a_leaf_over_2_to_the_32_compiles_without_temporaries(meshes):
 
 
 def test_no_temporaries_and_no_gather(meshes):
-    """Compiled for 64 MiB a leaf on (4, 2): the temporaries are scalars, and only scalars are communicated."""
+    """Compile for leaves of up to 64 MiB on (4, 2): temporaries are scalars, and only scalars are communicated."""
     mesh = meshes[4, 2]
     specs = [PartitionSpec("a", None, "b"), PartitionSpec(None, ("a", "b")), PartitionSpec()]
     leaves = {
@@ -200,7 +200,7 @@ def test_no_temporaries_and_no_gather(meshes):
 
 
 def test_host_leaf_moves_in_pieces(meshes, monkeypatch):
-    """64 MiB on the host pass through temporaries of one piece (1 MiB), a few times over."""
+    """A host leaf of 64 MiB passes through temporaries of one 1 MiB chunk, a few times over."""
     monkeypatch.setattr(integrity, "_PIECE_BYTES", 1 << 20)
     sharding = NamedSharding(meshes[8, 1], PartitionSpec(None, "b"), memory_kind="pinned_host")
     leaf = jax.ShapeDtypeStruct((64, 512, 512), jnp.float32, sharding=sharding)
@@ -221,7 +221,7 @@ def test_typed_key_is_refused_by_name():
 
 
 def test_tpu_compiler_needs_one_piece_at_a_time(monkeypatch):
-    """The real TPU compiler, no TPU (`pip install libtpu`): a host leaf passes through HBM in pieces."""
+    """The real TPU compiler, without a TPU (`pip install libtpu`): a host leaf passes through HBM in chunks."""
     pytest.importorskip("libtpu")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -1,4 +1,4 @@
-"""Checkpoints of a job of two real processes: saved by two and restored by one, and the other way round."""
+"""Checkpoints of a job of two real processes: saved by two and restored by one, and vice versa."""
 
 import socket
 import subprocess
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.checkpoint.checkpointer import Checkpointer
 
-# Each process has two devices. Arguments: the directory to save to, the one to restore from, port, process id.
+# Each process has two devices. Arguments: directory to save to, directory to restore from, port, process id.
 JOB = """
 import faulthandler, os, random, sys
 # A process that hangs ends with the stacks of its threads, which the test prints.
@@ -86,7 +86,7 @@ checkpointer.close()
 
 
 def run(directory, restored_directory):
-    """What each of two processes says when it has saved, and when it has restored."""
+    """Return the lines that each of two processes prints after saving and after restoring."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +107,7 @@ def run(directory, restored_directory):
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(err[-3000:] for _, err in results)
-    # Between these lines gloo counts its peers.
+    # Gloo prints its peer counts between these lines.
     return [[line for line in out.splitlines() if line.startswith(("REFUSED", "PROBLEMS"))] for out, _ in results]
 
 
@@ -126,14 +126,14 @@ ABSTRACT = {
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """(where two processes have saved, what each has said): in the same processes, as each start takes seconds."""
+    """(directory that two processes saved to, lines of each). One job saves and restores: each start takes seconds."""
     saved, made = tmp_path_factory.mktemp("by-two"), tmp_path_factory.mktemp("by-one")
     save_by_one(made)
     return saved, run(saved, made)
 
 
 def save_by_one(directory):
-    """Two steps of one process, of which the newer is corrupt."""
+    """Save two steps from one process, and corrupt the newer one."""
 
     def place(values, x):
         return jax.device_put(values, x.sharding)
@@ -145,7 +145,7 @@ def save_by_one(directory):
         checkpointer.save(2, state, {"next": 9})
     path = max((directory / "00000002").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     raw = bytearray(path.read_bytes())
-    at = raw.index((W * 8)[40, :16].tobytes())  # beyond what HOST holds, whichever of them comes first in the file
+    at = raw.index((W * 8)[40, :16].tobytes())  # larger than all values in HOST, so this finds W in the file
     raw[at] ^= 1
     path.write_bytes(raw)
 

@@ -1,4 +1,4 @@
-"""A run of a mixture of experts that was saved on one mesh goes on on another, which cuts experts otherwise."""
+"""A mixture-of-experts run saved on one mesh resumes on another, which shards the experts differently."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ GATES = "stack/block0/mlp/experts/gate"  # [layers, experts, width, hidden]
 
 
 def program(mesh: dict[str, int] | None) -> Program:
-    """A Llama with 4 experts, one that all tokens are given to, all losses of routers, and a bias that steps move."""
+    """Return the program of a Llama with 4 experts, a shared one, all router losses, and a bias that steps update."""
     moe = mixture(experts=4, top_k=2, hidden=24, balance=0.1)
     moe.router.z = 0.01
     moe.router.bias_rate = 0.01
@@ -30,7 +30,7 @@ def program(mesh: dict[str, int] | None) -> Program:
 
 
 def trained(program: Program, state: Any, steps: range) -> tuple[Any, list[float]]:
-    """The state after these steps, and the loss of each."""
+    """Return the state after these steps, and the loss of each."""
     losses = []
     for step in steps:
         state, metrics = program.step(state, program.put(small.host_batch(program, step)))
@@ -39,13 +39,13 @@ def trained(program: Program, state: Any, steps: range) -> tuple[Any, list[float
 
 
 def device_shape(state: Any) -> tuple[int, ...]:
-    """What one device has of all gates of experts."""
+    """Return the shape of one device's shard of the expert gates."""
     return flatten(state["parameter"])[GATES].addressable_shards[0].data.shape
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointer, Any, list[float]]:
-    """Of three steps on the first mesh: the checkpoint, the state on the host, and the losses of three more steps."""
+    """After three steps on the first mesh: checkpoint, state on the host, and the losses of three more steps."""
     first = program(FIRST_MESH)
     state, _ = trained(first, first.init(), range(3))
     assert device_shape(state) == (2, 2, 16, 24)

@@ -20,7 +20,7 @@ from tests.checkpoint.test_checkpoint_faults import data_file, files_of, flip
 from tests.support.runs import losses, train, write_text
 from tests.support.small import assert_same_bits
 
-Old = namedtuple("Old", ["frozen", "parameter"])  # as a pytree that is no dict, all of it is one checkpoint
+Old = namedtuple("Old", ["frozen", "parameter"])  # not a dict, so all of it is one checkpoint
 
 
 def state(step: int, base: float = 1.0) -> dict:
@@ -33,7 +33,7 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, shardin
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Steps 1 and 2 by one process, 3 by another one that resumed, 4 by one that did not, with another base."""
+    """Steps 1 and 2 from one process, 3 from another one that resumed, 4 from one that did not and has another base."""
     for steps in ([1, 2], [3], [4]):
         with Checkpointer(directory=tmp_path) as checkpointer:
             if steps == [3]:
@@ -91,7 +91,7 @@ def test_checkpoints_from_before_hold_all_of_it(tmp_path: Path) -> None:
 def test_a_resumed_run_has_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
-    # Of 32 inputs all are in one group of words, which no mesh cuts.
+    # All 32 inputs are in one group of packed words, which no mesh can split.
     fields = ("model.lora=framework.layers.lora.LoRA", "model.lora.base=int8", "trainer.max_steps=8")
     fields += ("mesh.data=-1", "mesh.fsdp=1")
     flags = [f"--config.{field}" for field in fields]

@@ -1,4 +1,4 @@
-"""A run of an older version: its config has names of modules that have moved since. It is evaluated, and goes on."""
+"""A run of an older version, whose config names modules that have moved since: it can be evaluated and resumed."""
 
 import json
 import tarfile
@@ -34,7 +34,7 @@ FLAGS = [
 
 @pytest.fixture
 def older_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a run that stopped after step 4; it is beside its text, in the current directory."""
+    """The workdir of a run that stopped after step 4, next to its text, in the current directory."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     monkeypatch.setenv("TINY_TEXT", "")
@@ -61,6 +61,6 @@ def test_it_goes_on_and_no_change_of_names_is_told(older_run: Path, capsys: pyte
     assert "resumed from step 4" in printed
     changes = [line for line in printed.splitlines() if "config changed since the checkpoint: " in line]
     assert any("config.trainer.max_steps: 4 -> 6" in change for change in changes)
-    # A field that is new since then is told; a class that is somewhere else is not.
+    # New fields are reported; classes that moved are not.
     assert not any("$class" in change or "framework." in change for change in changes)
     assert sorted(losses(older_run)) == [4, 6]

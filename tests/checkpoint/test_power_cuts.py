@@ -1,8 +1,8 @@
-"""A power cut at any moment: what was committed is on the disk, and an older checkpoint goes only afterwards.
+"""A power cut at any moment: committed checkpoints are on disk, and an older one is deleted only afterwards.
 
-Two tests of the same. The first records the calls by which files reach the disk, and works anywhere. The second cuts
-the power: the checkpoints are on an ext4 file system whose blocks are copied while they are being written, and the copy
-is mounted elsewhere. It needs root and loop devices.
+Two kinds of tests check this. The first records the calls that bring files to disk, and works anywhere. The second
+cuts the power: the checkpoints are on an ext4 file system whose blocks are copied while they are written, and the
+copy is mounted elsewhere. It needs root and loop devices.
 """
 
 import os
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def state_of(step: int) -> dict[str, jax.Array]:
-    """A state that tells its step."""
+    """Return a state whose values identify its step."""
     return {"a": jnp.arange(1000.0) + step, "b": jnp.full((3, 5), step, jnp.int32)}
 
 
@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def paths_under(folder: Path) -> set[str]:
-    """The folder and everything in it."""
+    """Return the folder and everything in it."""
     return {str(path) for path in (folder, *folder.rglob("*"))}
 
 
@@ -108,7 +108,7 @@ def test_content_is_synced_before_its_name(tmp_path: Path, calls: list[tuple[str
 
 @pytest.mark.parametrize("name", ["manifest/data.json", "commit_success.txt", "state/manifest.ocdbt"])
 def test_the_predecessor_of_a_step_that_was_emptied_comes_back(tmp_path: Path, name: str) -> None:
-    """A step is saved anew in another course of the run; the power fails before its successor is on the disk."""
+    """A step is saved again in another attempt of the run; the power fails before the new one is on disk."""
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, state_of(1), {"course": 1})
     shutil.copytree(tmp_path / "00000001", tmp_path / "00000001.replaced")
@@ -131,7 +131,7 @@ def test_a_successor_that_is_whole_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "00000001.replaced").exists()
 
 
-# --- a file system whose power fails ---------------------------------------------------------------------------------
+# --- power cuts of a file system --------------------------------------------------------------------------------------
 
 SAVES = """
 import sys, time
@@ -148,7 +148,7 @@ with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
 
 @contextmanager
 def mounted(image: Path, place: Path) -> Iterator[Path]:
-    """An image of a file system, mounted; it is written to the image only when something is synced."""
+    """Mount the image of a file system, which receives writes only when something is synced."""
     place.mkdir()
     subprocess.run(["mount", "-o", "loop,commit=300", image, place], check=True)
     try:
@@ -158,7 +158,7 @@ def mounted(image: Path, place: Path) -> Iterator[Path]:
 
 
 def can_mount(folder: Path) -> bool:
-    """Whether this process may mount an image."""
+    """Return whether this process may mount an image."""
     image = folder / "probe.img"
     image.write_bytes(b"")
     os.truncate(image, 8 * MIB)
@@ -171,13 +171,13 @@ def can_mount(folder: Path) -> bool:
 
 
 def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list[str]:
-    """Cuts the power at random moments while checkpoints are being saved; what was lost at each cut, if anything.
+    """Cut the power at random moments while checkpoints are saved, and return what was lost at each cut, if anything.
 
     Args:
-        folder: to work in.
-        keep: how many checkpoints are kept.
+        folder: working directory.
+        keep: number of checkpoints to keep.
         every: seconds between two saves.
-        cuts: how many.
+        cuts: number of power cuts.
     """
     image = folder / "disk.img"
     image.write_bytes(b"")
@@ -214,7 +214,7 @@ def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list
 
 
 def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
-    """What is wrong with the checkpoints on a disk whose power failed; None if the newest is that or a later one."""
+    """Return what is wrong after a power cut; None if the newest checkpoint is of step `committed` or later."""
     try:
         with Checkpointer(directory=checkpoints) as checkpointer:
             restored = checkpointer.restore_latest(state_of(0))

@@ -22,7 +22,7 @@ sys.stdin.read()
 
 
 def hold(path):
-    """A process that claims the workdir and keeps it until its stdin is closed."""
+    """Start a process that claims the workdir and holds it until its stdin is closed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -36,7 +36,7 @@ def lock_of(workdir: Workdir) -> dict:
 
 
 def leave_lock(workdir, **changes) -> None:
-    """The lock of a job of this host that has ended, or with `changes` another's."""
+    """Write the lock of a job of this host that has ended or, with `changes`, of another job."""
     write_json(
         workdir / "lock.json",
         {"host": socket.gethostname(), "pid": os.getpid(), "since": "yesterday", "command": "train", **changes},
@@ -82,7 +82,7 @@ def test_lock_of_a_killed_job_is_taken_over(tmp_path):
 
 
 def test_recycled_process_id_is_not_the_owner(tmp_path):
-    """A living process with the dead owner's id: the lock is stale."""
+    """A live process has the dead owner's id, and the lock is still stale."""
     leave_lock(tmp_path)
     workdir = Workdir(tmp_path)
     assert "left behind" in (workdir.claim() or "")
@@ -90,7 +90,7 @@ def test_recycled_process_id_is_not_the_owner(tmp_path):
 
 
 def test_zombie_is_dead(tmp_path):
-    """A killed job whose parent has not looked yet still owns its process id."""
+    """A killed job that its parent has not reaped yet still owns its process id."""
     first = hold(tmp_path)
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
@@ -106,7 +106,7 @@ def test_job_of_another_host_is_respected(tmp_path):
 
 
 def test_a_holder_that_nothing_names_is_respected(tmp_path):
-    """The lock file was removed, or says nothing, while the job runs."""
+    """The lock file is removed or unreadable while the job runs."""
     first = hold(tmp_path)
     for spoil in (lambda lock: lock.write_text("{"), os.remove):
         spoil(tmp_path / "lock.json")
@@ -133,7 +133,7 @@ def test_release_leaves_the_lock_of_another(tmp_path):
 
 
 def test_many_jobs_at_once_one_wins(tmp_path):
-    """All find the same stale lock at the same time."""
+    """All jobs find the same stale lock at the same time."""
     leave_lock(tmp_path)
     code = "import sys\nfrom framework.files.workdir import Workdir\n"
     code += f"try: Workdir({str(tmp_path)!r}).claim(); print('won')\n"

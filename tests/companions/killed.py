@@ -1,6 +1,6 @@
-"""`plimsoll train` that gets a SIGKILL while the reference is computed: `python tests/companions/killed.py N FLAGS`.
+"""`plimsoll train` that gets SIGKILL while the reference is computed: `python tests/companions/killed.py N FLAGS`.
 
-N batches of the data are computed before it. Every batch is counted as done as soon as it is written.
+N batches of the data are computed before the kill. Every batch counts as done as soon as it is written.
 """
 
 import os
@@ -17,7 +17,7 @@ from launch.train import main
 
 
 def kill_after(count: int) -> None:
-    """The next process that has gathered so many batches is gone before it writes the next one."""
+    """From now on, kill this process when it has written `count` batches and gathered the next one."""
     gathered = Scoring._gathered
     seen = [0]
 

@@ -1,4 +1,4 @@
-"""Kill -9 while the reference is computed, and while the model is trained: the next start has the same bits."""
+"""SIGKILL while the reference is computed, and while the model trains: the next start continues to the same bits."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ FACTS = "reference/reference.json"
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of an undisturbed run."""
+    """The workdir of an uninterrupted run."""
     root = tmp_path_factory.mktemp("calm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
@@ -31,17 +31,17 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def text(calm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text of the undisturbed run."""
+    """The text of the uninterrupted run."""
     monkeypatch.setenv("TINY_TEXT", str(calm.parent / "text"))
 
 
 def references(workdir: Path) -> dict[str, bytes]:
-    """The files of stored values, by name."""
+    """Return the files of stored values, by name."""
     return {file.name: file.read_bytes() for file in (workdir / "reference").glob("*.f32")}
 
 
 def evaluations(workdir: Path) -> list[dict[str, float]]:
-    """What evaluations of the run have given."""
+    """Return the metrics of the run's evaluations."""
     names = [name for row in rows(workdir) for name in row if name.startswith("eval/") and "seconds" not in name]
     return [{name: row[name] for name in set(names) if name in row} for row in rows(workdir) if "eval/held/loss" in row]
 
@@ -69,8 +69,8 @@ def test_a_kill_in_training_goes_on_with_what_is_stored(calm: Path, text, tmp_pa
     assert "resumed from" in output(workdir)
     assert (workdir / FACTS).stat().st_mtime_ns == written
     assert losses(workdir) == losses(calm)
-    # The verb takes the stored values too.
-    configs.load(f"{HALVES}:dpo")  # a class of a user's file is known by then
+    # `plimsoll evaluate` uses the stored values too.
+    configs.load(f"{HALVES}:dpo")  # makes the class in the user's file known
     scores = tmp_path / "scores.json"
     assert evaluate([f"--workdir={workdir}", "--validation", f"--json={scores}"]) == 0
     last = evaluations(calm)[-1]

@@ -1,4 +1,4 @@
-"""A published model as the teacher of packed chats: live from host memory it says what `plimsoll score` has stored."""
+"""A published model as the teacher of packed chats: live from host memory, it matches what `plimsoll score` stores."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ TOP_K = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a tokenizer and a chat template in folder/model, and chats."""
+    """A folder with chats and, in folder/model, a small Llama with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("live")
     program = small.program(small.experiment(small.llama(vocab_size=512)))
     facts, family = families.of_model(small.llama(vocab_size=512))
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(folder: Path) -> dict[str, object]:
-    """What the chats' config has of its own, by path."""
+    """Return the settings of the run on chats, by config path."""
     chats = [f"{folder}/chats.jsonl"]
     return {
         "data.source.paths": chats,
@@ -54,7 +54,7 @@ def overrides(folder: Path) -> dict[str, object]:
 
 
 def student(folder: Path, kind: str, path: Path, **fields: object) -> Config:
-    """The model itself, on the chats, with a teacher of that kind."""
+    """Return a config in which the model itself learns from a teacher of this kind, on the chats."""
     config = configs.load(f"hf:{folder}/model")
     for name, value in overrides(folder).items():
         config.set_path(name, value)
@@ -93,7 +93,7 @@ def test_a_live_teacher_says_what_is_stored_of_packed_chats(folder: Path, tmp_pa
     used = batch["segments"] > 0
     np.testing.assert_allclose(stored[LOG_PROBS][used], live[LOG_PROBS][used], atol=4e-3)
     np.testing.assert_allclose(stored[TAIL][used], live[TAIL][used], atol=1e-3)
-    # Two tokens may be as likely as each other, up to rounding.
+    # Two tokens may be equally likely, up to rounding.
     assert (stored[IDS] == live[IDS])[used].mean() > 0.99
 
 

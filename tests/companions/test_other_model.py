@@ -1,4 +1,4 @@
-"""A model beside the one that is trained: the first weights of the run, and its log-probabilities, in host memory."""
+"""A second model in host memory next to the trained one: the initial weights of the run, and its log-probabilities."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ MESH = {"data": 2, "fsdp": 2, "model": 2}
 
 
 def log_probs_of(program, weights, batch):
-    """The log-probabilities of targets, from all logits at once."""
+    """Return the log-probabilities of the targets, computed from all logits together."""
     model = program.experiment.model
     ctx = program.evaluation_context(batch)
     logits = jax.jit(lambda params: model.logits(params, ctx, {}))(weights)
@@ -64,14 +64,14 @@ def test_it_says_that_it_is_not_loaded():
 
 
 def published(folder, seed=0, tokenizer="chatml", **facts):
-    """A directory of the llama family with a tokenizer of its own."""
+    """Write a directory of the llama family with its own tokenizer."""
     directory(folder, "llama", seed=seed, vocab_size=512, **facts)
     pretrained.write(folder, tokenizer)
     return folder
 
 
 def run_of(folder):
-    """The program of a run that begins with a directory's weights; its tokenizer is ready."""
+    """Return the program of a run that starts from a directory's weights, with its tokenizer ready."""
     config = configs.load(f"hf:{folder}")
     config.data.seq_len, config.data.global_batch_size = 16, 8
     program = Program(config.instantiate(), jax.devices()[:1])

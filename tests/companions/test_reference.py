@@ -1,4 +1,4 @@
-"""Every kind of reference gives the log-probabilities of the model that the run began with."""
+"""Every kind of reference gives the log-probabilities of the model that the run started with."""
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,23 @@ MESH = {"data": 2, "fsdp": 2, "model": 2}
 
 
 class Apart(Objective):
-    """Mean squares of what log-probabilities are away from one nat above the reference's: all kinds can be tested."""
+    """Mean squared difference of log-probabilities from one nat above the reference's, so it can test every kind."""
 
     arrays = ("reference",)
 
     def loss(self, head, weights, x_BSD, ctx) -> Loss:
-        """The mean over counted targets."""
+        """Return the mean over counted targets."""
         ratios_BS = head.log_probs(weights, x_BSD, ctx) - ctx.batch["reference"]
         squares = jnp.sum(ctx.batch["weights"] * (ratios_BS - 1.0) ** 2) / ctx.num_targets
         return squares, {"ratio": jax.lax.stop_gradient(jnp.sum(ctx.batch["weights"] * ratios_BS))}
 
     def summary(self, totals):
-        """The mean."""
+        """Return the mean."""
         return {"loss": totals["loss"] / totals["tokens"]}
 
 
 def experiment(kind: str = "auto", model: Config | None = None, **fields) -> Config:
-    """An experiment whose objective reads a reference."""
+    """Return an experiment whose objective reads a reference."""
     config = small.experiment(small.llama() if model is None else model, **fields)
     config.model.head.objective = config_for(Apart)
     config.companion = config_for(Reference, kind=kind)
@@ -53,7 +53,7 @@ def with_lora(model: Config, **fields) -> Config:
 
 
 def mixed(**router) -> Config:
-    """A small model with experts."""
+    """Return a small model with experts."""
     model = small.llama()
     small.block(model).mlp = mixture(experts=4, top_k=2, hidden=24, **router)
     return model
@@ -85,7 +85,7 @@ def test_adapters_that_are_switched_off_are_the_first_weights_at_any_step(case, 
     batch = program.put(small.host_batch(program))
     expected = hosted.completed(hosted.init(), batch)["reference"]
     state, metrics = small.run(program, 2)
-    # Adapters that are trained change the loss, and so they are not what the reference is by chance.
+    # Trained adapters change the loss, so they do not match the reference by chance.
     assert metrics[0]["loss"] != metrics[1]["loss"]
     completed = program.completed(state, batch)
     np.testing.assert_allclose(completed["reference"], expected, atol=2e-5)
@@ -99,7 +99,7 @@ def test_at_the_first_step_nothing_has_gone_away_from_the_reference(tmp_path):
     for kind in ("adapter_off", "hosted"):
         program = opened(experiment(kind, with_lora(small.llama())), tmp_path)
         _, metrics = small.run(program, 1)
-        # One nat is what the objective asks for.
+        # The objective asks for one nat above the reference.
         assert metrics[0]["loss"] == pytest.approx(1.0, abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What a reference costs in device memory, by the compiler: next to nothing beside fine-tuning on the same tokens."""
+"""Device memory of a reference according to the compiler: almost nothing on top of fine-tuning on the same tokens."""
 
 import pytest
 
@@ -17,7 +17,7 @@ SIZES = {"dim": 128, "stack__num_layers": 4, "stack__pattern__0__mlp__hidden": 3
 
 
 def tuning(*, lora: bool, kind: str | None) -> Config:
-    """Fine-tuning of a small model, by DPO with a kind of reference or (None) by the next tokens."""
+    """Return a config that fine-tunes a small model, by DPO with a kind of reference or (None) on the next tokens."""
     config = small.experiment(small.llama(**SIZES), seq_len=64, batch=2, documents=True)
     config.memory.remat = "full"
     if lora:
@@ -34,13 +34,13 @@ def planned(**fields) -> dict:
 
 
 def most(report: dict) -> int:
-    """The peak of all that runs in a step."""
+    """Return the highest peak of all programs that run in a step."""
     return max(report["phases"][name]["device_peak_bytes"] for name in ("train", "reference"))
 
 
 @pytest.fixture(scope="module")
 def base() -> dict[bool, int]:
-    """The peaks of the next tokens' loss, without and with adapters."""
+    """The peaks with the next-token loss, without and with adapters."""
     return {lora: planned(lora=lora, kind=None)["phases"]["train"]["device_peak_bytes"] for lora in (False, True)}
 
 
@@ -54,7 +54,7 @@ def test_preferences_take_the_memory_of_fine_tuning(lora, kind, bound, base):
     assert most(report) <= bound * base[lora]
     program = small.program(tuning(lora=lora, kind=kind))
     weights = sum(leaf.bytes_per_device for leaf in program.layout if leaf.group in ("parameter", "frozen"))
-    # A second copy of the weights in the device's memory would have shown.
+    # A second copy of the weights in device memory would have been noticed.
     assert most(report) + weights > 1.1 * bound * base[lora]
     kept = report["host_peak_bytes"]
     if kind == "hosted":
@@ -62,7 +62,7 @@ def test_preferences_take_the_memory_of_fine_tuning(lora, kind, bound, base):
         assert report["phases"]["reference"]["host_peak_bytes"] == kept
     else:
         assert kept == 0
-    # The guard of `plimsoll train` counts it as the plan does.
+    # The guard of `plimsoll train` counts the reference as the plan does.
     assert need(program).peak == most(report)
 
 
@@ -73,7 +73,7 @@ def test_a_step_takes_the_time_of_its_reference_too():
 
 
 def estimated(*, lora: bool, kind: str, accumulate: int) -> dict:
-    """The report of the closed form, for one H100."""
+    """Return the report of the analytical estimate, for one H100."""
     config = tuning(lora=lora, kind=kind)
     config.learner.accumulate = accumulate
     return quick("small", config, resolve("h100"), None)
@@ -85,14 +85,15 @@ def estimated(*, lora: bool, kind: str, accumulate: int) -> dict:
 def test_the_closed_form_counts_the_reference(kind: str, accumulate: int):
     lora = kind == "adapter_off"
     report = estimated(lora=lora, kind=kind, accumulate=accumulate)
-    # Where values are stored, a step computes none.
+    # With stored values, a step computes no reference.
     without = estimated(lora=lora, kind="stored", accumulate=accumulate)
     program = small.program(tuning(lora=lora, kind=kind))
     kept = program.experiment.companion.host_bytes(program)
     assert (kept > 0) == (kind == "hosted")
     assert report["host_peak_bytes"] - without["host_peak_bytes"] == kept
     more = {name: report["time"]["parts"][name] - seconds for name, seconds in without["time"]["parts"].items()}
-    # A forward pass beside two of them and a backward pass, which is as much as one or, with all weights, two.
+    # One forward pass in addition to two of them and a backward pass. The backward pass costs as much as one forward
+    # pass or, if all weights train, two.
     share = more["matrix units"] / without["time"]["parts"]["matrix units"]
     assert 0.2 < share < 0.4
     link_seconds = accumulate * kept / (PCIE_REACHED * resolve("h100").spec.pcie_bytes_per_second)

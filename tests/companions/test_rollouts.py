@@ -1,4 +1,4 @@
-"""Rollouts: what the model answers and with which probability, the batches that come of it, and what is refused."""
+"""Rollouts: the model's answers and their probabilities, the batches made from them, and what is refused."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from tests.support import rewarded, runs
 
 
 def program_of(folder: Path, devices: int = 1, **changes) -> Program:
-    """A program whose data is ready and whose companion is open; `changes`: paths with __ for dots."""
+    """Return a program with its data and its batch transform ready; `changes`: config paths with __ for dots."""
     config = rewarded.rewarded()
     override(config, {path.replace("__", "."): value for path, value in changes.items()})
     experiment = config.instantiate()
@@ -36,18 +36,18 @@ def program_of(folder: Path, devices: int = 1, **changes) -> Program:
 
 
 def completed(program: Program, state, index: int = 0) -> dict[str, np.ndarray]:
-    """A batch of the data with the model's answers, on the host."""
+    """Return a batch of the data with the model's answers, on the host."""
     batch = program.experiment.data.train_batch(index, program.rows)
     return jax.device_get(program.completed(state, program.put(batch)))
 
 
 def answers_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
-    """The tokens of each answer."""
+    """Return the tokens of each answer."""
     return [row[weights > 0].tolist() for row, weights in zip(batch["targets"], batch["weights"], strict=True)]
 
 
 def train(program: Program, steps: int = 3) -> tuple[list[float], list[float]]:
-    """(losses, rewards) of so many steps."""
+    """Train for `steps` steps, and return (losses, rewards)."""
     state = program.init()
     losses, rewards = [], []
     for index in range(steps):
@@ -70,7 +70,7 @@ def state(program: Program):
 
 @pytest.mark.pairs
 def test_log_probabilities_are_those_of_the_model_that_trains(program: Program, state):
-    """`behavior` comes from the loop over tokens with a cache, `log_probs` from the forward pass of a whole row."""
+    """`behavior` comes from the loop over tokens with a cache, `log_probs` from a forward pass of whole rows."""
     batch = completed(program, state)
     model = program.experiment.language_model
 
@@ -95,7 +95,7 @@ def test_the_likeliest_answers_are_the_generators(program: Program, state):
     assert 0 < len(prompts) < 16, "some rows of the last batch are padding"
     sampling = Sampling(max_new_tokens=4, temperature=0.0, stop_ids=data.stop_ids)
     continued = Generator(program, state)(prompts, sampling)
-    # The generator leaves the token out that ends an answer.
+    # The generator omits the token that ends an answer.
     answers = [[token for token in answer if token not in data.stop_ids] for answer in answers_of(batch)]
     assert answers[: len(prompts)] == continued
     assert batch["ends"].sum() == len(prompts)
@@ -105,7 +105,7 @@ def test_the_likeliest_answers_are_the_generators(program: Program, state):
 def test_draws_are_a_function_of_step_and_row(program: Program, state):
     first = answers_of(completed(program, state))
     assert answers_of(completed(program, state)) == first
-    # The four answers to a prompt are drawn apart.
+    # The four answers to a prompt are sampled independently.
     assert len({tuple(answer) for answer in first[:4]}) == 4
     later = {**state, "counter": {**state["counter"], "step": state["counter"]["step"] + 1}}
     assert answers_of(completed(program, later)) != first
@@ -130,7 +130,7 @@ def test_rows_end_where_the_answer_ends():
 
 @pytest.mark.pairs
 def test_demonstrations_have_the_gradient_of_supervised_training(tmp_path: Path):
-    """The next tokens' cross-entropy, mean over the answers' tokens."""
+    """The loss is the next-token cross-entropy, averaged over the answers' tokens."""
     program = program_of(tmp_path, companion__demonstrations=1)
     state = program.init()
     batch = completed(program, state)
@@ -234,7 +234,7 @@ def test_rewards_rise(tmp_path: Path):
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["hosted", pytest.param("adapter_off", marks=pytest.mark.pairs)])
 def test_the_reference_is_the_model_of_the_first_step(kind: str, tmp_path: Path):
-    """At first the divergence from it is zero, and behavior and reference are one; later they are not."""
+    """At first the divergence from the reference is zero, and behavior equals reference; later they differ."""
     config = rewarded.rewarded()
     config.model.head.objective.beta = 0.1
     config.companion.reference = config_for(Reference, kind=kind)
@@ -306,7 +306,7 @@ def test_a_reward_function_that_fails_is_named(function: str, message: str, prog
 
 @pytest.mark.parametrize("function", ["too_few", "failing"])
 def test_a_reward_function_is_tried_before_a_run_begins(function: str, program: Program, tmp_path: Path):
-    """Before the demonstrations, after which it would be asked first."""
+    """It is called before the demonstrations, after which its first call would otherwise come."""
     program.experiment.companion.check_files(program, tmp_path, begins=True)
     companion = Rollouts(reward=rewarded.REWARD.replace("high_bytes", function), demonstrations=5)
     with pytest.raises(ValueError, match=rf"companion\.reward = .*:{function}: "):
@@ -352,8 +352,8 @@ def test_killed_among_the_answers_it_goes_on_to_the_same_bits(tmp_path: Path, mo
     reward = rewarded.REWARD.replace("high_bytes", "killed_at_eighth")
     flags = (f"--config.companion.reward={reward}", "--config.trainer.max_steps=10")
     killed = tmp_path / "killed"
-    # The eighth call is that of the eighth step, whose answers are there. The checkpoint of the third step is on disk,
-    # as the next one waits for it; that of the sixth may be.
+    # The eighth call is in the eighth step, after its answers. The checkpoint of the third step is on disk, because
+    # the next save waits for it; that of the sixth may be.
     assert runs.start(killed, *flags, **kind).wait() == -signal.SIGKILL
     assert max(runs.losses(killed)) < 8
     assert runs.start(killed, *flags, **kind).wait() == 0

@@ -1,4 +1,4 @@
-"""Stored values: the data delivers them with the rows that they are of; those of other weights or data are refused."""
+"""Stored values: the data delivers them with their rows; values from different weights or data are refused."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.runs import write_text
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch) -> Program:
-    """A program whose stored reference was computed, in the folder `run` of the test's."""
+    """A program whose stored reference was computed in tmp_path/run."""
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     program = fresh(tmp_path)
@@ -26,7 +26,7 @@ def begun(tmp_path: Path, monkeypatch) -> Program:
 
 
 def fresh(tmp_path: Path, kind: str = "auto", **fields) -> Program:
-    """The program of a new start, whose data is ready."""
+    """Return the program of a new start, with its data ready."""
     config = dpo()
     config.companion.kind = kind
     for path, value in fields.items():
@@ -48,7 +48,7 @@ def test_batches_have_the_values_of_their_rows(begun: Program, tmp_path: Path):
         expected = hosted.completed({}, hosted.put({name: x for name, x in batch.items() if name != "reference"}))
         np.testing.assert_allclose(batch["reference"], expected["reference"], atol=1e-5)
         assert (batch["reference"][batch["weights"] == 0] == 0).all()
-    # Rows behind the end of a validation set are padding.
+    # Rows past the end of a validation set are padding.
     assert any((batch["weights"][-1] == 0).all() for batch in batches)
     assert begun.experiment.companion.completed(begun, {}, begun.put(batches[0])).keys() == batches[0].keys()
 
@@ -75,7 +75,7 @@ def test_values_of_other_weights_or_data_are_refused(begun: Program, fields, wha
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
     assert f"holds a reference of other {what}: it is computed again" in said[1]
-    # Another seed of the data is another order of the same rows of text.
+    # Another data seed only changes the order of the same rows of text.
     assert (values.read_bytes() == before) == (what == "data")
 
 

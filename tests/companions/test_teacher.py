@@ -1,4 +1,4 @@
-"""The teacher of a run: what is stored of it is what it says, found by row, and everything else is refused."""
+"""The teacher of a run: its stored values match what it computes and are found by row; everything else is refused."""
 
 import json
 import re
@@ -28,7 +28,7 @@ VOCAB = 257
 
 
 def written(folder: Path, *, words: int = 2000) -> Path:
-    """A folder with a text to train on and one that is held out."""
+    """Write a training text and a held-out text to a new folder, and return the folder."""
     folder.mkdir()
     rng = np.random.default_rng(words)
     for name, count in (("train", words), ("valid", 60)):
@@ -38,7 +38,7 @@ def written(folder: Path, *, words: int = 2000) -> Path:
 
 
 def experiment(folder: Path, *, layers: int, mesh: dict[str, int] | None = None, masked: bool = False) -> Config:
-    """A byte-level llama of that many layers on the folder's texts."""
+    """Return the config of a byte-level llama with `layers` layers on the folder's texts."""
     config = small.experiment(small.llama(vocab_size=VOCAB, stack__num_layers=layers), mesh=mesh)
     config.data = config_for(
         DataPipeline,
@@ -54,7 +54,7 @@ def experiment(folder: Path, *, layers: int, mesh: dict[str, int] | None = None,
 
 
 def student(folder: Path, scores: Path, *, top_k: int = TOP_K, **fields) -> Config:
-    """A student whose companion reads the scores."""
+    """Return the config of a student that reads the scores."""
     config = experiment(folder, layers=1, **fields)
     config.model.head.objective = config_for(Distillation, alpha=0.0)
     config.companion = config_for(Teacher, path=str(scores), top_k=top_k)
@@ -101,7 +101,7 @@ def opened(config: Config, workdir: Path) -> Program:
 
 
 def of_teacher(program: Program, state, batch) -> np.ndarray:
-    """The teacher's log-probabilities of every token, float64[B, S, V]."""
+    """Return the teacher's log-probabilities of every token, float64[B, S, V]."""
     ctx = program.evaluation_context({name: jnp.asarray(value) for name, value in batch.items()})
     logits = program.experiment.language_model.logits(program.weights(state), ctx, state["buffer"])
     return log_softmax(np.asarray(logits, np.float64), axis=-1)
@@ -123,7 +123,7 @@ def assert_is_what_the_teacher_says(completed, log_probs: np.ndarray, counted: n
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "seq": 4}], ids=["one", "eight"])
 @pytest.mark.parametrize("top_k", [TOP_K, 3])
 def test_batches_have_what_the_teacher_says(scored, tmp_path, mesh, top_k):
-    """In another order than that of the files, in training and in evaluation, with fewer tokens, on eight devices."""
+    """Test rows in a different order than in the files, training and evaluation, fewer tokens, and eight devices."""
     texts, scores, teacher, state, masked = scored
     config = student(texts, scores, top_k=top_k, mesh=mesh, masked=masked)
     program = opened(config, tmp_path)
@@ -136,7 +136,7 @@ def test_batches_have_what_the_teacher_says(scored, tmp_path, mesh, top_k):
         assert_is_what_the_teacher_says(completed, of_teacher(teacher, state, delivered), counted, top_k)
     with data.eval_batches("held", program.rows) as batches:
         last = list(batches)[-1]
-    # The last batch of an evaluation has rows of nothing but padding.
+    # The last batch of an evaluation has rows with only padding.
     padding = last["weights"].sum(1) == 0
     assert padding.any()
     completed = program.completed({}, program.put(last))
@@ -164,7 +164,7 @@ def test_a_student_trains_and_evaluates(scored, tmp_path):
 
 
 def refusal(config: Config, workdir: Path) -> str:
-    """The one line with which a run on this config is refused."""
+    """Return the one-line error that refuses a run on this config."""
     with pytest.raises((ValueError, FileNotFoundError)) as info:
         opened(config, workdir)
     assert "\n" not in str(info.value)
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused(scored, tmp_path):
         return refusal(config, tmp_path / "run")
 
     def keep(config):
-        """Changes nothing."""
+        """Change nothing."""
 
     assert "holds no teacher.json: expected a folder that `plimsoll score`" in line(keep, path=tmp_path / "none")
     assert "stored for data.seq_len = 32, the run has 16" in line(lambda c: c.data.set_path("seq_len", 16))
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused(scored, tmp_path):
     others = written(tmp_path / "others", words=1999)
     assert re.search(r"stored for other data than data.source \(\w{12}; stored: train", line(keep, folder=others))
     assert "nothing reads what it adds" in line(lambda c: c.model.head.set_path("objective", None))
-    # One mask is other data than none.
+    # Adding or removing the document mask makes it different data.
     assert "stored for other data" in line(lambda c: c.data.set_path("document_mask", not masked))
 
 
@@ -239,7 +239,7 @@ def test_a_run_goes_on_with_the_teacher_that_it_began_with(scored, tmp_path):
     companion = program.experiment.companion
     with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run began with"):
         companion.check_files(program, workdir, begins=False)
-    # An evaluation opens the teacher that it is given, and writes nothing.
+    # An evaluation opens the given teacher, and writes nothing.
     companion.open(program, workdir, begins=False, tell=lambda line: None)
     assert (workdir / "teacher.json").read_text() == record
     companion.check_files(program, workdir, begins=True)
@@ -259,7 +259,7 @@ def drawn(count: int, seed: int = 0) -> Rows:
 
 
 def test_rows_that_were_not_committed_are_written_again(tmp_path):
-    """The bytes of an undisturbed writer, after a kill between `append` and `commit`."""
+    """After a kill between `append` and `commit`, the bytes equal those of an uninterrupted writer."""
     first, second = drawn(3), drawn(2, seed=1)
     for name in ("whole", "killed"):
         with TeacherWriter(tmp_path / name, FACTS).open() as writer:

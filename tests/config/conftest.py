@@ -1,4 +1,4 @@
-"""A user's own config file, as the tests of the command line load it."""
+"""A user's own config file, as the command-line tests load it."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ CONFIGS = {"mine-again": mine}
 
 @pytest.fixture
 def user_file(tmp_path: Path) -> Path:
-    """path/to/my.py, with configs mine, other, mine-again and several broken ones."""
+    """path/to/my.py, with the configs mine, other and mine-again, and several broken ones."""
     path = tmp_path / "my.py"
     path.write_text(SOURCE)
     return path

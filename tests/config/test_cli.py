@@ -1,4 +1,4 @@
-"""The command line of every verb: grammar, order, rules by accelerator, and how mistakes end."""
+"""The command line of every verb: grammar, order, rules by accelerator, and how user errors end."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_parse_gives_flags_and_the_overridden_config(user_file):
     assert command.config.optimizer.learning_rate == 1e-5
     assert command.config.layers[1].heads == 16
     assert command.named == configs.load(f"{user_file}:mine")  # untouched
-    assert command.config.remat is None  # parsing alone applies no rule
+    assert command.config.remat is None  # parsing applies no rule
 
 
 USAGE = [
@@ -97,7 +97,7 @@ def test_rules_come_after_the_name_and_before_overrides(user_file):
 
 
 def test_the_text_of_an_override_is_read_once(user_file, monkeypatch):
-    """Also where rules are applied before it; without a rule, it is applied once too."""
+    """The same holds where rules are applied before it; without a rule, it is applied only once too."""
     read: list[str] = []
     override = Config.override
 
@@ -130,7 +130,7 @@ def test_rules_are_checked_and_may_be_overridden(user_file):
     assert {"rule v5e-*: layers.0.dim ? -> 8", "rule v5e-*: optimizer optax.adamw -> optax.sgd"} < set(lines)
     config.accelerator_rules[1].set = {"stpes": 3}
     with pytest.raises(ConfigError, match=r"^accelerator_rules\.1 \(v5e-8\): stpes: no such field"):
-        cli.apply_accelerator_rules(config, None)  # on whatever accelerator
+        cli.apply_accelerator_rules(config, None)  # on any accelerator
 
 
 def test_main_turns_mistakes_into_exit_code_2(capsys, monkeypatch):
@@ -160,19 +160,19 @@ def test_value_errors_are_told_apart_by_who_raised_them():
     def theirs():
         return jax.jit(lambda x: x, in_shardings=(None, None))(1)
 
-    # As if they were defined in framework/: who raised is read from the frame's file.
+    # As if they were defined in framework/: the file of the frame that raises decides.
     file = str(ROOT / "framework" / "layout.py")
     for raises, expected in ((ours, True), (theirs, False), (lambda: jnp.stack([]), False)):
-        with pytest.raises(ValueError) as caught:  # whatever it says
+        with pytest.raises(ValueError) as caught:  # with any message
             types.FunctionType(raises.__code__.replace(co_filename=file), globals())()
         assert mistakes.is_user_error(caught.value) is expected, caught.value
 
 
 def launch_process(*argv: str) -> subprocess.CompletedProcess[str]:
-    # A platform that does not exist: whatever starts a JAX backend raises, and the exit code is then 1.
+    # A platform that does not exist: anything that starts a JAX backend raises, and the exit code is then 1.
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True, timeout=120)
-    # On a slow machine a verb says that it is starting.
+    # A slow machine also shows the startup message.
     done.stderr = re.sub(r"^starting [^\n]*\n", "", done.stderr)
     return done
 
@@ -194,7 +194,7 @@ PROCESSES = [
 @pytest.mark.parametrize(("argv", "message"), PROCESSES)
 def test_typos_end_with_exit_code_2_before_jax_starts(argv, message, user_file):
     if argv == PROCESSES[0][0]:
-        assert launch_process("-c", "import jax; jax.devices()").returncode == 1  # that platform would fail
+        assert launch_process("-c", "import jax; jax.devices()").returncode == 1  # this platform does fail
     result = launch_process("-m", *(word.format(file=user_file) for word in argv))
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert message in result.stderr
@@ -246,7 +246,7 @@ def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
 
 
 def test_what_packages_log_is_a_line_like_others():
-    """Those that log through absl, as orbax, grain and the framework do, and those that have loggers of their own."""
+    """Packages that log through absl (orbax, grain and the framework), and packages with their own loggers."""
     script = """
 import logging, sys
 from absl import logging as absl_logging

@@ -1,4 +1,4 @@
-"""Options of the compiler: by config, by accelerator, checked with the compiler itself."""
+"""Compiler options: set by config or by accelerator, and checked with the compiler itself."""
 
 import os
 import subprocess
@@ -168,7 +168,7 @@ def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkey
 
 @pytest.mark.pairs
 def test_every_program_is_compiled_with_the_options(tmp_path: Path):
-    """Training, evaluation and generation, by what XLA writes when it is told to."""
+    """The files that XLA dumps show this for training, evaluation and generation."""
     experiment = small.experiment(small.gpt2(stack__num_layers=1))
     experiment.compiler.options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": "true"}
     program = Program(experiment.instantiate(), jax.devices()[:1])
@@ -183,7 +183,7 @@ def test_every_program_is_compiled_with_the_options(tmp_path: Path):
 @pytest.mark.pairs
 def test_training_and_plan_have_the_same_numbers():
     plain, told = small.experiment(), small.experiment()
-    told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # other temporaries are alive: the bytes tell
+    told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # changes the temporaries, and with them the peak
     peaks = [need(Program(config.instantiate(), jax.devices()[:1])).peak for config in (plain, told)]
     assert peaks[0] != peaks[1]
     assert plan("small", told, resolve("cpu:1"), None, phases=False)["device_peak_bytes"] == peaks[1]
@@ -212,7 +212,7 @@ def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.pairs
 def test_the_check_of_the_environment_agrees_with_xla():
-    """XLA takes a flag that the check knows; one that it does not ends the process, and the verbs with code 2."""
+    """XLA accepts a flag that the check knows; an unknown flag ends the process, and verbs exit with code 2."""
     plan_it = ["-m", "launch.plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]
     for words, flag, code in (
         (["-c", "import jax; jax.devices()"], "--xla_cpu_enable_fast_math=true", 0),

@@ -1,4 +1,4 @@
-"""What files may name: exactly what is marked where it is defined, and nothing of it touches a file as it is built."""
+"""Names that files may use: exactly those marked at their definition; building a component touches no file."""
 
 import ast
 import functools
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _modules() -> list[str]:
-    """Every module of ours that could be named, `launch` too."""
+    """Return every module of ours that could be named, including `launch`."""
     found = ["framework", "configs", "launch"]
     for package in (framework, configs, launch):
         found += [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
@@ -46,7 +46,7 @@ def _modules() -> list[str]:
 
 
 def _marked_in_source() -> set[str]:
-    """The dotted names of what stands under `@component`, as a reader of the files sees it."""
+    """Return the dotted names of definitions under `@component`, as they appear in the source files."""
     names = set()
     for package in ("framework", "configs", "launch"):
         for file in (ROOT / package).rglob("*.py"):
@@ -71,7 +71,7 @@ def test_of_everything_public_exactly_the_marked_ones_can_be_named():
                 target = config_names.resolve(f"{module_name}.{attribute}", passed=True)
             except ConfigError:
                 continue
-            resolved[f"{target.__module__}.{target.__qualname__}"] = target  # a re-export leads to the same object
+            resolved[f"{target.__module__}.{target.__qualname__}"] = target  # a re-export resolves to the same object
     assert sorted(resolved) == MARKED
     assert all(is_component(target) for target in resolved.values())
 
@@ -88,7 +88,7 @@ def test_the_mark_is_neither_inherited_nor_copied():
     assert not is_component(wrapped)
 
 
-# What required fields are given, by their names; `_late` below has what only a parent knows.
+# Values for required fields, by name. `_build` passes `specs`, which only a parent knows, at instantiation.
 DATA = config_for(sources.TextFiles, paths=["not/there.txt"])
 FIELDS: dict[str, Any] = {
     "classes": ["a", "b"],
@@ -130,7 +130,7 @@ FIELDS: dict[str, Any] = {
     "vocab_size": 300,
     "weights": [1.0, 2.0],
 }
-# Where a name means something else, and where a part of another kind is needed.
+# Components where a field name has a different meaning, or that need a different kind of part.
 BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
 SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def test_building_a_component_touches_no_file(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     target = config_names.resolve(name)
     if inspect.signature(target).parameters:
-        _build(target, name)  # imports, and what JAX compiles for a first time
+        _build(target, name)  # triggers imports and JAX's first compilations
     with watched() as events:
         _build(target, name)
     assert events == []
@@ -198,7 +198,7 @@ def test_the_watch_sees_what_it_is_for(tmp_path):
 
 
 OPTIMIZER = optax.adam(0.1)
-# Arguments for everything of optax that may be named, by the names of parameters without a default.
+# Arguments for every optax function that may be named, by the names of parameters without a default.
 ARGUMENTS: dict[str, Any] = {
     "adv_optimizer": OPTIMIZER,
     "cosine_kwargs": [{"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 1, "decay_steps": 3}],
@@ -326,7 +326,7 @@ def test_what_our_own_code_configures_is_not_thereby_open_to_files():
 
 @pytest.mark.pairs
 def test_our_own_code_configures_nothing_that_files_may_not_name():
-    """What is configured in this process is loadable, if it is not ours; so ours adds nothing to the list."""
+    """Foreign names that this process configures become loadable, so our own code must not add any to the list."""
     named = set()
     for package in ("framework", "configs", "launch"):
         for file in (ROOT / package).rglob("*.py"):

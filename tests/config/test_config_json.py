@@ -1,4 +1,4 @@
-"""Loading JSON: everything is checked, and nothing executed or imported, whatever the file says."""
+"""Loading JSON checks everything, and executes or imports nothing, whatever the file contains."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_text_that_is_no_json(depth):
             Config.from_json(text)
 
 
-# What a hostile config.json could name. None may be imported, and none called.
+# Names that a hostile config.json could contain. None may be imported, and none called.
 CANARIES = """
     os os.system subprocess.Popen builtins.eval antigravity.fly canary_module.Payload __import__('os').system('true') .
     framework.config.names.importlib.import_module framework.config.names.sys framework.config.names.sys.exit
@@ -69,7 +69,7 @@ def test_hostile_names_are_refused(name, tmp_path, monkeypatch):
     new = {key for key in sys.modules if key not in modules}
     assert not {key for key in new if not key.startswith(("framework", "configs", "optax", "jax"))}
     assert not marker.exists()
-    # And the same as the name of a referenced object.
+    # The same holds for the name of a referenced object.
     with pytest.raises(ConfigError):
         Config.from_dict({"$class": "framework.config.reference", "name": name}).instantiate()
 
@@ -95,7 +95,7 @@ def test_public_names_are_short_and_resolve(monkeypatch):
     for target, name in zip(targets, names, strict=True):
         assert config_names.name_of(target) == name
         assert config_names.resolve(name, passed=True) is target
-    # A module that is not there is told from one that is broken.
+    # A missing module is distinguished from a broken one.
     with pytest.raises(ConfigError, match=r"no module 'framework\.confg'"):
         config_names.resolve("framework.confg.Config")
     monkeypatch.setattr(config_names.importlib, "import_module", lambda name: __import__("no_such_dependency"))

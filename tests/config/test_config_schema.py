@@ -50,7 +50,7 @@ class Node:
         named: dict[str, Config] = {},  # noqa: B006
         activation: Callable[[Any], Any] = jax.nn.relu,
     ):
-        leaf.dim = dim  # what a parent does to the config it is given stays its own matter
+        leaf.dim = dim  # a parent's changes to the config it is given do not leak
         self.leaf, self.activation = leaf.instantiate(), activation
         self.children = [one.instantiate(dim=dim) for one in [*more, *named.values()]]
 
@@ -74,7 +74,7 @@ def collect(*, parts: Any, arrays: list[Callable] | None = None) -> Any:
 
 
 def field_of(hint: Any, *default: Any) -> Config:
-    """A config of a function with one parameter `x` of that hint."""
+    """Return the config of a function with one parameter `x` with this hint."""
 
     def target(*, x):
         return x
@@ -143,7 +143,7 @@ def test_unknown_names_suggest_the_nearest():
         with pytest.raises(kind):
             _ = config["zzz"]
     with pytest.raises(FieldError):
-        config.update_from_flattened_dict({"haeds": 3})  # ConfigDict's own API stays checked
+        config.update_from_flattened_dict({"haeds": 3})  # ConfigDict's own API is checked too
 
 
 def test_names_that_cannot_be_fields_are_refused():
@@ -173,13 +173,13 @@ def test_update_is_a_field_where_the_target_has_it():
 
 def test_defaults():
     with pytest.raises(ConfigError, match="by default: expected an integer > 0, given 0"):
-        field_of(PositiveInt, 0)  # a bug of the component
-    config = field_of(int, None)  # implicit Optional, common in other people's code
+        field_of(PositiveInt, 0)  # a bug in the component
+    config = field_of(int, None)  # implicit Optional, common in third-party code
     config.x = 3
     config.x = None
     with pytest.raises(FieldTypeError, match="expected an integer or none"):
         config.x = "3"
-    for own in (object(), {1, 2}, np.zeros(1).dtype):  # no data: stays the constructor's
+    for own in (object(), {1, 2}, np.zeros(1).dtype):  # not data: left to the constructor
         config = field_of(Any, own)
         assert config.x is own
         assert config.instantiate() is own
@@ -187,12 +187,12 @@ def test_defaults():
 
 
 def test_hints_that_cannot_be_resolved_accept_any_data():
-    def target(*, amount: "Decimal", child: "Config | Decimal"):  # Decimal is imported for type checkers only
+    def target(*, amount: "Decimal", child: "Config | Decimal"):  # only type checkers import Decimal
         return amount, child
 
     config = config_for(target, amount=3, child=config_for(Leaf, dim=1))
     assert config.amount == 3
-    assert isinstance(config.instantiate()[1], Config)  # the text of the hint still says that configs are wanted
+    assert isinstance(config.instantiate()[1], Config)  # the text of the hint still asks for configs
     with pytest.raises(FieldTypeError, match="expected data"):
         config.amount = object()
     with pytest.raises(ConfigError, match=r"MultipleOf.* is not supported in a type hint"):
@@ -208,7 +208,7 @@ ACCEPTED = [
     (tuple[int, str], [1, "a"], (1, "a")),
     (Mapping[str, float], {"a": 1}, {"a": 1.0}),
     (Annotated[int, at.Interval(ge=0, le=3)], 3, 3),
-    (Any, {"a": (1, None)}, {"a": [1, None]}),  # JSON could not bring this tuple back
+    (Any, {"a": (1, None)}, {"a": [1, None]}),  # JSON could not restore this tuple
     (Callable[[int], int] | float, 0.5, 0.5),
 ]
 

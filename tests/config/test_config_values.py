@@ -1,4 +1,4 @@
-"""Values by dotted path: refused in which words, command-line text by type, swaps in order, differences, JSON."""
+"""Values by dotted path: wording of errors, command-line text by type, swaps in order, differences, JSON."""
 
 import json
 import math
@@ -153,7 +153,7 @@ TEXTS = [
     ("text", '"none"', "none"),
     ("lit", "none", "none"),
     ("lit", "3", 3),
-    ("maybe", "none", "none"),  # a choice of that spelling goes before the absence of one
+    ("maybe", "none", "none"),  # a choice with that spelling takes precedence over None
     ("auto", "0.5", 0.5),
     ("ints", "1,2,3", [1, 2, 3]),
     ("ints", "4", [4]),
@@ -165,7 +165,7 @@ TEXTS = [
     ("table", '{"a": 1}', {"a": 1.0}),
     ("table.new", "3", {"a": 1.0, "new": 3.0}),
     ("loose", "[1, {'a': None}]", [1, {"a": None}]),
-    ("loose", "os.system", "os.system"),  # no more than text, where any data goes
+    ("loose", "os.system", "os.system"),  # just text, where any data is allowed
 ]
 
 

@@ -1,4 +1,4 @@
-"""What `list`, `show` and `diff` print, and the verbs' own list."""
+"""The output of `list`, `show` and `diff`, and the list of verbs."""
 
 import functools
 import inspect

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTA
 
 @pytest.fixture
 def saved_files(tmp_path, monkeypatch) -> Path:
-    """A working directory with the files that the page says to save (their first line names them)."""
+    """A working directory with the files that the page asks readers to save (their first line names them)."""
     for kind, block in BLOCKS:
         if kind == "python" and (name := re.match(r"# (\w+\.py)\n", block)):
             (tmp_path / name[1]).write_text(block)

@@ -14,7 +14,7 @@ from framework.config.schema import schema
 
 
 def test_every_hint_of_every_component_resolves():
-    """A hint that does not resolve would accept anything: our own must not have such holes."""
+    """A hint that does not resolve would accept anything, so all of ours must resolve."""
     for name, function in configs.functions().items():
         assert (function.__doc__ or "").strip(), f"{name} needs a docstring: it documents the config"
         for path, value in configs.load(name).walk():

@@ -1,4 +1,4 @@
-"""What a stranger's config could ask for: each payload, at each place of an experiment, is refused and does nothing."""
+"""Untrusted configs: each payload, at each place of an experiment, is refused and does nothing."""
 
 import copy
 import json
@@ -18,10 +18,10 @@ from framework.weights.pretrained import Pretrained
 from launch import cli
 from tests.support.watched import watched
 
-# In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
+# In texts, {dir} is a folder with evil.py, which writes the file PWNED when it runs, and with the file `precious`.
 EVIL = "import pathlib; pathlib.Path(r'{dir}/PWNED').write_text('ran')\ndef f(): ...\n"
 PAYLOADS: list[dict[str, Any]] = [
-    # What runs a file, or code
+    # Run a file, or code
     {"$class": "configs.load", "spec": "{dir}/evil.py:f"},
     {"$class": "configs.find", "spec": "{dir}/evil.py:f"},
     {"$class": "configs._from_file", "path": "{dir}/evil.py", "name": "f"},
@@ -36,7 +36,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "runpy.run_path", "path_name": "{dir}/evil.py"},
     {"$class": "framework.files.workdir.os.system", "command": "touch {dir}/PWNED"},
     {"$class": "framework.weights.pretrained.json.loads", "s": "1"},
-    # What returns configs, or reads directories
+    # Return configs, or read directories
     {"$class": "configs.names"},
     {"$class": "configs.tiny.stdlib_tiny"},
     {"$class": "configs.finetune.full", "path": "{dir}"},
@@ -48,7 +48,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.config.Config.from_json", "text": '{"$class": "configs.load", "spec": "{dir}/evil.py:f"}'},
     {"$class": "framework.config.names.resolve", "name": "configs.load"},
     {"$class": "framework.config.names.remember", "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
-    # What writes, moves or removes
+    # Write, move or remove files
     {"$class": "framework.files.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
     {"$class": "framework.files.workdir.Workdir", "path": "{dir}/PWNED"},
     {"$class": "framework.files.workdir.read_only", "path": "{dir}"},
@@ -71,7 +71,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.run.trainer.Trainer"},
     {"$class": "framework.devices.executables.compiled", "lowered": 1},
     {"$class": "framework.run.canary.check"},
-    # What talks to others, or starts processes and threads
+    # Connect to other machines, or start processes and threads
     {"$class": "framework.files.remote.Mirror", "url": "gs://a/b"},
     {"$class": "framework.files.remote.connect", "url": "http://127.0.0.1:9"},
     {"$class": "framework.processes.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
@@ -84,7 +84,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.plan", "config": "nanogpt-cpu", "target": "local"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
-    # Classes and functions of ours that are no component
+    # Classes and functions of ours that are not components
     {"$class": "framework.config.names.ConfigError", "message": "x"},
     {"$class": "framework.run.hooks.RollBack"},
     {"$class": "framework.inference.sampling.Sampling", "tokens": 1},
@@ -93,7 +93,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.data.chats.ChatCodec"},
     {"$class": "framework.optimizers.partition.partitioned", "optimizer": 1},
     {"$class": "framework.program.program.Program", "experiment": 1},
-    # Of optax and jax.nn what is no optimizer, schedule or initializer
+    # Names in optax and jax.nn that are not optimizers, schedules or initializers
     {"$class": "optax.inject_hyperparams", "inner_factory": {"$class": "framework.config.reference", "name": "x"}},
     {"$class": "optax.apply_updates", "params": 1, "updates": 1},
     {"$class": "optax.microbatch", "fun": 1},
@@ -106,7 +106,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "jax.nn.initializers.np.load", "file": "{dir}/precious"},
     {"$class": "numpy.load", "file": "{dir}/precious", "allow_pickle": True},
     {"$class": "pickle.loads", "data": "x"},
-    # Names that are none
+    # Invalid names
     {"$class": ["configs.load"], "spec": "{dir}/evil.py:f"},
     {"$class": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
     {"$class": None},
@@ -114,7 +114,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": ""},
     {"$class": "configs.load" * 10_000},
     {"$class": "fr\u0430mework.workdir.write_json"},  # a Cyrillic a
-    {"$class": "\uff4f\uff53.system", "command": "touch {dir}/PWNED"},  # letters that Python takes for "os"
+    {"$class": "\uff4f\uff53.system", "command": "touch {dir}/PWNED"},  # letters that Python normalizes to "os"
     {"$class": "configs.load\n"},
     {"$class": "configs.load\u0000"},
     {"$class": "\ud800.load"},
@@ -125,7 +125,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "configs.not_there_yet.f"},
     {"$class": "framework.files.workdir"},
 ]
-# Where a payload is put: dotted paths into nanogpt-cpu's config as JSON has it; "" is the whole file.
+# Where a payload is put: dotted paths into the JSON of nanogpt-cpu's config; "" is the whole file.
 PLACES = [
     "",
     "model",
@@ -145,7 +145,7 @@ PLACES = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module that shows that it was run, and a file that shows that it was written to."""
+    """A folder with a module that leaves a file when it runs, and a file that must not change."""
     (tmp_path / "evil.py").write_text(EVIL.replace("{dir}", str(tmp_path)))
     (tmp_path / "precious").write_text("keep me")
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,7 @@ def _filled(value: Any, folder: Path) -> Any:
 
 
 def _placed(experiment: dict[str, Any], place: str, payload: Any) -> Any:
-    """A copy of the experiment's JSON with the payload at a place, which need not be there yet."""
+    """Return a copy of the experiment's JSON with the payload at a place, which need not exist yet."""
     if not place:
         return payload
     whole: Any = copy.deepcopy(experiment)
@@ -202,7 +202,7 @@ def test_every_place_is_one_that_configs_have(experiment):
 def test_payloads_are_refused_at_every_place(payload, folder, experiment):
     payload = _filled(payload, folder)
     with pytest.raises(ConfigError):
-        Config.from_dict(payload)  # which imports what modules of ours it names
+        Config.from_dict(payload)  # imports those modules of ours that it names
     modules = set(sys.modules)
     for place in PLACES:
         text = json.dumps(_placed(experiment, place, payload))
@@ -265,7 +265,7 @@ def test_a_key_that_stands_twice(folder):
 def test_depth_and_size_are_one_line(depth):
     nested = '{"$class": "optax.apply_if_finite", "max_consecutive_errors": 1, "inner": '
     text = nested * depth + "0.5" + "}" * depth
-    with pytest.raises(ConfigError, match=r"^[^\n]+$") as caught:  # 0.5 is no transformation
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as caught:  # 0.5 is not a transformation
         Config.from_json(text)
     assert len(str(caught.value)) < 2000
     with pytest.raises(ConfigError, match="not valid JSON: Exceeds the limit"):
@@ -303,7 +303,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_component():
         assert near is None or f"did you mean {near!r}?" in str(caught.value)
 
 
-# The doors: the verbs that read what a workdir or a directory holds.
+# Entry points: the verbs that read the contents of a workdir or a directory.
 
 
 def _verb(name: str) -> Any:
@@ -405,7 +405,7 @@ def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, ca
     _unharmed(folder)
 
 
-# What a stored config may say of a machine: nothing.
+# A stored config controls nothing on this machine.
 
 
 def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
@@ -425,7 +425,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
     assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
     assert len(lines) == 6
-    # The command line is the user's own, and a run without a cache keeps none.
+    # The command line is the user's own, and a run without a cache stays without one.
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
     config = cli.apply_overrides(stored.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
@@ -463,7 +463,7 @@ def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward)
     assert len(lines) == 2
 
 
-# What was always meant to load does.
+# Names that were always meant to load still do.
 
 
 @pytest.mark.parametrize("name", ["framework.rules.Rule", "framework.learner.Rule"])

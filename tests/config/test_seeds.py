@@ -1,4 +1,4 @@
-"""A seed is what jax.random.key takes whole: it wraps at 2^32 without a word, and ends in a traceback at 2^63."""
+"""Seeds are what jax.random.key uses in full: it silently wraps at 2^32, and fails with a traceback at 2^63."""
 
 from typing import Any
 

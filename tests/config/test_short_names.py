@@ -1,4 +1,4 @@
-"""Every component that a config can hold goes by its name alone, in every field, whatever stands there."""
+"""Every component that a config can hold is found by its short name, in every field, whatever its current value."""
 
 import importlib
 import pkgutil
@@ -33,10 +33,10 @@ def test_what_stands_in_a_named_config_can_be_named_there():
                 continue
             target = target_of(value)
             if OPTIMIZERS.get(target.__name__, target) is not target:
-                # Of optax's and our function of one name, the name is ours.
+                # optax and we both have a function with this name; the short name means ours.
                 assert name_of(target) == "optax.contrib.muon"
                 continue
-            # Modules of this config are left out, in which the name would be found anyway.
+            # Pass no modules of this config: the name would be found in them anyway.
             assert short_named(target.__name__, [])[0] is target, f"{path} of {name}"
             config.override(path, target.__name__)
             assert target_of(config.get_path(path)) is target, f"{path} of {name}"

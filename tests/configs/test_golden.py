@@ -1,4 +1,4 @@
-"""Named configs: what they resolve to has not changed unseen, and their shapes are the published ones."""
+"""Named configs: their resolved values have not changed unnoticed, and their shapes are the published ones."""
 
 import json
 import re
@@ -48,7 +48,7 @@ TOYS = {
     "moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny",
     "gemma3-tiny", "phi4-mini-tiny", "olmo2-tiny",
 }  # fmt: skip
-# What is trained for another aim than the next token of a text.
+# Configs whose objective is not next-token prediction on text.
 TUNED = {
     "dpo-tiny", "distil-tiny", "distil-tiny-alone", "distil-tiny-teacher", "grpo-tiny", "reward-tiny", "classify-tiny",
 }  # fmt: skip
@@ -67,7 +67,7 @@ def test_every_config_resolves_to_its_golden_file():
 
 
 def test_golden_files_show_changes_of_fields_components_and_defaults(resolved):
-    """The comparison itself: each kind of change is one line."""
+    """Tests the comparison itself: each kind of change is one line."""
     before = golden.stored()
     config = resolved["llama2-7b"].copy()
     config.model.stack.pattern[0].attention.window = 128
@@ -109,7 +109,7 @@ def test_docstrings_state_the_parameter_count(name):
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_and_survives_json(resolved, name):
-    """Rules match, widths fit, nothing required is missing; no device and no file is touched."""
+    """Rules match, widths fit, and no required field is missing; no device or file is touched."""
     config = resolved[name]
     experiment = config.instantiate()
     assert Config.from_json(config.to_json()) == config
@@ -120,7 +120,7 @@ def test_every_config_builds_and_survives_json(resolved, name):
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_keep_14_bytes_per_parameter(resolved, name):
-    """bf16 parameters, f32 master weights and two f32 moments, and AdamW's counters; a clip of 1; 8-fold sharding."""
+    """bf16 parameters, f32 master weights and two f32 moments, plus AdamW's counters; a clip of 1; 8-fold sharding."""
     experiment = resolved[name].instantiate()
     assert experiment.learner.clip == 1.0
     count = PUBLISHED[name]
@@ -140,7 +140,7 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     for group in experiment.learner.groups:
         groups[group.label] |= {f"{group.stage}/{path}" for path in group.paths}
     decaying = groups["default"]
-    # The matrices of experts have no layer of their own below the mixture.
+    # Expert matrices have no layer of their own below the mixture, so their paths do not end in weight.
     experts = ("experts/gate", "experts/up", "experts/down")
     assert all(path.endswith(("weight", "token", "table", *experts)) for path in decaying)
     rest = set(flatten(experiment.model.parameter_specs())) - decaying

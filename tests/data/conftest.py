@@ -17,7 +17,7 @@ WORDS = [*"def return import self for print lambda yield é 你好 naïve 🚢 0
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Callable[..., list[str]]:
-    """documents("name", count=..., seed=...) writes tmp_path/name/*.txt: random words, some of them not ASCII."""
+    """documents("name", count=..., seed=...) writes tmp_path/name/*.txt: random words, some of them non-ASCII."""
 
     def write(name: str = "corpus", count: int = 40, seed: int = 0) -> list[str]:
         (tmp_path / name).mkdir()

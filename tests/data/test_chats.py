@@ -1,4 +1,4 @@
-"""Conversations: what is rendered, what is a target, how they are packed; and what is wrong with which row."""
+"""Conversations: their rendering, targets and packing, and errors that name the malformed row."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def tokenizer_of(tmp_path: Path, family: str, **config: Any) -> PretrainedTokeni
 
 
 def encoded(tokenizer: PretrainedTokenizer, *rows: Any, tmp_path: Path, **fields: Any) -> list[tuple[list, list]]:
-    """(ids, targets) of each row, through a file."""
+    """Return (ids, targets) of each row, read through a file."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = ChatSource(paths=[str(path)], **fields)
@@ -45,7 +45,7 @@ def messages(*turns: str, system: str | None = None) -> list[dict[str, str]]:
 @pytest.mark.parametrize("tags", [True, False], ids=["generation-tags", "common-prefix"])
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
 def test_tokens_and_masks_are_those_of_transformers(family: str, tags: bool, tmp_path: Path):
-    """The recorded ones are what tests/peers/test_chats.py computes."""
+    """The recorded values are computed by tests/peers/test_chats.py."""
     template = pretrained.FAMILIES[family][-1]
     tokenizer = tokenizer_of(
         tmp_path, family, chat_template=template if tags else pretrained.without_generation(template)
@@ -60,7 +60,7 @@ def test_tokens_and_masks_are_those_of_transformers(family: str, tags: bool, tmp
         assert {ids[i] for i in range(len(ids)) if targets[i]} & {*tokenizer.stop_ids, 4 if family == "gemma" else -1}
 
 
-QWEN3 = (  # writes thoughts of the last answer only, as Qwen 3's does
+QWEN3 = (  # like Qwen 3's: only the last answer has thoughts
     "{% for m in messages %}{% set content = m.content %}"
     "{% if m.role == 'assistant' and loop.last %}{% set content = '<think>\n\n</think>\n\n' + content %}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
@@ -77,7 +77,7 @@ def test_a_template_that_writes_the_last_answer_in_another_way(tmp_path: Path):
     )
 
 
-QWEN3_TOOLS = (  # thoughts are written behind the last question alone, tools answer as the user: as Qwen 3's does
+QWEN3_TOOLS = (  # like Qwen 3's: thoughts only after the last question, tool results as user turns
     "{% set ns = namespace(query=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
     "{% if loop.index0 > ns.query %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
@@ -88,7 +88,7 @@ QWEN3_TOOLS = (  # thoughts are written behind the last question alone, tools an
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-SUFFIX = (  # a suffix behind the last turn, and turns without a token that ends them
+SUFFIX = (  # a suffix after the last turn, and turns without an end token
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if loop.last %}"
     "{{ '<|endoftext|>' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}"
@@ -125,7 +125,7 @@ ALTERED = {
 
 @pytest.mark.parametrize("case", ALTERED)
 def test_templates_that_alter_turns(case: str, tmp_path: Path):
-    """The targets are each answer and the token that ends it, in order; nothing that the template writes between."""
+    """The targets are each answer and its end token, in order, without the text that the template writes in between."""
     template, variables, turns, expected = ALTERED[case]
     tokenizer = tokenizer_of(tmp_path, "chatml", chat_template=template)
     chat = [{"role": turn[0], "content": turn[1], **(turn[2] if len(turn) > 2 else {})} for turn in turns]
@@ -223,7 +223,10 @@ def pipeline_of(tmp_path: Path, *, family: str = "chatml", setup: bool = True, r
 
 
 def write_chats(tmp_path: Path, count: int = 60) -> list[list[dict[str, str]]]:
-    """All different, of many lengths; the last are longer than 65 tokens, without an answer that counts, and cut."""
+    """Write and return distinct chats of many lengths.
+
+    The last three: a prompt longer than 65 tokens, no answer, and an answer that is cut.
+    """
     words = pretrained.TEXTS[0].split()
     texts = [" ".join(words[(i * k) % 9] for k in range(1, 2 + (i * 7) % 6)) + f" {i}" for i in range(count)]
     chats = [messages(text, text[::-1][: i % 9 + 1]) for i, text in enumerate(texts)]
@@ -233,7 +236,7 @@ def write_chats(tmp_path: Path, count: int = 60) -> list[list[dict[str, str]]]:
 
 
 def pieces(batches: list[dict[str, np.ndarray]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(tokens of a conversation, its targets) of each segment; checks positions, shifts and padding on the way."""
+    """Return (tokens of a conversation, its targets) of each segment; checks positions, shifts and padding too."""
     found = []
     for batch in batches:
         assert (batch["weights"][batch["segments"] == 0] == 0).all()
@@ -330,7 +333,7 @@ def test_plain_text_with_a_published_tokenizer(family: str, tmp_path: Path):
     opening = built.tokenizer.bos_id
     batches = list(built.eval_batches("same", range(4)))
     assert batches[0]["tokens"][0, 0] == opening
-    assert sum(batch["weights"][batch["targets"] == opening].sum() for batch in batches) == 1  # the second document's
+    assert sum(batch["weights"][batch["targets"] == opening].sum() for batch in batches) == 1  # of the second document
     assert built.document_text("same").decode() == "the a fox\n" * 300 + "the b fox\n" * 300
 
 

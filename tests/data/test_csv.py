@@ -1,4 +1,4 @@
-"""CSV and TSV: rows are read as the csv module writes them, and what is no table is one error."""
+"""CSV and TSV: rows are read as the csv module writes them, and a file that is not a table gives one error."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Each source yields the documents that are in its files, and names file and place when it cannot."""
+"""Each source yields the documents in its files, and reports an error with the file and the position in it."""
 
 import bz2
 import gzip
@@ -59,7 +59,7 @@ def test_parquet_over_row_groups_local_and_remote(tmp_path: Path, kind: str):
         assert file.position == len(data)
 
 
-# ---- what is wrong, and where
+# ---- errors, and their position
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_parquet_damage_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=rf"{path}: damaged, truncated or not Parquet"):
         list(Parquet(paths=[str(path)]).documents())
     damaged = bytearray(whole)
-    damaged[whole.index(b"document 450 ")] ^= 1  # the checksum of its page tells, though the text would still decode
+    damaged[whole.index(b"document 450 ")] ^= 1  # the checksum of its page fails, though the text still decodes
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match=rf"{path}: damaged.*after row 256"):
         list(Parquet(paths=[str(path)]).documents())

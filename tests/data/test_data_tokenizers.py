@@ -1,4 +1,4 @@
-"""Tokenizers: every byte survives, every byte is counted, and the separator never comes out of text."""
+"""Tokenizers: every byte survives and is counted, and text never yields the separator."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
     assert explicit.encode_batch(CORPUS)[1].tolist() == bpe.encode_batch(CORPUS)[1].tolist()
     assert len(explicit.byte_lengths) == 512
     assert explicit.byte_lengths[320:].sum() == 0
-    # Ids of a padded model, beyond the table, stand for no text.
+    # Ids beyond the table, as a padded model has them, stand for no text.
     assert bpe.decode_bytes([*bpe.encode_batch(["ab"])[0], 320, 500]) == b"ab"
     anew = BPETokenizer(vocab_size=320)
     (tmp_path / "anew").mkdir()
@@ -119,7 +119,7 @@ def test_other_files_than_byte_level_bpe_are_refused(tmp_path: Path):
 
 
 def test_a_foreign_byte_level_file_with_added_tokens(tmp_path: Path):
-    """The layout of GPT-2 and Qwen files: special tokens at the end, several pre-tokenizers, added plain tokens."""
+    """A file like those of GPT-2 and Qwen: special tokens at the end, several pre-tokenizers, added plain tokens."""
     library = Tokenizer(models.BPE())
     library.normalizer = normalizers.NFC()
     library.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""docs/data.md: its Python blocks run as written, its files are saved and used, its tables and pictures are true."""
+"""docs/data.md: its Python blocks run as written, its files are saved and used, its tables and figures are correct."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags
 
 @pytest.fixture
 def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the files that the page says to save."""
+    """A working directory with the files that the page asks readers to save."""
     for kind, block in BLOCKS:
         if kind == "python" and (name := re.match(r"# (\w+\.py)\n", block)):
             (tmp_path / name[1]).write_text(block)

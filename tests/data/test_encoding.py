@@ -1,4 +1,4 @@
-"""Tokenizing by several processes: the same files as by one, and nothing left behind however it ends."""
+"""Tokenization by several processes: it writes the same files as one process, and leaves nothing behind."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ TEXTS = [f"document {number}: " + "some words, or more words " * (number % 7) fo
 
 
 class Letters(Tokenizer):
-    """A tokenizer of somebody's own, which cannot be pickled; its ids need 32 bits."""
+    """A user's own tokenizer, which cannot be pickled; its ids need 32 bits."""
 
     def __init__(self):
         self.vocab_size = 1 << 17
@@ -40,14 +40,14 @@ class Letters(Tokenizer):
 
 
 def bpe(folder: Path) -> Tokenizer:
-    """A byte-level BPE of 300 ids."""
+    """Return a byte-level BPE tokenizer with 300 ids."""
     tokenizer = BPETokenizer(vocab_size=300)
     tokenizer.prepare(folder, lambda budget: iter(TEXTS), write=True)
     return tokenizer
 
 
 def sources(folder: Path) -> Iterator[TextSource]:
-    """A source of every kind."""
+    """Yield a source of every kind."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
     parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
@@ -59,7 +59,7 @@ def sources(folder: Path) -> Iterator[TextSource]:
 
 
 def written(source: TextSource, tokenizer: Tokenizer, out: Path, workers: int) -> tuple[bytes, bytes]:
-    """The contents of a token file and its sidecar."""
+    """Return the contents of a token file and its sidecar."""
     with encoding.by_workers(tokenizer, workers) as encode:
         reports = list(write_tokens(source, tokenizer, out, encode))
     assert reports
@@ -91,7 +91,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkey
 
 
 class Threads(Letters):
-    """Gives a text as many ids as the worker has threads, if the tokenizers library is told to start none."""
+    """Encodes a text as one id per thread of the worker; as no ids if the tokenizers library may start threads."""
 
     def encode_batch(self, texts):
         status = Path("/proc/self/status").read_text()

@@ -1,4 +1,4 @@
-"""--data=hf://datasets/ORG/NAME: which files of a data set of the Hub are trained on, and which are evaluated."""
+"""--data=hf://datasets/ORG/NAME: the files of a Hub data set that are used for training and for evaluation."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SPLIT_FILES = """
 
 @pytest.fixture
 def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """data_set(name, ..., card="...") lays out a data set of such files in the cache; requests are forbidden."""
+    """data_set(name, ..., card="...") puts a data set with these files into the cache; requests are forbidden."""
     empty_cache(tmp_path, monkeypatch)
 
     def make(*names: str, card: str = "", cached: list[str] | None = None, lists: bool = True) -> None:
@@ -43,7 +43,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def names_of(source) -> list[str]:
-    """The files of a source, without the repository."""
+    """Return the files of a source, relative to the repository."""
     paths = source.paths if "paths" in source else source.source.paths
     return [path.removeprefix(f"{PINNED}/") for path in paths]
 

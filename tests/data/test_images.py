@@ -1,4 +1,4 @@
-"""Image sources and the pipeline over them: what they hold, what they refuse, and the order of batches."""
+"""Image sources and their pipeline: the images, the files that are refused, and the order of batches."""
 
 import io
 from pathlib import Path
@@ -25,7 +25,7 @@ def build(tmp_path: Path, setup: bool = True, **fields: Any) -> ImagePipeline:
 
 
 def pictures(folder: Path, count: int = 5, size: tuple[int, ...] = (4, 6, 3), seed: int = 0) -> np.ndarray:
-    """PNG files in `folder`; what they hold."""
+    """Write PNG files to `folder`, and return their images."""
     folder.mkdir(exist_ok=True, parents=True)
     images = np.random.default_rng(seed).integers(0, 256, (count, *size), np.uint8)
     for number, image in enumerate(images):
@@ -46,7 +46,7 @@ def test_digits_are_those_of_scikit_learn_and_no_image_is_in_both_parts():
     parts = [{image.tobytes() for image in part} for part in (train, held)]
     assert not parts[0] & parts[1]
     assert len(train) + len(held) == 1797
-    assert (len(train), len(held)) == (1436, 361)  # 20.1%: another split is another benchmark
+    assert (len(train), len(held)) == (1436, 361)  # 20.1%: a different split would be a different benchmark
     assert sorted(image.tobytes() for part in (train, held) for image in part) == sorted(x.tobytes() for x in whole)
 
 
@@ -79,7 +79,7 @@ def test_a_batch_depends_on_seed_and_step_alone_and_rows_are_its_rows(tmp_path: 
     built = build(tmp_path, seed=3, flip=flip)
     whole, again = built.train_batch(7, range(B)), build(tmp_path, seed=3, flip=flip).train_batch(7, range(B))
     assert all((whole[name] == again[name]).all() for name in whole)
-    for rows in ([0, 1, 2, 3], np.array([4, 5, 6, 7]), [6, 1]):  # processes with devices of their own
+    for rows in ([0, 1, 2, 3], np.array([4, 5, 6, 7]), [6, 1]):  # as processes with their own devices
         part = built.train_batch(7, rows)
         assert all((part[name] == whole[name][rows]).all() for name in whole)
     with built.train_iterator(7, range(B)) as batches:

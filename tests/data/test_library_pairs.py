@@ -1,4 +1,4 @@
-"""Pairs of the standard library's source: the same words on both sides, in another order."""
+"""Pairs from the standard library source: both sides have the same words, in a different order."""
 
 from framework.data.library_pairs import pairs_of_code
 

@@ -1,4 +1,4 @@
-"""The global order is a pure function of (index, seed); the prefetcher keeps to its bound and hides no error."""
+"""The global order is a pure function of (index, seed); the prefetcher respects its bound and hides no error."""
 
 import threading
 import time
@@ -27,12 +27,12 @@ def test_epochs_seeds_and_sources_have_different_orders():
     orders = {epoch(order, number) for order in (zero, one) for number in range(2)}
     places = [GlobalOrder([100, 100], [0.5, 0.5], seed=0).locate(i) for i in range(200)]
     orders |= {tuple(window for source, window in places if source == number) for number in range(2)}
-    assert len(orders) == 5  # of 6, as the first source of a mixture is shuffled as it would be alone
+    assert len(orders) == 5  # of 6: a mixture shuffles its first source like a single one
     assert tuple(range(100)) not in orders
 
 
 def test_the_order_is_pinned():
-    """Whatever shuffles or mixes otherwise would silently change what a resumed run sees."""
+    """Any other way to shuffle or mix would silently change the data of a resumed run."""
     single = GlobalOrder([1000], [1.0], seed=0)
     assert [single.locate(i)[1] for i in (0, 1, 2, 999, 1000, 123456)] == [869, 178, 342, 274, 428, 953]
     mixed = GlobalOrder([10, 20], [0.25, 0.75], seed=0)
@@ -42,7 +42,7 @@ def test_the_order_is_pinned():
 
 
 def test_an_epoch_is_shuffled_evenly():
-    """Over many epochs each window comes at each place about equally often, and neighbours do not stay together."""
+    """Over many epochs each window is at each position about equally often, and neighbors do not stay together."""
     count, epochs = 6, 3000
     order = GlobalOrder([count], [1.0], seed=5)
     windows = np.array([[order.locate(e * count + i)[1] for i in range(count)] for e in range(epochs)])
@@ -68,7 +68,7 @@ def test_a_mixture_keeps_to_its_weights_in_every_stretch(weights: list[float]):
         shares = Counter(source for source, _ in places[start : start + 1000])
         for source, weight in enumerate(weights):
             assert abs(shares[source] / 1000 - weight) < 0.011
-    for source, count in enumerate(counts):  # each source goes through its windows epoch by epoch
+    for source, count in enumerate(counts):  # each source runs through its windows epoch by epoch
         seen = [window for at, window in places if at == source]
         assert sorted(seen[:count]) == list(range(count))
 
@@ -97,7 +97,7 @@ def test_no_more_than_the_bound_is_made_ahead(ahead: int):
             deadline = time.monotonic() + 5
             while len(made) < taken + ahead and time.monotonic() < deadline:
                 time.sleep(0.005)
-            time.sleep(0.05)  # would show one made too many
+            time.sleep(0.05)  # enough time for one too many to show
             assert sorted(made) == list(range(taken + ahead))
 
 
@@ -111,7 +111,7 @@ def test_an_error_is_raised_at_its_turn_and_nothing_follows():
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"shard x: truncated"):
         next(results)
-    with pytest.raises(ValueError, match=r"closed iterator"):  # asking again does not skip over the bad batch
+    with pytest.raises(ValueError, match=r"closed iterator"):  # another call does not skip the bad batch
         next(results)
 
 

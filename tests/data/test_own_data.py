@@ -1,4 +1,4 @@
-"""--data=PATH: the kind of somebody's own data is found, and it is split into two parts without overlap."""
+"""--data=PATH: the kind of the user's data is detected, and the data is split into two disjoint parts."""
 
 import gzip
 import json
@@ -25,13 +25,13 @@ SPLITS = ("train", "validation")
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
-    """Writes JSON lines."""
+    """Write JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def parts_of(**fields) -> list[list[str]]:
-    """The documents of both parts of a source."""
+    """Return the documents of both parts of a source."""
     return [list(TextPart(split=split, **fields).documents()) for split in SPLITS]
 
 
@@ -86,7 +86,7 @@ def test_files_are_listed_as_often_however_many_there_are(tmp_path: Path, monkey
 
 def test_equal_documents_are_in_one_part(tmp_path: Path):
     rows = [{"text": f"document {number % 50}"} for number in range(200)]
-    # The last document of each file stands elsewhere, too.
+    # The last document of each file also appears elsewhere.
     for number in range(4):
         write_rows(tmp_path / f"{number}.jsonl", rows[50 * number : 50 * number + 40 + number])
     source = config_for(JsonLines, paths=[f"{tmp_path}/*.jsonl"])
@@ -139,7 +139,7 @@ def test_tokens_are_cut_in_two(tmp_path: Path):
     assert streams[0].digest != streams[1].digest
 
 
-# --- what is found ---------------------------------------------------------------------------------------------------
+# --- data autodetection -----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_text(tmp_path: Path):
@@ -240,9 +240,9 @@ def test_a_config_without_a_tokenizer_trains_one_unless_it_is_told_another(tmp_p
     assert named == unchanged, "the named config stays as it was"
 
 
-# --- little text -----------------------------------------------------------------------------------------------------
+# --- short texts ------------------------------------------------------------------------------------------------------
 
-# {text: the ids of its bytes, the separator, and all merges: until each word is one token}
+# {text: number of ids: the bytes, the separator, and all merges until each word is one token}
 IDS_OF_TEXTS = {
     "hi": 257 + 1,
     "abc abc abc": 257 + 2 + 1,
@@ -281,13 +281,13 @@ def test_a_small_text_makes_tokenizer_and_model_smaller(tmp_path: Path, overridd
     told = [line for line in lines if "of 260 ids, not 4,096, as this text has no more" in line]
     assert len(told) == (ids < 4096)
     if ids < 4096:
-        # The tokenizer refuses a text that gives fewer ids than its config says.
+        # The tokenizer refuses a text that yields fewer ids than its config has.
         config.data.tokenizer.instantiate().prepare(tmp_path, lambda budget: iter(["abcd\n" * 950]), write=True)
 
 
 def test_too_little_text_is_told_and_more_of_it_trains_in_the_same_workdir(tmp_path: Path):
     file = tmp_path / "a.txt"
-    # Other letters each time, so that each text gives another tokenizer.
+    # Each text has different letters, and so a different tokenizer.
     few_tokens = r"data.source: \d+ tokens are too few: .*seq_len=256 needs 257 and a batch 2,049 tokens"
     few_sequences = r"holds 4 sequences of data.seq_len=256, too few for one batch, which needs 2,049 tokens"
     for letters, num_lines, message in [("abc", 50, few_tokens), ("abcd", 600, few_sequences), ("abcde", 1500, "")]:
@@ -301,7 +301,7 @@ def test_too_little_text_is_told_and_more_of_it_trains_in_the_same_workdir(tmp_p
             pipeline.setup(tmp_path / "run")
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- user errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

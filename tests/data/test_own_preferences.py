@@ -1,4 +1,4 @@
-"""--data=FILE of pairs or judged answers: it is recognized, gets its objective and its reference, and trains."""
+"""--data=FILE with pairs or unpaired preferences: it is detected, gets its objective and its reference, and trains."""
 
 import itertools
 import json
@@ -117,9 +117,9 @@ def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type
     assert target_of(config.companion) is Reference
     name = objective.__name__
     assert f"objective: model.head.objective={name}, companion=Reference, as the data compares answers" in lines
-    # This config ends with samples of its own.
+    # This config has its own samples at the end of a run.
     assert config.trainer.sample_tokens == 160
-    # A tokenizer that is trained sees what prompts and answers say.
+    # The tokenizer is trained on the text of prompts and answers.
     assert config.data.tokenizer.vocab_size < 300
 
 
@@ -148,7 +148,7 @@ def test_settings_below_the_objective_and_the_reference_are_theirs(tmp_path: Pat
     command = parser.parse([*flags, "--config.model.head.objective.beta=0.2"])
     assert (target_of(command.config.companion), command.config.companion.kind) == (Reference, "hosted")
     assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (DPO, 0.2)
-    # What is set as a whole is the command line's, with the settings below it.
+    # If the command line sets a field as a whole, it also owns the settings below it.
     command = parser.parse([*flags[:2], "--config.model.head.objective=IPO", "--config.model.head.objective.beta=0.2"])
     assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (IPO, 0.2)
 
@@ -174,11 +174,11 @@ def test_messages_need_a_model_with_a_template(tmp_path: Path):
         with_data(configs.load("stdlib-tiny"), str(file), [])
 
 
-# --- data and objectives that do not go together ---------------------------------------------------------------------
+# --- incompatible data and objectives ---------------------------------------------------------------------------------
 
 
 def checked(source: type, objective: type | None, *, reference: bool = True, kind: str = "auto") -> None:
-    """Checks an experiment with such data and objective; nothing is read."""
+    """Check an experiment with this data and objective; no file is read."""
     config: Config = small.experiment(small.llama(vocab_size=257))
     config.data.source = config_for(source, paths=["never-read.jsonl"])
     config.data.tokenizer = config_for(ByteTokenizer)
@@ -218,13 +218,13 @@ def test_data_and_objective_that_go_together():
         checked(PairSource, DPO, kind="none")
 
 
-# --- from a file to a step -------------------------------------------------------------------------------------------
+# --- from a file to a step --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The first loss is that of a model that is its own reference: log 2 of DPO, 1 - sigmoid(0) of KTO."""
+    """The first loss is that of a model that is its own reference: log 2 for DPO, 1 - sigmoid(0) for KTO."""
     runs.write_text(tmp_path / "text")
     file = write_rows(tmp_path / "rows.jsonl", ROWS[rows])
     flags = ["model.stack.pattern.0.dropout=0", "model.embed.dropout=0", "trainer.max_steps=2", "trainer.eval_every=2"]
@@ -264,7 +264,7 @@ def test_the_answers_before_are_those_of_the_model_that_the_run_began_with(setti
     table = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").read_text().splitlines()]
     assert all(row.keys() == {"prompt", "data", "before", "after"} for row in table)
     assert any(row["before"] != row["after"] for row in table)
-    # It is the one that a run of no steps would have, as its weights are drawn by the seed.
+    # A run that barely trains gives the same answers, because the seed determines the initial weights.
     flags[:2] = ["trainer.max_steps=1", "learner.optimizer.learning_rate=1e-9"]
     assert runs.train(tmp_path / "still", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
     untrained = [json.loads(line) for line in (tmp_path / "still/answers.jsonl").read_text().splitlines()]

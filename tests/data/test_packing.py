@@ -1,4 +1,4 @@
-"""Windows tile the stream, targets are the next tokens, and documents are masked without losing a target."""
+"""Windows tile the stream, targets are the next tokens, and document masks lose no target."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from framework.data.tokenizers import NoTokenizer
 
 @pytest.fixture
 def stream(tmp_path: Path) -> TokenStream:
-    """Tokens 0 .. 100: each is its own index, so any slip shows."""
+    """Tokens 0 .. 100: each equals its index, so any offset error shows."""
     np.arange(101, dtype="<u2").tofile(tmp_path / "x.bin")
     return TokenMemmap(path=str(tmp_path / "x.bin")).open(NoTokenizer(vocab_size=101), FileHashes())
 
@@ -25,12 +25,12 @@ def test_windows_tile_the_targets_exactly(stream: TokenStream, seq_len: int):
     rows = [windows.row(i) for i in range(windows.num_rows)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     used = batch["weights"] > 0
-    assert batch["targets"][used].tolist() == list(range(1, 101))  # each token but the first, once, in order
+    assert batch["targets"][used].tolist() == list(range(1, 101))  # each token except the first, once, in order
     assert batch["tokens"][used].tolist() == list(range(100))
     assert [(name, array.dtype.name) for name, array in batch.items()] == [
         ("tokens", "int32"), ("targets", "int32"), ("weights", "float32"),
     ]  # fmt: skip
-    assert not windows.row(windows.num_rows)["weights"].any()  # nothing is left beyond the last window
+    assert not windows.row(windows.num_rows)["weights"].any()  # no target is left beyond the last window
     whole = windows.num_whole
     assert whole == 100 // seq_len
     assert used[:whole].all()
@@ -52,7 +52,7 @@ def test_segments_agree_with_a_plain_loop(seed: int):
     windows = np.random.default_rng(seed).integers(0, 4, (6, 33)).astype(np.int32)
     separators = [0, 1, 2, 3, 0, 1]  # each row has its own
     batch = pack(list(windows), 32, separators=separators)
-    assert batch["weights"].min() == 1.0  # the first token of a document is predicted, from its separator alone
+    assert batch["weights"].min() == 1.0  # a document's first token is predicted too, from its separator only
     assert batch["segments"].dtype == batch["positions"].dtype == np.int32
     for row, window in enumerate(windows):
         segment, position = 1, -1

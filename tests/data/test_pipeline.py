@@ -1,4 +1,4 @@
-"""The pipeline as the trainer uses it: deterministic global batches, any split of rows, resume, evaluation."""
+"""The pipeline as the trainer uses it: deterministic global batches, any split of rows, resuming, evaluation."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_what_is_left_out_stays_out_with_batches_of_another_size():
     order = BatchOrder(left_out=(2, 6)).continued(4, 12, 6)
     assert order.batch_after(4) == 5
     assert order.sequences_after(4, 6) == 60
-    # Batch 6 of 12 has sequences 72 to 83: with batches of 6 from sequence 60 on, those are two.
+    # Batch 6 of size 12 has sequences 72 to 83: with batches of size 6 from sequence 60 on, these are two batches.
     assert [order.origin + order.batch_after(step) * 6 for step in range(4, 8)] == [60, 66, 84, 90]
     assert order.continued(6, 6, 12).sequences_after(6, 12) == 84
 
@@ -150,7 +150,7 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     evaluation = {"eval/held/bits_per_byte": 2.5}
     line = compression_lines(built, evaluation)[0]
     assert re.match(r"held: 2.500 bits per byte; on the same \S+ [KM]iB of text gzip -9 ", line)
-    # Of a part, the compressors get that part, and the line says so.
+    # With a limit, the compressors get only that part, and the line reports it.
     line = compression_lines(built, evaluation, limit=2, workdir="runs/a")[0]
     num_batches = len(built.eval_batch_numbers("held"))
     command = "plimsoll evaluate --workdir=runs/a --validation"
@@ -162,7 +162,7 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     assert 0 < len(part) < len(whole)
     assert part[:20] == whole[:20]
     assert part[-20:] == whole[-20:]
-    # Only a model that some compressor is ahead of is told why.
+    # The explanation is printed only if some compressor beats the model.
     assert len(compression_lines(built, {"eval/held/bits_per_byte": 0.01})) == 1
     _, why = compression_lines(built, {"eval/held/bits_per_byte": 100.0})
     assert why.startswith("fewer bits by gzip -9 and xz -9: ")

@@ -1,4 +1,4 @@
-"""What is wrong with the data is said before anything is compiled: the config path, the file, the place."""
+"""Data errors are reported before anything is compiled, with the config path, the file and the position."""
 
 import gzip
 import itertools
@@ -26,7 +26,7 @@ def text(path: Path | str) -> object:
 
 def test_what_is_missing_is_named_with_its_place_in_the_config(tmp_path: Path, pipeline, documents, monkeypatch):
     documents()
-    # Before anything is tokenized: that may take hours.
+    # Before anything is tokenized, which may take hours.
     monkeypatch.setattr("framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized"))
     good, bad, where = text(tmp_path / "corpus/*.txt"), text(tmp_path / "none.x"), f"{tmp_path}/none.x does not exist"
     for kind in (TextFiles, JsonLines, Parquet):
@@ -102,7 +102,7 @@ def test_truncation_while_training_is_an_error_and_not_a_short_epoch(documents, 
             list(itertools.islice(batches, 100))
 
 
-# ---- permissions (as another user, since root may read everything)
+# ---- permissions (as another user, because root can read everything)
 
 AS_NOBODY = """
 import importlib, os, sys
@@ -138,7 +138,7 @@ attempt(TextFiles, "fine.txt")
 
 @pytest.mark.pairs
 def test_what_may_not_be_read_or_written_is_named():
-    with tempfile.TemporaryDirectory() as name:  # that any user may enter, unlike tmp_path
+    with tempfile.TemporaryDirectory() as name:  # unlike tmp_path, any user may enter it
         folder = Path(name)
         folder.chmod(0o777)
         for name in ("closed", "unlisted", "readonly"):
@@ -195,7 +195,7 @@ def test_tokens_appear_by_one_rename_which_another_job_may_have_done(documents, 
         pipeline("third")
     assert list((tmp_path / "third/data").iterdir()) == []
     monkeypatch.undo()
-    (tmp_path / "third/data/.tokens-half").mkdir()  # as a SIGKILL before the rename would leave
+    (tmp_path / "third/data/.tokens-half").mkdir()  # as left by a SIGKILL before the rename
     assert pipeline("third").fingerprint() == pipeline("undisturbed").fingerprint()
     assert not list((tmp_path / "third/data").glob(".*"))
 

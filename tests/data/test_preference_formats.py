@@ -1,4 +1,4 @@
-"""Rows of judged answers in every format that is in use, and what is said of those in none."""
+"""Pairs and unpaired preferences in every common format, and the errors for rows in any other."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Pairs and judged answers: what is a target, which rows stand together, and what is wrong with which."""
+"""Pairs and unpaired preferences: which tokens are targets, which sequences share a row, and which rows are refused."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def pipeline_of(
     setup: bool = True,
     **fields: Any,
 ) -> DataPipeline:
-    """A pipeline over a file of these rows, of bytes."""
+    """Return a byte-level pipeline over a file with these rows."""
     path = write_rows(folder / "rows.jsonl", rows)
     source_fields = {name: fields.pop(name) for name in ("unusable", "packed", "strings", "split") if name in fields}
     fields["source"] = source
@@ -60,7 +60,7 @@ def rows_of(pipeline: DataPipeline) -> list[Batch]:
 
 
 def sequences_of(row: Batch) -> list[tuple[str, str, int, float]]:
-    """(prompt, answer, label, number of ends) of each sequence; the separator is <>."""
+    """Return (prompt, answer, label, number of ends) of each sequence, with <> for the separator."""
 
     def text(ids: list[int]) -> str:
         return "".join("<>" if token == 256 else chr(token) for token in ids)
@@ -97,7 +97,7 @@ def pretrained_tokenizer(tmp_path: Path, family: str, **config: Any) -> Pretrain
 
 
 def encoded(tokenizer: PretrainedTokenizer, row: dict[str, Any], tmp_path: Path) -> list[tuple[list[int], list[int]]]:
-    """(ids of the prompt, ids of the answer) of each answer of a row."""
+    """Return (ids of the prompt, ids of the answer) for each answer of a row."""
     source = PairSource(paths=[str(write_rows(tmp_path / "pair.jsonl", [row]))])
     (values,) = source.codec(tokenizer).encode_batch(list(source.documents()))
     marks = np.flatnonzero(values >= 2 * tokenizer.vocab_size)
@@ -121,7 +121,7 @@ def test_answers_are_rendered_by_the_template_and_earlier_ones_are_no_targets(fa
     for (prompt, answer), message in zip(encoded(tokenizer, row, tmp_path), [GOOD, BAD], strict=True):
         whole, _ = tokenizer.render([*turns, message])
         (expected,) = tokenizer.encode_rendered([whole])
-        # What a template writes behind an answer is not learned, and stands behind it.
+        # The rendering continues after an answer with the template's own text, which is not learned.
         ids = list(expected.ids)
         start = next(i for i in range(len(ids)) if ids[i : i + len(answer)] == answer and i >= len(prompt) - 2)
         assert ids[:start] == prompt[:start]
@@ -151,7 +151,7 @@ RECORDED = json.loads((Path(__file__).parent / "recorded_preferences.json").read
 
 
 def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
-    """(ids of the prompt, ids of the answer) of the two sequences of a row."""
+    """Return (ids of the prompt, ids of the answer) of the two sequences in a row."""
     sequences = []
     for segment in (1, 2):
         columns = row["segments"] == segment
@@ -168,7 +168,7 @@ def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
 )
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
 def test_tokens_are_those_of_trl(family: str, kind: str, rows: list[Any], source: type, tmp_path: Path):
-    """The recorded ones are what tests/peers/test_preference_data.py computes."""
+    """The recorded values are computed by tests/peers/test_preference_data.py."""
     folder = str(pretrained.write(tmp_path / family, family))
     tokenizer = config_for(PretrainedTokenizer, path=folder, vocab_size=512)
     pipeline = pipeline_of(tmp_path, rows, source, tokenizer=tokenizer, seq_len=512, packed=False, global_batch_size=1)
@@ -179,7 +179,7 @@ def test_tokens_are_those_of_trl(family: str, kind: str, rows: list[Any], source
     for (first, second), (prompt, first_answer, second_answer, *_) in zip(ours, theirs, strict=True):
         for (our_prompt, our_answer), their_answer in ((first, first_answer), (second, second_answer)):
             assert our_prompt == prompt
-            # The line feed that templates write behind the end of an answer opens the next turn: no target of ours.
+            # The line feed that templates write after an answer opens the next turn, so it is no target here.
             assert their_answer[: len(our_answer)] == our_answer
             assert not library.decode(their_answer[len(our_answer) :], skip_special_tokens=False).strip()
             assert kind == "chats" or their_answer == our_answer
@@ -225,7 +225,7 @@ def test_answers_are_cut_fairly_where_a_row_has_no_room(tmp_path: Path):
     ]
     pipeline = pipeline_of(tmp_path, rows, seq_len=20)
     by_first_letter = {sequences_of(row)[0][1][0]: sequences_of(row) for row in rows_of(pipeline)}
-    # Twenty columns hold 22 tokens in two sequences, of which the prompts take 5 each.
+    # Twenty columns hold 22 tokens in two sequences; each prompt takes 5 of them.
     assert [answer for _, answer, _, _ in by_first_letter["c"]] == ["ccc<>", "r" * 8]
     assert [answer for _, answer, _, _ in by_first_letter["C"]] == ["C" * 6, "R" * 6]
     assert [answer for _, answer, _, _ in by_first_letter["f"]] == ["fits<>", "too<>"]
@@ -288,7 +288,7 @@ def test_thumbs_stand_beside_their_mismatch(tmp_path: Path):
     sequences = [sequence for row in rows_of(pipeline) for sequence in sequences_of(row)]
     together = sorted(zip(sequences[::2], sequences[1::2], strict=True))
     mismatches = [((p, a), b) for (p, a, _, _), (q, b, _, _) in together if p == q]
-    # The answer before it; answers to the same prompt are passed over, and before the first comes the last.
+    # A mismatch is the previous answer to another prompt; the last answer precedes the first.
     assert mismatches == [
         (("<>P", "a<>"), "e<>"),
         (("<>Q", "b<>"), "a<>"),
@@ -382,7 +382,7 @@ def test_the_fingerprint_tells_what_changes_the_rows(tmp_path: Path):
         for seq_len in (40, 64)
     }
     assert len(fingerprints) == 4
-    # One tokenization serves them all.
+    # They all share one tokenization.
     assert len(list((tmp_path / "workdir/data").glob("tokens-*"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""`plimsoll prepare` as a person runs it: files in place or nothing at all, and a pipeline that reads them."""
+"""`plimsoll prepare` from the command line: it writes all files or none, and a pipeline reads them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ B = 8
 
 @pytest.fixture
 def flags(tmp_path: Path, documents) -> list[str]:
-    """nanogpt-cpu (bytes) on tmp_path/corpus, into tmp_path/out."""
+    """Flags for nanogpt-cpu (bytes) on tmp_path/corpus, written to tmp_path/out."""
     documents()
     paths = json.dumps([f"{tmp_path}/corpus/*.txt"])
     source = ["--config.data.source=framework.data.sources.TextFiles", f"--config.data.source.paths={paths}"]
@@ -70,12 +70,12 @@ def test_it_overwrites_only_when_forced_and_only_its_own(tmp_path: Path, flags: 
     before = (tmp_path / "out/train.bin").read_bytes()
     assert prepare.main(flags) == 2
     (tmp_path / "corpus/0000.txt").write_text("something else")
-    (tmp_path / ".out.replaced").mkdir()  # of a run that was killed at the end
+    (tmp_path / ".out.replaced").mkdir()  # left by a run that was killed at its end
     (tmp_path / ".out.replaced/train.bin").write_text("old")
     assert prepare.main([*flags, "--force"]) == 0
     assert (changed := (tmp_path / "out/train.bin").read_bytes()) != before
     (tmp_path / "corpus/0039.txt").write_bytes(b"\xff\xff")
-    assert prepare.main([*flags, "--force"]) == 2  # keeps the old files
+    assert prepare.main([*flags, "--force"]) == 2  # the old files stay
     assert (tmp_path / "out/train.bin").read_bytes() == changed
     (tmp_path / "out/thesis.tex").write_text("years of work")
     assert prepare.main([*flags, "--force"]) == 2

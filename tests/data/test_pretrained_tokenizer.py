@@ -1,4 +1,4 @@
-"""Tokenizers of published models: every byte counted, special tokens only where they belong, clear refusals."""
+"""Tokenizers of published models: every byte is counted, special tokens stay where they belong, errors are clear."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_special_tokens_from_whichever_file_has_them(tmp_path: Path):
     tokenizer = load(folder, tmp_path / "run")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (1, 4, [2, 4])
     assert load(folder, tmp_path / "run", eos_token="<eos>").eos_id == 2
-    # null: this model was trained without one, although config.json has an id for it
+    # bos_token is null: this model was trained without one, although config.json has an id for it.
     folder = pretrained.write(tmp_path / "qwen", "chatml")
     (folder / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 0}')
     tokenizer = load(folder, tmp_path / "run")

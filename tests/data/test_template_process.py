@@ -1,4 +1,4 @@
-"""Chat templates of a stranger's directory: what they may take, and that they render as in this process."""
+"""Chat templates of an untrusted directory: their resources are limited, and they render as in this process."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Token files: what is written is read, over shards; what is cut off, damaged or foreign is named with its offset."""
+"""Token files: written tokens are read back, over shards; truncated, damaged or foreign ones are reported by offset."""
 
 import json
 import os
@@ -20,7 +20,7 @@ EOS = 999
 
 
 class Numbers(TextSource):
-    """Documents that are lists of numbers, as text; the file is not looked at."""
+    """Documents that are lists of numbers, as text; the file itself is not read."""
 
     def __init__(self, documents: list[list[int]]):
         self.lists = documents
@@ -33,7 +33,7 @@ class Numbers(TextSource):
 
 
 class NumberTokenizer(Tokenizer):
-    """Each number of the text is an id."""
+    """A tokenizer whose ids are the numbers in the text."""
 
     def __init__(self, vocab_size: int = 1000, eos_id: int = EOS):
         self.vocab_size, self.eos_id, self.digest = vocab_size, eos_id, "t" * 64
@@ -95,7 +95,7 @@ def test_a_bare_nanogpt_file_and_a_remote_one(tmp_path: Path):
     assert wide.num_tokens == 25
 
 
-# ---- what is wrong, and where
+# ---- errors, and their position
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -122,7 +122,7 @@ def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("framework.data.token_files.BLOCK_BYTES", 64)
     path = write(tmp_path / "x.bin", [list(range(50))])
     data = bytearray(path.read_bytes())
-    data[75] ^= 0x80  # makes an id out of range too: the damage is what is reported
+    data[75] ^= 0x80  # also puts an id out of range, but the damage is what is reported
     path.write_bytes(data)
     with pytest.raises(ValueError, match=rf"{path}: garbled between byte 64 and byte 102"):
         open_stream(path)
@@ -155,7 +155,7 @@ def test_verification_is_remembered_until_the_file_changes(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(DataFile, "chunks", lambda *a: pytest.fail("read again"))
         assert open_stream(path, hashes=FileHashes(memo)).digest == opened.digest
-        with pytest.raises(ValueError, match=r"token 999 at index 0 .*has 500 ids"):  # checked, whatever is remembered
+        with pytest.raises(ValueError, match=r"token 999 at index 0 .*has 500 ids"):  # always checked
             open_stream(path, vocab_size=500, hashes=FileHashes(memo))
     data = bytearray(path.read_bytes())
     data[2] ^= 1

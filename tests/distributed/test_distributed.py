@@ -1,4 +1,4 @@
-"""framework.processes.distributed: who says which process of how many this is, and how processes agree."""
+"""framework.processes.distributed: how a process finds its index and the process count, and how processes agree."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ def test_flags_and_plain_environment() -> None:
 
 
 def test_slurm() -> None:
-    # The port is JAX's own for that job; two tasks share a node, so each has one device of it.
+    # JAX derives the port from the job; two tasks share a node, so each has one of its devices.
     assert detect(SLURM) == Cluster("SLURM", "node013:61517", 8, 5, (1,))
     assert detect({**SLURM, "SLURM_STEP_NODELIST": "gpu7,node[1-2]"}).coordinator == "gpu7:61517"
     assert detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}).local_device_ids is None
@@ -76,7 +76,7 @@ def test_a_ballot_elects_the_greatest_of_each() -> None:
     ballot = Ballot(mesh)
     loss = jax.device_put(np.float32(1.0), NamedSharding(mesh, PartitionSpec()))
     assert {k: int(v) for k, v in ballot.cast({"stop": 15, "save": 0}, loss).items()} == {"stop": 15, "save": 0}
-    # Votes of other processes are rows of other devices.
+    # The votes of other processes are rows on other devices.
     sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     votes = jax.device_put(np.array([[0, 1], [15, 0], [2, 0], [0, 0]], np.int32), sharding)
     assert [int(x) for x in ballot._greatest(votes, loss)] == [15, 1]

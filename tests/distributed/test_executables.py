@@ -1,4 +1,4 @@
-"""framework.devices.executables: a CPU process that is not the first finds its programs again at the next start."""
+"""framework.devices.executables: on CPU, processes other than the first find their programs again at the next start."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""framework.metrics.goodput: every second is somewhere, once."""
+"""framework.metrics.goodput: every second is counted in exactly one phase."""
 
 import pytest
 
@@ -45,11 +45,11 @@ def test_a_restart_counts_what_is_lost() -> None:
     clock = Clock()
     goodput = Goodput(clock)
     goodput.carry_over({"step": 50.0, "start": 10.0, "down": 1.0}, down=5.0)
-    clock.now += 4.0  # starting again
+    clock.now += 4.0  # the time of the restart
     goodput.go_back({"step": 30.0, "save": 2.0})
     assert goodput.totals() == {"step": 30.0, "start": 14.0, "lost": 20.0, "down": 6.0}
     assert sum(goodput.totals().values()) == 50.0 + 10.0 + 1.0 + 5.0 + 4.0
-    goodput.go_back({})  # from initialization
+    goodput.go_back({})  # back to initialization
     assert goodput.totals()["lost"] == 50.0
     assert goodput.fraction() == 0.0
 

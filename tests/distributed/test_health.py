@@ -1,4 +1,4 @@
-"""framework.processes.health: a process's sign of life; that a hang ends it is tried in a process of its own."""
+"""framework.processes.health: the heartbeat of a process. Ending a hang is tested in a separate process."""
 
 import json
 import subprocess

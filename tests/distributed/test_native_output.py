@@ -1,11 +1,11 @@
-"""Standard output of a run of several processes: Gloo's greetings are left out, and nothing else."""
+"""Standard output of a multi-process run: Gloo's greetings are dropped, and nothing else."""
 
 import subprocess
 import sys
 
 GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
 
-# `os.write(1, ...)` is what C++ does; a process that ends at once flushes nothing.
+# `os.write(1, ...)` writes as C++ code does; `os._exit` flushes nothing.
 CODE = f"""
 import os, time
 from framework.terminal.native_output import leave_out_greetings
@@ -35,4 +35,4 @@ def test_a_reader_that_leaves_blocks_nobody() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "before\n"
         process.stdout.close()
-        process.wait(timeout=60)  # by the end, or by the error of a pipe without a reader; not for ever
+        process.wait(timeout=60)  # it ends, or gets a broken pipe, but does not hang

@@ -1,4 +1,4 @@
-"""framework.processes.rendezvous, in threads: through `plimsoll train` it is in tests/faults/test_processes.py."""
+"""framework.processes.rendezvous, in threads; tests/faults/test_processes.py tests it through `plimsoll train`."""
 
 import contextlib
 import hmac
@@ -16,7 +16,7 @@ from tests.support.runs import free_port
 
 
 def together(*who: tuple[int, int], seconds: float = 5.0, port: int | None = None) -> list[str]:
-    """Processes (id, of) meet at one address; what each was told, "" if it goes on."""
+    """Let processes (id, of) meet at one address, and return the error of each, or "" if it proceeds."""
     address, told = f"127.0.0.1:{port or free_port()}", [""] * len(who)
 
     def one(number: int, index: int, of: int) -> None:
@@ -71,7 +71,7 @@ def test_twice_the_same_and_another_count_with_a_key(monkeypatch: pytest.MonkeyP
 
 
 def test_twice_the_same_and_another_count_without_a_key() -> None:
-    """Anybody may say so: it ends only the process that says it."""
+    """Any client could claim this, so it ends only the process that claims it."""
     told = together((0, 3), (1, 3), (1, 3), (2, 3))
     assert sorted(told)[:3] == ["", "", ""]
     assert "two processes say that they are process 1" in max(told)
@@ -84,7 +84,7 @@ def test_the_end_of_the_wait_names_a_contradiction() -> None:
 
 
 class Server:
-    """Process 0 of some, which waits in a thread."""
+    """Process 0 of `num_processes`, which waits for the others in a thread."""
 
     def __init__(self, num_processes: int = 2, seconds: float = 20.0):
         self._num_processes = num_processes
@@ -101,13 +101,13 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
 
     def told(self) -> str:
-        """What it was told in the end."""
+        """Return the error that process 0 ended with, or ""."""
         self._thread.join(timeout=10)
         (told,) = self._told
         return told
 
     def meets_the_others(self) -> bool:
-        """Whether the other processes find it, and all go on at once."""
+        """Return whether the other processes find it and all proceed within 3 seconds."""
         began = time.monotonic()
         told = together(*((number, self._num_processes) for number in range(1, self._num_processes)), port=self.port)
         return not any([*told, self.told()]) and time.monotonic() - began < 3.0
@@ -122,7 +122,7 @@ def wait_for_port(port: int) -> None:
 
 
 def said(card: dict[str, Any], greeting: bytes) -> bytes:
-    """The line with a card, and a proof by somebody who does not know the run's key."""
+    """Return the line with a card, and a proof made without knowing the run's key."""
     nonce = json.loads(greeting)["nonce"]
     text = f"{nonce} {card['id']} {card['of']} {card['who']}"
     proof = hmac.new(b"", text.encode(), "sha256").hexdigest()
@@ -131,7 +131,7 @@ def said(card: dict[str, Any], greeting: bytes) -> bytes:
 
 def test_one_that_was_started_again_takes_its_own_place() -> None:
     server = Server(num_processes=3)
-    with server.connect() as first:  # it says who it is, and dies
+    with server.connect() as first:  # it sends its card, and dies
         first.sendall(said({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
         time.sleep(0.2)
     assert server.meets_the_others()
@@ -170,7 +170,7 @@ STRANGERS: dict[str, bytes] = {
     "lone surrogate": b'{"id": 1, "of": 2, "who": "\\ud800", "proof": "\\ud800"}\n',
     "half a card": json.dumps(WHO).encode()[:10],
 }
-# Cards with a proof that would be right for a run without a key.
+# Cards with a proof that would be valid for a run without a key.
 CARDS: dict[str, dict[str, Any]] = {
     "id 99": {"id": 99},
     "id -1": {"id": -1},
@@ -244,7 +244,7 @@ def test_a_card_that_was_overheard_is_of_no_use(monkeypatch: pytest.MonkeyPatch)
 def test_silent_and_slow_connections_delay_nobody() -> None:
     server = Server()
     with contextlib.ExitStack() as stack:
-        # More than there is room for.
+        # More connections than the server has room for.
         silent = [stack.enter_context(server.connect()) for _ in range(100)]
         for connection in silent[-10:]:
             connection.sendall(b"{")

@@ -1,4 +1,4 @@
-"""framework.checkpoint.replicas: copies that differ are named, on eight devices of one process."""
+"""framework.checkpoint.replicas names copies that differ, on eight devices of one process."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from framework.checkpoint.replicas import ReplicaMismatchError, check
 
 
 def placed(value: np.ndarray, *spec: str | None, change: Mapping[int, np.ndarray] = {}) -> jax.Array:
-    """On a mesh data 4, fsdp 2; `change`: what some devices hold instead."""
+    """Place a value on a mesh with data 4, fsdp 2; `change` maps device ids to what those devices hold instead."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"))
     x = jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
     pieces = [

@@ -1,10 +1,10 @@
-"""`plimsoll train` with a fault in this process alone: `python tests/faults/injected.py FAULT ARGUMENT FLAGS`.
+"""`plimsoll train` with a fault in this process only: `python tests/faults/injected.py FAULT ARGUMENT FLAGS`.
 
-flip STEP: after that step one bit of one parameter is another on this process's last device.
-stall STEP: the loop stands still for ten minutes after that step.
-kill STEP: it gets a SIGKILL after that step, when a save of it has just begun.
-clock RATE: this process's clocks are an hour ahead, and go so many times as fast. Every step takes 0.1 s more, and
-    each save is printed with the step and the true time.
+flip STEP: after that step, flip one bit of one parameter on this process's last device.
+stall STEP: stop the training loop for ten minutes after that step.
+kill STEP: send this process SIGKILL after that step, just after a save of it has started.
+clock RATE: add 0.1 s to every step, and print the step and the true time of each save. Unless RATE is 1, this
+    process's clocks are an hour ahead and run RATE times as fast.
 """
 
 import os
@@ -26,18 +26,18 @@ LEAF = "embed/token"
 
 
 class Fault(Hook):
-    """Comes before all other hooks."""
+    """Injects the fault; it comes before all other hooks."""
 
     def __init__(self, kind: str, step: int):
         self.kind, self.step = kind, step
 
     def before_step(self, run: Run, step: int) -> None:
-        """After all that follows its step."""
+        """Kill the process after all other hooks of its step."""
         if self.kind == "kill" and step == self.step + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(self, run: Run, step: int) -> None:
-        """Before all else that follows its step."""
+        """Inject the fault before all other hooks of its step."""
         if self.kind == "clock":
             time.sleep(0.1)
         elif step == self.step and self.kind in ("flip", "stall"):
@@ -49,7 +49,7 @@ class Fault(Hook):
 
 
 def flip(state: dict[str, Any]) -> None:
-    """Flips the lowest bit of the first number of LEAF on this process's last device."""
+    """Flip the lowest bit of the first number of LEAF on this process's last device."""
     table = flatten(state["parameter"])[LEAF]
     shards = [shard.data for shard in table.addressable_shards]
     words = np.asarray(shards[-1]).view(np.uint32).copy()
@@ -62,7 +62,7 @@ def flip(state: dict[str, Any]) -> None:
 
 
 def inject(kind: str, argument: float) -> None:
-    """From now on this process has the fault."""
+    """Inject the fault into this process from now on."""
     true, began, save = time.monotonic, time.monotonic(), Run.save
     if kind == "clock":
 

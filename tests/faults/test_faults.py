@@ -1,7 +1,7 @@
-"""Faults, tried through `plimsoll train`: what a person sees, and what is still there afterwards.
+"""Faults injected into `plimsoll train`: the messages that users see, and the files that survive.
 
-Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint; those of
-several processes are in test_processes.py.
+Test numbers are rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint; those
+with several processes are in test_processes.py.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_4_mesh_or_batch_does_not_divide(
 @pytest.mark.pairs
 def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Path) -> None:
     workdir, limit = tmp_path / "run", ("--config.data.global_batch_size=32", "--device_memory_gib=0.0012")
-    # A process of its own: the settings that it compiles to find what fits take a gigabyte.
+    # A separate process: the settings that it compiles to find what fits take a gigabyte.
     assert start(workdir, *limit, devices=8).wait(300) == 4
     out = output(workdir)
     needs = re.search(r"the training step needs ([\d.]+) (\w+) on each device, and there are ([\d.]+) (\w+)", out)
@@ -62,7 +62,7 @@ def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Pa
     fitting = re.findall(r"would fit: (.*) \(", out)
     assert len(fitting) == 3, out
     assert not workdir.exists()
-    # What is said to fit does, and --force goes on as things are.
+    # The suggested settings do fit, and --force trains with the settings as they are.
     assert train(tmp_path / "fits", *limit, "--dry_run", *fitting[0].split()) == 0
     assert train(workdir, *limit, "--force", "--config.trainer.max_steps=1") == 0
     assert steps(workdir) == [1]
@@ -90,7 +90,7 @@ def test_7_a_garbled_token_cache_is_named(text: Path, tmp_path: Path, capsys) ->
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with checkpoints of steps 4, 8 and 12, to be copied."""
+    """A run of 12 steps with checkpoints of steps 4, 8 and 12, for tests to copy."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
@@ -101,7 +101,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workdir(finished: Path, text: Path, tmp_path: Path) -> Path:
-    """A copy of it, and the same text."""
+    """A copy of the finished run, with the same text."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -114,7 +114,7 @@ def test_8_a_flipped_byte_falls_back_loudly(workdir: Path, capsys) -> None:
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     capsys.readouterr()
-    assert train(workdir, "--config.trainer.max_steps=13") == 0  # a run that has ended reads no arrays
+    assert train(workdir, "--config.trainer.max_steps=13") == 0  # a finished run reads no arrays
     out = capsys.readouterr().out
     assert "step 12" in out
     assert "checksum" in out or "corrupt" in out, out
@@ -162,7 +162,11 @@ def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, 
 
 
 def poison(text: Path, byte: int, among: range, max_steps: int) -> tuple[str, int]:
-    """Writes a document with that byte; a data seed, and the 1-based step that it hits: `among` those, and no other."""
+    """Write a document with `byte`, and find a data seed with which exactly one step reads it, a step in `among`.
+
+    Returns:
+        (flag that sets the seed, 1-based step).
+    """
     from configs import load
 
     (text / "train_poison.txt").write_text("xyz " * 9 + chr(byte) + " xyz" * 30)
@@ -199,7 +203,7 @@ def test_14_not_finite_skip_and_stop(text: Path, tmp_path: Path, capsys) -> None
 
 
 def parameters(workdir: Path, step: int) -> dict:
-    """Checksums of all leaves of a checkpoint but the counters."""
+    """Return the checksums of all leaves of a checkpoint except the counters."""
     leaves = json.loads((workdir / "checkpoints" / f"{step:08d}" / "manifest" / "data.json").read_text())["leaves"]
     return {name: leaf for name, leaf in leaves.items() if not name.startswith("counter")}
 
@@ -245,7 +249,7 @@ def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) ->
     error = capsys.readouterr().err
     assert "config.model.stack.num_layers: 2 -> 3" in error
     assert "config.learner.ema: null -> 0.9" in error
-    assert "ema/embed/token" in error  # a leaf that is missing
+    assert "ema/embed/token" in error  # a missing leaf
     assert "3,32,32" in error.replace(" ", "")
     assert steps(workdir) == [1]
 
@@ -294,7 +298,7 @@ def test_23_unsafe_run_names(text: Path, tmp_path: Path, capsys, monkeypatch, na
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.pairs  # tests/trainer/test_memory.py looks after the same restore
+@pytest.mark.pairs  # tests/trainer/test_memory.py covers the same restore
 def test_24_resuming_needs_no_more_memory(text: Path, tmp_path: Path, monkeypatch) -> None:
     peaks: list[int] = []
     original = Run.start

@@ -1,6 +1,6 @@
-"""A disk that is full: while a run trains it goes on, and what cannot go on says so in one line.
+"""Runs on a full disk: training continues, and anything that cannot continue reports it in one line.
 
-The limit of a file's size (RLIMIT_FSIZE) stands for the disk: the kernel refuses what is written beyond it.
+The file size limit (RLIMIT_FSIZE) stands in for the disk: the kernel refuses writes beyond it.
 """
 
 import importlib
@@ -19,20 +19,20 @@ from framework.run.run import Run
 from framework.run.trainer import Trainer
 from tests.support.runs import CONFIG, losses, train
 
-ALONE = "--config.trainer.compilation_cache=None"  # JAX complains of its own files in words of its own
+ALONE = "--config.trainer.compilation_cache=None"  # no cache: JAX reports errors of its own files itself
 LAST_SAVE = "--config.trainer.save_every=12"
-ROOM = 1200  # bytes that a file may have; metrics.jsonl and log.txt of a few steps have more
+ROOM = 1200  # maximum bytes of a file; metrics.jsonl and log.txt have more after a few steps
 
 
 def set_limit(limit: int) -> None:
-    """No file grows beyond so many bytes; -1: any does."""
+    """Limit the size of every file to `limit` bytes; -1 removes the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
 
 @contextmanager
 def full_disk(limit: int = ROOM) -> Iterator[None]:
-    """A disk that is full: no file grows beyond so many bytes."""
+    """Simulate a full disk: no file grows beyond `limit` bytes."""
     set_limit(limit)
     try:
         yield
@@ -41,20 +41,20 @@ def full_disk(limit: int = ROOM) -> Iterator[None]:
 
 
 class Disk(Hook):
-    """Full after one step, and again with room after another; None: never again."""
+    """Fills the disk after one step and frees it after another; None: never frees it."""
 
     def __init__(self, full: int, room: int | None):
         self.full, self.room = full, room
 
     def after_step(self, run: Run, step: int) -> None:
         if step in (self.full, self.room):
-            run.checkpointer.wait()  # what is being written fails in another way, which tests/checkpoint tries
+            run.checkpointer.wait()  # a save in progress would fail in another way, which tests/checkpoint covers
             set_limit(ROOM if step == self.full else -1)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Rows are tried again at once; a disk with a limit says that it has no room; there is room again afterwards."""
+    """Retry rows immediately, report a full disk while there is a limit, and remove the limit afterwards."""
     usage = shutil.disk_usage
 
     def disk_usage(path: str) -> Any:
@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def fills(disk: pytest.MonkeyPatch, full: int, room: int | None) -> None:
-    """From now on, a run's disk is full after that step, until the other."""
+    """From now on, fill a run's disk after step `full`, until step `room`."""
     begin = Trainer.__init__
 
     def start(self: Trainer, *args: Any, **options: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_disk_that_stays_full_says_what_is_lost(text: Path, tmp_path: Path, di
     written = list(losses(tmp_path / "run"))
     assert written == list(range(1, len(written) + 1)), "no half row, and none out of order"
     assert len(written) < 12
-    # With room again, the same command goes on.
+    # Once the disk has room again, the same command resumes.
     assert train(tmp_path / "run", ALONE) == 0
     assert "resumed from step 8" in capsys.readouterr().out
     assert list(losses(tmp_path / "run")) == list(range(1, 13))

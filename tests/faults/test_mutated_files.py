@@ -1,6 +1,6 @@
-"""Every kind of file that a user may hand in, mutated at random: it is read, or refused with a message.
+"""Random mutations of every kind of file that a user may supply: each is read, or refused with a message.
 
-What has a checksum of its own is never read with other content.
+A file with its own checksum is never read with other content.
 """
 
 import gzip
@@ -44,12 +44,12 @@ CHATS = [
     for n in range(30)
 ]
 Read = Callable[[Path], Any]
-# Mutations of each file; more by MUTATIONS=500.
+# Mutations per file; set MUTATIONS=500 for more.
 COUNT = int(os.environ.get("MUTATIONS", "40"))
 
 
 def documents(path: Path) -> list[str]:
-    """What `--data=PATH` trains on, and holds out."""
+    """Return the training and held-out documents of `--data=PATH`."""
     found = recognized(str(path))
     parts = [found.source, found.held_out]
     tokenizer = ByteTokenizer()
@@ -85,7 +85,7 @@ def png() -> bytes:
     return stream.getvalue()
 
 
-# File name: (its content, what reads its folder).
+# File name: (function that makes its content, function that reads its folder).
 DATA: dict[str, tuple[Callable[[], bytes], Read]] = {
     "rows.jsonl": (lambda: lines(ROWS), lambda folder: documents(folder / "rows.jsonl")),
     "chats.jsonl": (lambda: lines(CHATS), lambda folder: documents(folder / "chats.jsonl")),
@@ -103,7 +103,7 @@ DATA: dict[str, tuple[Callable[[], bytes], Read]] = {
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
-    """Content that was cut, changed, zeroed, repeated, or replaced by something else."""
+    """Return the content truncated, changed, zeroed, with bytes inserted, or replaced by something else."""
     kind = draw.randrange(12)
     at = draw.randrange(max(1, len(content)))
     if kind == 0:
@@ -137,7 +137,7 @@ VALUES: list[Any] = [None, True, [], {}, 0, -1, 1.5, 10**30, "", "x", "\x1b[2J",
 
 
 def changed_json(content: bytes, draw: random.Random) -> bytes:
-    """JSON, or a line of it, in which one value is another; of anything else two halves that changed places."""
+    """Replace one value of the JSON document, or of one line; for other content, swap the two halves."""
     rows = content.split(b"\n")
     index = draw.randrange(len(rows))
     for part, join in ((content, None), (rows[index], index)):
@@ -154,7 +154,7 @@ def changed_json(content: bytes, draw: random.Random) -> bytes:
 
 
 def with_other_value(value: Any, draw: random.Random) -> Any:
-    """The value with something else in a place of it."""
+    """Return the value with one randomly chosen part replaced or removed."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(list(value))
         if draw.random() < 0.2:
@@ -169,14 +169,14 @@ def with_other_value(value: Any, draw: random.Random) -> Any:
 def problems_of(
     good: Path, name: str, read: Read, folder: Path, is_same: Callable[[Any], bool] | None = None
 ) -> list[str]:
-    """What is wrong with how mutations of a file are read or refused.
+    """Return the mutations of a file that were neither read correctly nor refused with a user error.
 
     Args:
-        good: a folder that can be read.
-        name: the file in it that is mutated.
+        good: a readable folder.
+        name: the file in it to mutate.
         read: reads a folder.
-        folder: to work in.
-        is_same: whether what was read is what the good folder has; None where nobody can tell.
+        folder: working directory.
+        is_same: whether the result of `read` matches the good folder; None if this cannot be checked.
     """
     content = (good / name).read_bytes()
     problems = []
@@ -198,7 +198,7 @@ def problems_of(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published directory."""
+    """The directory of a published model."""
     folder = tmp_path_factory.mktemp("published") / "model"
     config = small.llama(vocab_size=512)
     program = small.program(small.experiment(config))
@@ -210,7 +210,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_model(folder: Path) -> Any:
-    """A config of the directory, its tensors' headers, and a conversation."""
+    """Read the directory's config, the headers of its tensors, and a conversation."""
     config = configs.load(f"hf:{folder}")
     directory = Directory(folder)
     config.pretrained.instantiate().places(config.model.instantiate())
@@ -252,7 +252,7 @@ def test_an_index_of_shards(model: Path, tmp_path: Path):
     assert problems_of(good, "model.safetensors.index.json", Directory, tmp_path) == []
 
 
-# --- files with checksums of their own: never read with other content ------------------------------------------------
+# --- files with their own checksums: never read with other content ----------------------------------------------------
 
 FACTS = Facts(weights="w" * 64, tokenizer="t" * 64, vocab_size=99, seq_len=4, top_k=2, data={"train": "d" * 64})
 
@@ -270,17 +270,17 @@ def test_a_teachers_answers(name: str, tmp_path: Path):
 
     def read(folder: Path) -> tuple[Facts, list[bytes]]:
         found = TeacherRows(folder)
-        # The keys of the rows that the run has.
+        # The keys of the rows that the run needs.
         numbers = [found.number_of(key.tobytes()) for key in rows.keys]
         if None in numbers:
-            # The run would refuse to go on without it.
+            # A run without this row would refuse to continue.
             return found.facts, expected
         return found.facts, [
             array.tobytes() for array in found.take([number for number in numbers if number is not None])
         ]
 
     assert read(tmp_path / "good") == (FACTS, expected)
-    # A run compares the facts with its own.
+    # A run compares the stored facts with its own.
     problems = problems_of(
         tmp_path / "good", name, read, tmp_path, lambda found: found[0] != FACTS or found[1] == expected
     )
@@ -320,7 +320,7 @@ def test_a_stored_reference(name: str, tmp_path: Path):
 
     def read(folder: Path) -> bytes | None:
         found = stored(folder)
-        # The reference is computed again.
+        # The run computes the reference again.
         if found.difference is not None or found.has_changed:
             return None
         return found.open()["train"].tobytes()
@@ -331,7 +331,7 @@ def test_a_stored_reference(name: str, tmp_path: Path):
     assert problems == []
 
 
-# --- what a run has written ------------------------------------------------------------------------------------------
+# --- files that a run writes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairs

@@ -1,6 +1,7 @@
-"""Faults of runs of several processes: real ones, with real signals. Numbers are the rows of docs/faults.md's table.
+"""Faults in multi-process runs, with real processes and real signals.
 
-`pytest -rP tests/faults/test_processes.py | grep measured` prints the times in that table.
+Test numbers are rows of the table in docs/faults.md. `pytest -rP tests/faults/test_processes.py | grep measured`
+prints the times in that table.
 """
 
 import json
@@ -39,21 +40,21 @@ RUN = (
     f"--config.trainer.save_every={EVERY}",
 )
 INJECTED = str(Path(__file__).parent / "injected.py")
-GONE = (5, -signal.SIGABRT)  # this house's way to end when another process is gone, and JAX's
+GONE = (5, -signal.SIGABRT)  # exit codes after another process has died: ours, and JAX's abort
 
 
 def measured(row: int, **seconds: float) -> None:
-    """For the table in docs/faults.md."""
+    """Print times for the table in docs/faults.md."""
     print(f"measured: row {row}: {', '.join(f'{name} {value:.2f} s' for name, value in seconds.items())}")
 
 
 def newest(workdir: Path) -> int:
-    """The last logged step; 0 before the first."""
+    """Return the last logged step, or 0 before the first."""
     return max(losses(workdir), default=0)
 
 
 def ends(processes: list[subprocess.Popen], seconds: float = 300.0) -> list[int]:
-    """Their exit codes; after that long they are killed."""
+    """Return the processes' exit codes, and kill those that run longer than `seconds`."""
     end = time.monotonic() + seconds
     try:
         return [process.wait(timeout=max(0.1, end - time.monotonic())) for process in processes]
@@ -65,7 +66,7 @@ def ends(processes: list[subprocess.Popen], seconds: float = 300.0) -> list[int]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Processes of a test that failed go with it."""
+    """Kill processes that a failed test leaves behind."""
     before = set(children())
     yield
     for pid in set(children()) - before:
@@ -74,13 +75,13 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def children() -> list[int]:
-    """Processes that this one has started and that have not been waited for."""
+    """Return the ids of child processes that have not been waited for."""
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of an undisturbed run of two processes."""
+    """The workdir of an uninterrupted run of two processes."""
     root = tmp_path_factory.mktemp("calm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
@@ -113,7 +114,7 @@ def test_11_sigterm_to_one_stops_both_after_the_same_step(calm: Path, text: Path
 @pytest.mark.pairs
 def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    program = (INJECTED, "stall", str(EVERY + 5))  # the loop stands still, so the first SIGTERM cannot be followed
+    program = (INJECTED, "stall", str(EVERY + 5))  # the loop stalls, so it cannot act on the first SIGTERM
     pair = several(workdir, 2, *RUN, programs={1: program})
     wait_for(lambda: "fault: stall" in output(workdir) and scan(workdir / "checkpoints")[0] == [EVERY])
     pair[1].send_signal(signal.SIGTERM)
@@ -140,7 +141,7 @@ def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path
     began = wait_for(lambda: "fault: flip" in output(workdir) and time.monotonic())
     assert ends(pair) == [7, 7], output(workdir)
     measured(16, found_and_gone=time.monotonic() - began)
-    # One of four copies differs: this process is to blame, and no other.
+    # One of four copies differs, so only its process is blamed.
     found = re.search(r"error: replicas disagree after step 8: (.*)", output(workdir))
     assert found is not None, output(workdir)
     blamed = r"parameter/embed/token: process 1 \(device \d+\) of 4 copies"
@@ -206,16 +207,16 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
     workdir = tmp_path / "run"
     words = [sys.executable, "-m", "launch.local", f"--config={CONFIG}:tiny", f"--workdir={workdir}", *RUN]
     words += ["--processes=2", "--devices_per_process=1", "--grace=3", "--config.health.hang_seconds=8"]
-    words += ["--config.trainer.max_steps=400"]  # so many that it is not over before it is disturbed
+    words += ["--config.trainer.max_steps=400"]  # enough that the run is not over before it is disturbed
     with open(f"{workdir}.out", "w") as out:
         environment = {
             **os.environ,
             "XLA_FLAGS": "",
-        }  # compiled as the undisturbed run was, without this process's flags
+        }  # compiled as the uninterrupted run was, without the flags of this process
         launcher = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def disturb(number: signal.Signals, saved: int, starts: int, row: int) -> None:
-        """Signals a process in that start of the run, once that step is on disk, and waits until it is further."""
+        """Signal process 1 of start `starts` once step `saved` is on disk, and wait for further progress."""
         wait_for(lambda: max(scan(workdir / "checkpoints")[0], default=0) >= saved)
         pids = re.findall(r"pids (.*)", output(workdir))
         assert len(pids) == starts
@@ -251,7 +252,7 @@ def test_19_other_numbers_of_processes_train_the_same(text: Path, tmp_path: Path
     expected, found = losses(tmp_path / "one"), losses(workdir)
     assert list(found) == list(expected) == list(range(1, 13))
     for step, loss in expected.items():
-        # Rounding only; the losses of neighbouring steps, and so other batches, are a hundred times further apart.
+        # Only rounding differs: losses of neighboring steps, and so of other batches, are 100 times further apart.
         assert abs(found[step] - loss) < 2e-5 * abs(loss), (step, found[step], loss)
 
 
@@ -268,11 +269,11 @@ def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_
     assert steps[-1] == STEPS
     assert len(steps) > 2, "no save by the clock"
     times = [float(at) for i, _, at in saves if i == "0"]
-    # The clock of process 1 would have saved every 0.075 s. The last save is at the end, whatever the time.
+    # The clock of process 1 would have saved every 0.075 s. The last save is at the end, regardless of time.
     assert all(after - before >= pause - 0.1 for before, after in pairwise(times[:-1])), saves
 
 
-# --- finding each other ----------------------------------------------------------------------------------------------
+# --- rendezvous -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairs
@@ -293,7 +294,7 @@ def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_
 def test_processes_that_do_not_find_each_other(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, ids: list[tuple[int, int]], message: str
 ) -> None:
-    # With a key, which the launchers set, a contradiction ends all processes at once.
+    # With a key, which the launchers set, a contradiction ends all processes immediately.
     monkeypatch.setenv(KEY, "a key")
     coordinator, seconds = f"--coordinator=127.0.0.1:{free_port()}", 2 if len(ids) == 1 else 60
     group = []
@@ -309,12 +310,12 @@ def test_processes_that_do_not_find_each_other(
 
 
 def listens_at(pid: int) -> set[str]:
-    """The addresses at which a process listens, as /proc has them."""
+    """Return the addresses at which a process listens, as in /proc."""
     mine = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             mine.add(os.readlink(descriptor))
-        except FileNotFoundError:  # closed in between
+        except FileNotFoundError:  # closed since the folder was listed
             continue
     found = set()
     for kind in ("tcp", "tcp6"):

@@ -1,5 +1,7 @@
-"""Workdirs that were used before: what a run wrote is not replaced without a word, and a start that is refused, or that
-only looks, leaves everything as it was."""
+"""Workdirs that were used before.
+
+Nothing that a run wrote is silently replaced, and a refused start or a dry run changes nothing.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ SHORT = ("--config.trainer.max_steps=8",)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 steps with checkpoints of steps 4 and 8, to be copied; its text is beside it."""
+    """A run of 8 steps with checkpoints of steps 4 and 8, for tests to copy; its text is next to it."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
@@ -28,13 +30,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it."""
+    """A copy of the finished run."""
     monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def state(folder: Path) -> dict[str, tuple[bytes | None, int]]:
-    """Everything in a folder: content, and when it was written."""
+    """Return the content and modification time of everything in a folder."""
     return {
         str(path): (path.read_bytes() if path.is_file() else None, path.stat().st_mtime_ns if path.is_file() else 0)
         for path in sorted(folder.rglob("*"))
@@ -122,7 +124,7 @@ def test_it_says_what_to_do(run: Path, capsys) -> None:
 
 @pytest.mark.pairs
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, capsys) -> None:
-    """What a kill leaves: rows of metrics, and nothing that says that anything was saved."""
+    """A kill leaves rows of metrics, and no record that anything was saved."""
     wanted = losses(run)
     lose_checkpoints_of_an_earlier_version(run)
     (run / "loss.png").unlink()
@@ -164,7 +166,7 @@ def test_a_checkpoint_of_another_format_is_not_passed_over(run: Path, capsys) ->
 
 
 def test_a_manifest_that_may_not_be_read_is_not_passed_over(run: Path, capsys, monkeypatch) -> None:
-    """As root nothing is forbidden, so reading is made to fail."""
+    """Reading is patched to fail, because root can read everything."""
     forbidden = run / "checkpoints" / "00000008" / "manifest" / "data.json"
     read_bytes = Path.read_bytes
 
@@ -181,7 +183,7 @@ def test_a_manifest_that_may_not_be_read_is_not_passed_over(run: Path, capsys, m
     assert state(run) == before
 
 
-# --- refused starts, and those that only look ------------------------------------------------------------------------
+# --- refused starts, and dry runs -------------------------------------------------------------------------------------
 
 REFUSED = {
     "checkpoint": ["--resume=must"],
@@ -238,7 +240,7 @@ def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, f
 
 @pytest.mark.pairs
 def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> None:
-    """Somebody's notes, and what a shell redirects there, written before or while the start is refused."""
+    """Keep a user's notes and shell redirections in the workdir, written before or while the start is refused."""
     from framework.config import ConfigError
     from framework.data.pipeline import DataPipeline
 

@@ -1,4 +1,4 @@
-"""docs/flows.md: its layer runs as it is written, in a flow; the configs that it names have its numbers."""
+"""docs/flows.md: its example layer runs as written, inside a flow, and its table of configs has the right numbers."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each layer of a flow alone: inverse, log-determinant, the backward pass from the output, what is refused."""
+"""Each flow layer in isolation: inverse, log-determinant, the backward pass from the output, and refusals."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -60,7 +60,7 @@ def context(dtype: Any, training: bool = True) -> Context:
 
 
 def drawn(layer: Any, dtype: Any, seed: int = 0) -> Any:
-    """Parameters away from zero and one; what is frozen is as it begins."""
+    """Return parameters away from zero and one; frozen parameters keep their initial values."""
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), layer.parameter_specs())
     rng = np.random.default_rng(seed)
 
@@ -85,7 +85,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ALL)
 def test_inverse_and_log_determinant(name: str, dtype: str):
-    """inverse(forward(x)) is x, and log_det is that of the dense Jacobian, whichever way it was asked for."""
+    """inverse(forward(x)) is x; log_det from either direction equals that of the dense Jacobian."""
     layer: Invertible = ALL[name].instantiate()
     ctx, x = context(dtype), images(name, dtype)
     tolerance = 2e-5 if dtype == "float32" else 1e-11
@@ -95,7 +95,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
         weights = layer.prepare(params, ctx)
         y, log_det = layer.forward(weights, x, ctx)
 
-        def flat(v: jax.Array) -> jax.Array:  # all images at once: dropout's masks go by row
+        def flat(v: jax.Array) -> jax.Array:  # all images in one call: dropout masks depend on the row
             return layer.forward(weights, v.reshape(x.shape), ctx)[0].reshape(BATCH, -1)
 
         return log_det, layer.inverse(weights, y, ctx), jax.jacrev(flat)(x.reshape(-1))
@@ -113,7 +113,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", CHEAP)
 def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
-    """From the output alone: the input, and the cotangents that jax.vjp of `apply` gives, that of log_det included."""
+    """From only the output, `reverse` gives the input and the cotangents of jax.vjp of `apply`, also for log_det."""
     layer: Bijection = CHEAP[name].instantiate()
     assert isinstance(layer, Reversible)
     ctx, x = context(dtype), images(name, dtype)
@@ -147,7 +147,7 @@ def test_a_coupling_evaluates_its_net_once_to_go_back():
 
     once = products(lambda w, x: layer.forward(w, x, ctx), weights, x)
     back = products(lambda w, c: layer.reverse(w, c, (c, None), ctx, {}), weights, carry)
-    assert (once, back) == (3, 9)  # a convolution, and two for its gradients
+    assert (once, back) == (3, 9)  # each convolution takes one product forward and two for its gradients
 
 
 @pytest.mark.pairs
@@ -166,7 +166,7 @@ def test_what_runs_backwards_and_what_does_not():
 
 
 class Doubling(Bijection):
-    """2 x, whose log-determinant has a fault that the test sets."""
+    """Bijection 2 x, with a fault in its log-determinant that the test sets."""
 
     fault: Any = staticmethod(lambda log_det: log_det)
 
@@ -214,7 +214,7 @@ def test_shapes_that_do_not_go():
 
 
 def at_first(layer: Any, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-    """The layer's forward pass with the parameters that it begins with."""
+    """Run the layer's forward pass with its initial parameters."""
     specs = layer.parameter_specs()
     return jax.jit(lambda key: layer.forward(initialize(specs, key), x, ctx))(jax.random.key(1))
 
@@ -267,13 +267,13 @@ def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_
     assert first.max() < 1.001
     assert first.std() > 0.2
     assert np.abs(first - noise(jax.random.key(2), rows, True)).max() > 0.1
-    np.testing.assert_allclose(noise(key, rows[2:], True, slice(2, 4)), first[2:], atol=1e-4)  # of any microbatch
+    np.testing.assert_allclose(noise(key, rows[2:], True, slice(2, 4)), first[2:], atol=1e-4)  # also for a microbatch
     np.testing.assert_array_equal(noise(key, rows, False), noise(None, None, False))
     assert np.abs(noise(None, None, False) - first).max() > 0.1
 
 
 def log_normal(x: Any, mean: np.ndarray, log_std: np.ndarray) -> np.ndarray:
-    """The log-density of normal distributions."""
+    """Return the log-density of normal distributions."""
     deviations = (np.asarray(x) - mean) / np.exp(log_std)
     return -0.5 * (deviations**2 + np.log(2.0 * np.pi)) - log_std
 

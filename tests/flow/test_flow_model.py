@@ -1,4 +1,4 @@
-"""Whole flows: log p against dense Jacobians, gradients whichever way they are found, latents, calibration."""
+"""Whole flows: log p against dense Jacobians, gradients under every remat policy, latents, and calibration."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def flow(*patterns: list[Config], shape: tuple[int, int, int] = (4, 4, 1), units
 
 
 def drawn(model: Flow, seed: int = 0) -> Any:
-    """Parameters away from their first values, where many gradients are zero."""
+    """Return parameters away from their initial values, at which many gradients are zero."""
     specs = model.parameter_specs()
     rng = np.random.default_rng(seed)
 
@@ -76,7 +76,7 @@ def gradients(model: Flow, params: Any, ctx: Context) -> Any:
 @pytest.mark.pairs
 @pytest.mark.parametrize("priors", [True, False])
 def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
-    """nll = -(log N(latents) + log |det d latents / d image|), of standardized latents: all stages are in it."""
+    """nll = -(log N(latents) + log |det d latents / d image|) for standardized latents; this covers all stages."""
     learned = {"split": config_for(Split, learned=priors), "prior": config_for(Prior, learned=priors)}
     with jax.enable_x64(True):
         model = flow(param_dtype="float64", compute_dtype="float64", **learned)
@@ -110,7 +110,7 @@ def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
 
 @pytest.mark.pairs
 def test_a_uniform_density_costs_the_bits_of_its_levels():
-    """With nothing in the way, the original integers are counted: log2(levels) bits a dimension, and the prior's."""
+    """With only a permutation, the nll counts the original integers: log2(levels) bits a dimension, plus the prior."""
     model = flow(
         [config_for(Permutation)], preprocess=config_for(Preprocess, alpha=0.0), prior=config_for(Prior, learned=False)
     )
@@ -127,7 +127,7 @@ def test_a_uniform_density_costs_the_bits_of_its_levels():
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_constant_memory_has_the_plain_gradient(dtype: str):
-    """memory.remat = invert against none: the loss, every gradient, dropout included; none of them is zero."""
+    """memory.remat = invert gives the loss and every gradient of none, with dropout; no trainable gradient is zero."""
     with jax.enable_x64(dtype == "float64"):
         model = flow(param_dtype=dtype, compute_dtype=dtype)
         params = drawn(model)
@@ -160,7 +160,7 @@ def test_the_gradient_is_that_of_finite_differences():
 
 @pytest.mark.pairs
 def test_residual_flows_under_sqrt():
-    """The estimate's draws are the same when a unit is run again; its gradient is no function of the policy."""
+    """Recomputing a layer repeats the estimate's random draws, so the gradient does not depend on the remat policy."""
     model = flow(RESIDUAL, units=4)
     params = drawn(model)
     loss, plain = gradients(model, params, context(model))
@@ -183,7 +183,7 @@ def test_images_and_latents(patterns: Any):
     back = jax.jit(model.decode)(params, latents)
     np.testing.assert_allclose(back, images + 0.5, atol=2e-3)
     np.testing.assert_array_equal(model.quantize(back), images)
-    again = jax.jit(model.encode)(params, back)  # real numbers are taken as they are
+    again = jax.jit(model.encode)(params, back)  # floating-point images are used as they are
     for first, second in zip(latents, again, strict=True):
         np.testing.assert_allclose(second, first, atol=2e-2)
     sample = jax.jit(model.sample, static_argnums=2)
@@ -199,7 +199,7 @@ def test_images_and_latents(patterns: Any):
 
 @pytest.mark.pairs
 def test_samples_have_the_density():
-    """Of a flow with one free scale: samples' logits have the mean and deviation that the parameters say."""
+    """In a flow with one free scale, the logits of samples have the mean and deviation that the parameters set."""
     model = flow([config_for(ActNorm)], units=1, levels=256, image_shape=(2, 2, 1))
     params = initialize(model.parameter_specs(), jax.random.key(0))
     params["level0"]["block0"] = {"bias": jnp.full((1, 4), -0.4), "log_scale": jnp.full((1, 4), np.log(2.0))}
@@ -216,7 +216,7 @@ def test_samples_have_the_density():
 def test_calibration_makes_every_actnorm_standardize_the_first_batch():
     model = flow(GLOW, [GLOW[0], *MIXED], shape=(8, 8, 1))
     params, ctx = drawn(model), replace(context(model), batch=dict(context(model).batch))
-    ctx.batch["images"] = ctx.batch["images"] // 3  # far from what the first values suit
+    ctx.batch["images"] = ctx.batch["images"] // 3  # far from the data that the initial values suit
     found = jax.jit(lambda p: model.calibrate(p, ctx, {}))(params)
 
     @jax.jit
@@ -248,7 +248,7 @@ def test_calibration_makes_every_actnorm_standardize_the_first_batch():
 
 
 def experiment(memory: dict[str, str], mesh: dict[str, int] | None = None, **learner: Any) -> Config:
-    """A small multi-scale flow on made-up digits; nothing is read."""
+    """Return a small multi-scale flow on synthetic digits; it reads no files."""
     stacks = [config_for(Stack, num_layers=2 * len(pattern), pattern=pattern) for pattern in (GLOW, MIXED)]
     config = small.experiment(
         config_for(Flow, image_shape=(8, 8, 1), levels=17, stacks=stacks),
@@ -262,7 +262,7 @@ def experiment(memory: dict[str, str], mesh: dict[str, int] | None = None, **lea
 
 
 def trace(memory: dict[str, str], **fields: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    """Metrics of five steps, and the state after them."""
+    """Return the metrics of five steps and the state after them."""
     program = small.program(experiment(memory, **fields))
     state, metrics = program.init(), []
     for step in range(5):
@@ -285,7 +285,7 @@ def plain() -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     [
         ({"remat": "invert"}, None),
         ({"remat": "invert", "update": "in_backward"}, None),
-        pytest.param({"remat": "invert"}, {"data": 4, "fsdp": 2}, marks=pytest.mark.slow),  # an image a device
+        pytest.param({"remat": "invert"}, {"data": 4, "fsdp": 2}, marks=pytest.mark.slow),  # one image per device
         pytest.param(
             {"remat": "full", "update": "streamed", "optimizer_state": "pinned_host"}, None, marks=pytest.mark.slow
         ),

@@ -18,7 +18,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
 
 
 def block(**fields: Any) -> tuple[ResidualBlock, Any]:
-    """A block with weights so large that each convolution is at its bound, of one sign so that bounds multiply."""
+    """Return a block whose weights put each convolution at its bound, all of one sign so that the bounds multiply."""
     layer = ResidualBlock(**{"dim": 2, "hidden": 8, "size": 4, **fields})
     params = jax.jit(lambda key: initialize(layer.parameter_specs(), key))(jax.random.key(0))
     return layer, jax.tree.map(lambda p: 3.0 * jnp.abs(p) + 0.1, params)
@@ -56,7 +56,7 @@ def test_the_residual_contracts(coefficient: float):
     norms = [np.linalg.norm(jacobian, 2) for jacobian in of_residual]
     assert max(norms) <= coefficient**3
     assert max(norms) > 0.3 * coefficient**3
-    for jacobian in of_convs.values():  # each by itself is at its bound, to what a power iteration finds
+    for jacobian in of_convs.values():  # each one is at its bound, to the accuracy of the power iteration
         np.testing.assert_allclose(np.linalg.norm(jacobian, 2), coefficient, rtol=0.02)
     same = jax.jit(lambda p: layer.prepare(p, training()))(small_weights)
     np.testing.assert_array_equal(same["first"]["weight"], small_weights["first"]["weight"])
@@ -85,7 +85,7 @@ def test_the_inverse_is_bounded_in_steps_and_stops_at_its_tolerance():
 
 @pytest.mark.pairs
 def test_the_series_is_unbiased_in_value_and_gradient():
-    """The mean over many draws of the roulette with two sure terms, against the dense Jacobian's."""
+    """Compare the mean over many draws of the roulette, with two certain terms, to the dense Jacobian's value."""
     exact, params = block(log_det="exact")
     series, _ = block(terms=2)
     draws = 1000

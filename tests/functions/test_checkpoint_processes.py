@@ -1,4 +1,4 @@
-"""Checkpoints of any pytree by two real processes: both write and read their part; one alone reads what two wrote."""
+"""Checkpoints of any pytree by two real processes: each writes and reads its part, and one process reads the whole."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ import framework as pl
 from tests.support.runs import ROOT
 
 VALUES = np.arange(8192, dtype=np.float32).reshape(64, 128)
-# Each process has two devices. Arguments: the directory, the port, the number of the process.
+# Each process has two devices. Arguments: the directory, the port, the process id.
 JOB = """
 import faulthandler, os, sys
 # A process that hangs ends with the stacks of its threads, which the test prints.

@@ -1,4 +1,4 @@
-"""Checkpoints of any pytree: every kind of leaf bit for bit, other shardings, kills, flipped bytes, other trees."""
+"""Checkpoints of any pytree: every kind of leaf bit for bit, resharding, kills, corrupted bytes, mismatched trees."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Structure, classes of leaves, dtypes, shapes, shardings and bits."""
+    """Assert equal structures, classes of leaves, dtypes, shapes, shardings and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (keys, one), other in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         assert type(one) is type(other), keys
@@ -70,7 +70,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def trees() -> dict[str, Any]:
-    """{kind: a tree of it}."""
+    """Return {kind: a tree of that kind}."""
     weight = jnp.asarray(VALUES)
     numbers = np.array([1 / 3, -0.0, np.nan, np.inf, 2.0**-1074])
     keys = jax.random.split(jax.random.key(0), 8)
@@ -108,9 +108,9 @@ def trees() -> dict[str, Any]:
             "pinned": jax.device_put(weight, sharding((4, 2), "model", "data", kind="pinned_host")),
             "other device": jax.device_put(weight, jax.devices()[5]),
         },
-        # Arrays of several meshes over the same devices.
+        # Arrays on several meshes over the same devices.
         "meshes": [jax.device_put(weight, sharding(mesh, "data", "model")) for mesh in MESHES],
-        # Names that mean something to a run's checkpoints.
+        # Names with a special meaning in a run's checkpoints.
         "names": {"frozen": {"w": weight}, "ema": {"w": weight.astype(jnp.bfloat16)}, "a b/c": weight},
         "a leaf": weight,
         "a number": 3,
@@ -118,7 +118,7 @@ def trees() -> dict[str, Any]:
     }
 
 
-# Named here, as arrays that are made at import would stay on the device while other tests count what lives there.
+# The names are listed here because arrays made at import would stay on the device while other tests count live arrays.
 KINDS = ("dtypes", "flags", "small dtypes", "shapes", "optax", "masked", "containers", "keys", "numpy", "python")
 KINDS += ("functions", "memories", "meshes", "names", "a leaf", "a number", "nothing")
 
@@ -139,7 +139,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(kind: str, tmp_path: Path) ->
 
 
 def test_values_are_the_checkpoints_and_not_those_of_like(tmp_path: Path) -> None:
-    """Into a tree of other values: only what is a function is taken from there."""
+    """Restoring into a tree with other values takes only functions from that tree."""
     tree = {"x": jnp.ones(3), "n": np.float64(0.1), "i": 7, "s": "a", "key": jax.random.key(1), "f": jnp.tanh}
     pl.save(tmp_path, 1, tree)
     like = {"x": jnp.zeros(3), "n": np.float64(0.2), "i": 8, "s": "b", "key": jax.random.key(2), "f": jnp.sin}
@@ -186,7 +186,7 @@ def test_what_has_no_sharding_comes_to_the_first_device(tmp_path: Path) -> None:
     restored, _ = pl.restore(tmp_path, abstract(tree, None))
     first = SingleDeviceSharding(jax.devices()[0])
     assert_same(restored, jax.device_put(tree, first))
-    # This has the sharding, without the devices.
+    # The result of eval_shape has the sharding, but without devices.
     with pytest.raises(
         ValueError, match=r"w: expected a sharding over a jax\.sharding\.Mesh, got one over an abstract mesh"
     ):
@@ -220,7 +220,7 @@ def test_a_step_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None
     assert float(pl.restore(tmp_path, like)[0]["x"]) == 1.0
     pl.save(tmp_path, 1, {"x": jnp.float32(2)}, overwrite=True)
     assert float(pl.restore(tmp_path, like)[0]["x"]) == 2.0
-    # As a kill in the middle of a replacement leaves it.
+    # The state that a kill during a replacement leaves.
     (tmp_path / "00000001").rename(tmp_path / "00000001.replaced")
     with pytest.raises(CheckpointMissingError, match=r"steps \[1\] were being replaced; the next save"):
         pl.restore(tmp_path, like)
@@ -257,7 +257,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.pairs
 def test_it_is_the_format_of_the_checkpointer(tmp_path: Path) -> None:
-    """Each reads what the other wrote."""
+    """Both can read each other's checkpoints."""
     tree = {"w": jax.device_put(VALUES, sharding((4, 2), "data")), "n": jnp.int32(3)}
     pl.save(tmp_path, 1, tree, {"a": 1})
     with Checkpointer(directory=tmp_path) as checkpointer:
@@ -317,7 +317,7 @@ def test_another_tree_is_told_with_the_nearest_names_before_anything_is_read(
         ["x", "other", "dtype", "numpy:float64[2]", "float32[2]"],
     ]
     assert lines[-1].strip() == "block/weight: the nearest in the checkpoint is block/weights"
-    # The same reader is what a restore of the right tree calls.
+    # Restoring the right tree does call this reader.
     with pytest.raises(AssertionError, match="arrays are read"):
         pl.restore(tmp_path, tree)
 
@@ -326,7 +326,7 @@ def test_another_tree_is_told_with_the_nearest_names_before_anything_is_read(
 
 
 def flip_a_bit(step_directory: Path) -> None:
-    """In the file with the bytes of the arrays."""
+    """Flip a bit in the file that holds the bytes of the arrays."""
     files = [path for path in (step_directory / "state").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
@@ -337,7 +337,7 @@ def flip_a_bit(step_directory: Path) -> None:
 
 @pytest.mark.pairs
 def test_a_flipped_bit_is_told_with_the_name_of_the_leaf(tmp_path: Path) -> None:
-    """And no other step is taken in silence."""
+    """Also, no other step is restored silently instead."""
     tree = {"small": jnp.ones(3), "model": {"large": jnp.arange(64.0 * 128).reshape(64, 128)}, "n": 5}
     for step in (1, 2):
         pl.save(tmp_path, step, tree)
@@ -350,7 +350,7 @@ def test_a_flipped_bit_is_told_with_the_name_of_the_leaf(tmp_path: Path) -> None
 
 
 def test_a_changed_scalar_is_noticed(tmp_path: Path) -> None:
-    """Python's numbers are in the manifest, which has a digest."""
+    """Python numbers are stored in the manifest, which has a digest."""
     tree = {"n": 5, "x": jnp.ones(2)}
     pl.save(tmp_path, 1, tree)
     manifest = tmp_path / "00000001" / "manifest" / "data.json"
@@ -379,7 +379,7 @@ while True:
 @pytest.mark.pairs
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_path: Path) -> None:
-    """SIGKILL at another moment of a save each time, once while a half-written step is on the disk."""
+    """Send SIGKILL at a different time in each save; for seed 0 while a partly written step is on disk."""
     command = [sys.executable, "-c", SAVER, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -391,10 +391,10 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_
             committed = int(number) if word == "saved" else committed
         assert job.stdout.readline() == "saving 3\n"
         if seed == 0:
-            # Orbax's name of what is not complete.
+            # Orbax's name for an incomplete step.
             while not list(tmp_path.glob("00000003.orbax-checkpoint-tmp*")):
                 assert not (tmp_path / "00000003").exists(), "the save was over before it was seen"
-                # One that has died leaves nothing to wait for.
+                # If the process has died, waiting would never end.
                 assert job.poll() is None
         else:
             time.sleep(random.Random(seed).random() * 0.05)
@@ -433,7 +433,7 @@ SLOW = ("orbax", "tensorstore", "grain", "tokenizers", "pyarrow", "matplotlib", 
     ids=["checkpoints", "reversible"],
 )
 def test_importing_them_is_cheap(names: tuple[str, ...], late: tuple[str, ...]) -> None:
-    """Neither orbax nor anything else that takes long, until something is saved."""
+    """Orbax and other slow packages are not imported before something is saved."""
     wanted = ", ".join(f"pl.{name}" for name in names)
     code = f"import sys, framework as pl; {wanted}; print([name for name in {late} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

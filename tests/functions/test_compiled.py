@@ -1,4 +1,4 @@
-"""What the TPU's compiler needs for eager updates and streamed state: one copy of weights and state, a chunk of it."""
+"""Memory of eager updates and streamed state, compiled for TPU: one copy of weights and state, or a chunk of state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def chip() -> NamedSharding:
-    """One chip of a v5e, on a machine without one."""
+    """Return a sharding for one v5e chip, on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     targets.environment("v5e-1")
     devices = np.array(targets.resolve("v5e-1").devices())
@@ -40,14 +40,14 @@ def layer(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def stack() -> tuple[Any, Callable[..., jax.Array]]:
-    """(a trained stack, its loss)."""
+    """Return (a trained stack, its loss)."""
     layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), MOMENTUM, name="stack")
     trained = jax.eval_shape(layers.init, jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16))
     return trained, lambda trained, x: layers(trained, x)[0].astype(jnp.float32).sum()
 
 
 def listed() -> tuple[Any, Callable[..., jax.Array]]:
-    """(a list of trained layers, their loss)."""
+    """Return (a list of trained layers, their loss)."""
     layers = [pl.eager(layer, MOMENTUM, name=f"layer{number}") for number in range(LAYERS)]
     weights = jax.ShapeDtypeStruct((DIM, DIM), jnp.bfloat16)
     trained = [jax.eval_shape(one.init, weights) for one in layers]
@@ -73,7 +73,7 @@ def test_weights_and_state_are_there_once(model: Any, chip: NamedSharding) -> No
 
 
 def test_a_stack_whose_state_is_streamed(chip: NamedSharding) -> None:
-    """AdamW's moments of 512 MiB of weights are on the host; on the device there is a layer's gradient, and a chunk."""
+    """AdamW's moments for 512 MiB of weights are offloaded; the device holds a layer's gradient and a state chunk."""
     layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), pl.stream(optax.adamw(1e-3)), name="stack")
     weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16)
     program, trained = jax.make_jaxpr(layers.init, return_shape=True)(weights)
@@ -98,7 +98,7 @@ def test_a_stack_whose_state_is_streamed(chip: NamedSharding) -> None:
 
 
 def test_a_streamed_state_is_made_layer_by_layer(chip: NamedSharding) -> None:
-    """All layers' first moments at once would be 1 GiB beside the weights."""
+    """The initial moments of all layers together would be 1 GiB in addition to the weights."""
     layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), pl.stream(optax.adamw(1e-3)), name="stack")
     weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16, sharding=chip)
     memory = jax.jit(layers.init, donate_argnums=0).lower(weights).compile().memory_analysis()
@@ -108,7 +108,7 @@ def test_a_streamed_state_is_made_layer_by_layer(chip: NamedSharding) -> None:
 
 
 def whole(optimizer: optax.GradientTransformation) -> Any:
-    """The optimizer with all of its state on the host, fetched before the update."""
+    """Return the optimizer with all of its state offloaded and fetched as a whole before the update."""
 
     def moved(state: Any, space: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim > 1 else leaf, state)
@@ -123,7 +123,7 @@ def whole(optimizer: optax.GradientTransformation) -> Any:
 
 @pytest.mark.parametrize("shapes", [[(DIM, DIM)] * 8, [(8, DIM, DIM)]], ids=["matrices", "stack"])
 def test_a_chunk_of_the_state_is_on_the_device(shapes: list[tuple[int, ...]], chip: NamedSharding) -> None:
-    """AdamW's moments of 512 MiB of parameters are 1 GiB; the gradients, 512 MiB, are there in both."""
+    """AdamW's moments for 512 MiB of parameters are 1 GiB; both variants also hold the gradients, 512 MiB."""
     temporaries = {}
     host = chip.with_memory_kind("pinned_host")
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -133,7 +133,7 @@ def test_a_chunk_of_the_state_is_on_the_device(shapes: list[tuple[int, ...]], ch
 
         def step(params: Any, state: Any, x: jax.Array, optimizer: Any = optimizer) -> Any:
             gradients = jax.tree.map(lambda leaf: jnp.sin(leaf) * x, params)
-            # They are arrays, as those of a backward pass.
+            # The barrier materializes the gradients as arrays, like those of a backward pass.
             gradients = jax.lax.optimization_barrier(gradients)
             updates, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state

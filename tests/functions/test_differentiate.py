@@ -1,4 +1,4 @@
-"""`differentiate`, `partition` and `combine`: gradients of the trained part alone, of any pytree."""
+"""`differentiate`, `partition` and `combine`: gradients of only the trained part of any pytree."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ import framework as pl
 
 
 def params() -> Any:
-    """A tree with a list, integers, and a leaf that is no array."""
+    """Return a tree with a list, integers, and a leaf that is not an array."""
     weight = jnp.arange(6.0).reshape(2, 3)
     return {"layer": {"weight": weight, "steps": jnp.arange(3)}, "others": [jnp.ones(3), jnp.tanh]}
 
@@ -59,7 +59,7 @@ def test_optax_trains_the_trained_part():
     _, gradient = pl.differentiate(loss, trainable="weight")(whole, X)
     updates, _ = optimizer.update(gradient, moments, trained)
     updated = pl.combine(optax.apply_updates(trained, updates), frozen)
-    # Adam's first step is one of the learning rate, against the gradient's sign.
+    # Adam's first step has the size of the learning rate, against the gradient's sign.
     expected = whole["layer"]["weight"] - 0.1 * jnp.sign(gradient["layer"]["weight"])
     np.testing.assert_allclose(updated["layer"]["weight"], expected, rtol=1e-5)
     assert updated["others"][1] is jnp.tanh
@@ -71,7 +71,7 @@ def test_parts_make_the_whole_again():
     whole = pl.combine(first, second)
     assert jax.tree.structure(whole) == jax.tree.structure(params())
     assert first["layer"] == {"weight": None, "steps": None}
-    # What is no array is never trained, whatever the regex.
+    # Leaves that are not arrays are never trained, whatever the regex.
     assert first["others"][1] is None
 
 

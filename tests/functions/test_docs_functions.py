@@ -1,4 +1,4 @@
-"""The pages on functions and their notebook: what they show runs, and prints what they say."""
+"""The documentation pages on functions and their notebook: the examples run and print what the pages show."""
 
 import ast
 import os
@@ -17,7 +17,7 @@ from tests.support.runs import ROOT
 REVERSIBLE = "docs/functions_reversible.md"
 CHECKPOINTS = "docs/functions_checkpoints.md"
 CELLS = notebooks.code_cells("functions.ipynb")
-# What each public thread asked for, by the page and a part of its example.
+# Public thread -> the page that answers it, and a part of the example there.
 EXAMPLES = {
     "Zygote.jl#1541": ("docs/functions_eager.md", 'name="dense"'),
     "jax#23316, 34 layers": ("docs/functions_lora.md", "(34, 1024, 4096)"),
@@ -27,7 +27,7 @@ EXAMPLES = {
 
 
 def printed(folder: Path, source: str) -> list[str]:
-    """The lines that a program prints in that folder, with one device."""
+    """Run a program in a folder with one device, and return the lines that it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def printed(folder: Path, source: str) -> list[str]:
 
 
 def kibibytes(lines: list[str]) -> dict[str, int]:
-    """{"reversible 16": KiB of temporaries, ...}."""
+    """Return {"reversible 16": KiB of temporaries, ...}."""
     rows = [re.fullmatch(r"(\w+ \d+) layers: (\d+) KiB", line) for line in lines]
     return {row[1]: int(row[2]) for row in rows if row}
 
@@ -65,7 +65,7 @@ def test_the_page_on_checkpoints(tmp_path: Path) -> None:
 
 
 def num_lines(source: str) -> int:
-    """The lines of code, without blank ones, comments and imports."""
+    """Return the number of lines of code, without blank lines, comments and imports."""
     imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
     lines = [line.strip() for line in source.splitlines()]
     return sum(bool(line) and not line.startswith("#") for line in lines) - len(imports)
@@ -73,7 +73,7 @@ def num_lines(source: str) -> int:
 
 @pytest.mark.parametrize("thread", EXAMPLES)
 def test_an_example_of_a_thread_is_short(thread: str) -> None:
-    """`tests/api/test_docs_python.py` runs them."""
+    """`tests/api/test_docs_python.py` runs the examples."""
     page, part = EXAMPLES[thread]
     assert num_lines(python_block(page, part)) <= 15
 

@@ -1,4 +1,4 @@
-"""Eager pieces end where `jax.grad` and optax end, in float64: with checkpoints, shared weights, nested pieces."""
+"""Eager pieces match `jax.grad` and optax in float64: with checkpoints, shared weights and nested pieces."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,7 +98,7 @@ def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
 
 @pytest.mark.pairs
 def test_auxiliary_outputs_keys_and_static_inputs() -> None:
-    """A piece with dropout by a key, a count as an output that has no gradient, and a text that chooses."""
+    """The piece has dropout from a key, an integer output without a gradient, and a string that selects the mode."""
 
     def piece(weights: Any, x: jax.Array, key: jax.Array, tokens: jax.Array, mode: str) -> dict[str, jax.Array]:
         kept = jax.random.bernoulli(key, 0.5, x.shape)
@@ -126,7 +126,7 @@ def test_auxiliary_outputs_keys_and_static_inputs() -> None:
 
 @pytest.mark.pairs
 def test_mixed_dtypes_and_leaves_that_are_not_trained() -> None:
-    """bfloat16 and float32 weights, an integer table and a function, which stay as they are."""
+    """The weights are bfloat16 and float32; an integer table and a function stay unchanged."""
     weights = {
         "low": random(0, DIM, DIM).astype(jnp.bfloat16),
         "high": random(1, DIM).astype(jnp.float32),

@@ -1,4 +1,4 @@
-"""Layers of `eager_scan` end where `jax.grad` of a scan and optax end, in float64, each with a state of its own."""
+"""Layers of `eager_scan` match `jax.grad` of a scan and optax in float64; each layer has its own optimizer state."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def stacked_weights() -> dict[str, jax.Array]:
 
 
 def dropout_layer(weights: Any, carry: Any, x: Any, scale: jax.Array) -> tuple[Any, Any]:
-    """A layer with a key, a number of its own, a shared scale, an integer in its carry and outputs beside it."""
+    """A layer with a key, a per-layer offset, a shared scale, an integer in the carry, and additional outputs."""
     hidden, count = carry
     key, offset = x
     kept = jax.random.bernoulli(key, 0.7, hidden.shape)
@@ -36,7 +36,7 @@ def dropout_layer(weights: Any, carry: Any, x: Any, scale: jax.Array) -> tuple[A
 
 
 def inputs() -> tuple[Any, Any, jax.Array]:
-    """(carry, xs, shared scale)."""
+    """Return (carry, xs, shared scale)."""
     xs = (jax.random.split(jax.random.key(5), LAYERS), random(6, LAYERS))
     return (jnp.asarray(X), jnp.int32(0)), xs, jnp.asarray(1.3)
 
@@ -55,9 +55,9 @@ def loss_of(outputs: tuple[Any, Any]) -> jax.Array:
 
 
 def steps_by_layer(loss: Callable[..., jax.Array], optimizer: Any, weights: Any) -> tuple[Any, Any]:
-    """Three steps of `jax.grad`, and of optax for each layer by itself."""
+    """Return (weights, state) after three steps of `jax.grad`, and of optax for each layer separately."""
 
-    # Jitted as the loop is: optax has powers of the count in float32, which XLA rounds in its own way.
+    # Jitted like the loop, because optax computes powers of the count in float32, which XLA rounds differently.
     @jax.jit
     def updated(layer: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         updates, new_state = optimizer.update(gradient, state, layer)
@@ -130,7 +130,7 @@ def test_a_layer_whose_gradient_is_not_finite_stays_alone() -> None:
 
 @pytest.mark.pairs
 def test_a_scan_of_an_eager_piece_gives_the_same() -> None:
-    """The memory differs, not the result."""
+    """Only the memory differs, not the result."""
     optimizer = optax.adamw(0.01)
     stack = pl.eager_scan(dropout_layer, optimizer, name="stack")
     piece = pl.eager(dropout_layer, optimizer, name="stack")
@@ -148,7 +148,7 @@ def test_the_forward_pass_keeps_no_copy_of_weights_or_of_what_all_layers_get() -
     forward = next(eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
     _, num_carry = scan_counts(forward.params)
     shapes = [var.aval.shape for var in forward.outvars[num_carry:]]
-    # Of each layer: two outputs, and the layer's input.
+    # Each layer has two outputs and its input.
     assert sorted(shapes) == [(LAYERS,), (LAYERS,), (LAYERS, *X.shape)]
 
 

@@ -1,4 +1,4 @@
-"""Pieces whose optimizer is a `stream` end where those of the optimizer alone end, with their state on the host."""
+"""Pieces with a `stream` optimizer match pieces with the plain optimizer, and their state is in host memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ import framework as pl
 from framework.layout import flatten
 from tests.support.eager import OPTIMIZERS, assert_equal, eager_steps, random
 
-# A layer's matrix has 1 MiB in float64, and is updated in slices.
+# A layer's matrix has 1 MiB in float64 and is updated in slices.
 LAYERS, DIM, HIDDEN = 3, 256, 512
 CHUNK_BYTES = 1 << 18
 HOSTED_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adafactor", "adalomo")]
@@ -59,7 +59,7 @@ def kinds_of(state: Any) -> dict[str, str]:
 def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
     if name not in HOSTED_OPTIMIZERS:
-        # Its state is vectors: nothing of it is large enough.
+        # The state of these optimizers is vectors, which are too small to be offloaded.
         optimizer = optax.chain(optax.trace(0.9), optimizer)
     actual = stack_steps(pl.stream(optimizer, chunk_bytes=CHUNK_BYTES))
     expected = stack_steps(optimizer)

@@ -1,4 +1,4 @@
-"""State is held as floats without losing a bit."""
+"""State encoded as floats keeps every bit."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"
 
 
 def extremes(dtype: Any) -> np.ndarray:
-    """The smallest and the largest values of a dtype, and others: every value of those of one byte."""
+    """Return the smallest, the largest and some other values of a dtype; every value of a one-byte dtype."""
     if dtype == "bool":
         return np.array([False, True])
     info = jnp.iinfo(dtype)

@@ -1,4 +1,4 @@
-"""`check_frozen`: a step passes that leaves frozen weights alone, and no step that does not."""
+"""`check_frozen`: a step passes if and only if it makes no other buffer of a frozen weight's size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import framework as pl
 
 SHAPE = jax.ShapeDtypeStruct
-# Too large for a TPU to keep what is computed on its chip, and no two arrays of a size.
+# Too large for a TPU to keep intermediates in on-chip memory, and no two arrays have the same size.
 TRAINED = SHAPE((1536, 128), jnp.float32)
 PARAMS = {"frozen": SHAPE((1024, 1536), jnp.bfloat16), "trained": TRAINED, "bias": SHAPE((1536,), jnp.float32)}
 BATCH = SHAPE((96, 1024), jnp.bfloat16)
@@ -24,7 +24,7 @@ def loss(params: Any, batch: Any) -> jax.Array:
 
 
 def in_float32(params: Any) -> Any:
-    """The same parameters, in the dtype that XLA for CPU multiplies without a cast of its own."""
+    """Return the same parameters in float32, which XLA for CPU multiplies without inserting a cast."""
     return jax.tree.map(lambda leaf: SHAPE(leaf.shape, jnp.float32), params)
 
 
@@ -39,7 +39,7 @@ def with_frozen_gradient(params: Any, batch: Any) -> Any:
 
 
 def with_cast(params: Any, batch: Any) -> Any:
-    # Behind a barrier, as a compiler that fuses the cast into the product costs nothing.
+    # The barrier keeps the compiler from fusing the cast into the product, which would cost no memory.
     whole = jax.lax.optimization_barrier(params["frozen"].astype(jnp.float16))
     return good({**params, "frozen": whole.astype(batch.dtype)}, batch)
 
@@ -84,7 +84,7 @@ def test_the_same_on_a_tpu_that_is_not_there(name: str):
 
 @pytest.mark.pairs
 def test_what_a_tpu_reads_ahead_into_its_chip_is_no_buffer():
-    """Weights that are neighbours in a program are read ahead, in slices that become one array there."""
+    """The TPU prefetches weights that are adjacent in a program, in slices that become one array in on-chip memory."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     layer = {"up": SHAPE((1024, 4096), jnp.bfloat16), "down": SHAPE((4096, 1024), jnp.bfloat16)}
 

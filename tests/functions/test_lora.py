@@ -1,4 +1,4 @@
-"""LoRA around a transformer written by hand: exact against merged weights, and nothing of a frozen matrix's size."""
+"""LoRA around a handwritten transformer: equal to merged weights, and no array of a frozen matrix's size."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support import small_transformer
 from tests.support.adapters import assert_close, assert_equals_merged, dense, random_adapters
 from tests.support.small_transformer import MATRICES
 
-# What is stored in 4 bits: an embedding is not, as its rows are looked up.
+# Stored in 4 bits. The embedding is not, because its rows are looked up.
 QUANTIZED = "qkv|out|up|down"
 FROZEN = f"params/(layers/)?({MATRICES})"
 
@@ -31,7 +31,7 @@ def params(quantized: bool = False) -> Any:
 
 
 def train_step(params: Any, adapters: Any, tokens: jax.Array) -> Any:
-    """A loss and the gradients of adapters alone."""
+    """Return the loss and the gradients of only the adapters."""
     return jax.value_and_grad(pl.with_lora(small_transformer.loss), argnums=1)(params, adapters, tokens)
 
 
@@ -73,7 +73,7 @@ def test_no_stack_in_4_bits_is_dequantized_as_a_whole():
 
 @pytest.mark.pairs
 def test_merged_weights_do_cost_a_buffer():
-    """What `with_lora` is for: the same check of the same model, with adapters merged in the step, fails."""
+    """The reason for `with_lora`: if the step merges the adapters, the same check of the same model fails."""
     weights = small_transformer.init("float32")
     adapters = pl.lora_init(jax.random.key(0), weights, MATRICES, rank=3)
 
@@ -122,7 +122,7 @@ def test_merging_adds_in_float32_and_keeps_the_dtype():
     adapters = {"w": pl.Adapter(factors[0].astype(jnp.bfloat16), factors[1].astype(jnp.bfloat16), 3.0)}
     merged = pl.lora_merge(weights, adapters)["w"]
     assert merged.dtype == jnp.bfloat16
-    # 3 * 2^-9 is rounded up to 2^-7; each of the three alone would be rounded away.
+    # 1 + 3 * 2^-9 is rounded up to 1 + 2^-7; each 2^-9 added separately would be rounded away.
     np.testing.assert_array_equal(merged.astype(jnp.float32), np.float32(1 + 2.0**-7))
 
 
@@ -133,7 +133,7 @@ def test_a_quantized_matrix_is_what_it_says():
     assert stored.shape == weights["up"].shape
     assert stored.codes.nbytes == weights["up"].size // 2
     error = jnp.abs(stored.dense() - weights["up"]).reshape(5, 1, 64, 128)
-    # Neighbouring values of NF4 are 0.31 of the block's largest magnitude apart at most.
+    # Neighboring NF4 values differ by at most 0.31 of the block's largest magnitude.
     assert jnp.all(jnp.max(error, axis=2) <= 0.16 * stored.scales)
     merged = pl.lora_merge({"up": stored}, random_adapters({"up": stored}, "up"))["up"]
     assert merged.shape == weights["up"].shape
@@ -151,7 +151,7 @@ def test_the_drawn_factor_is_on_the_side_of_the_inputs():
         assert 0.7 * inputs**-0.5 < jnp.max(jnp.abs(random)) <= inputs**-0.5
     heads = pl.lora_init(key, shapes, "kernel", rank=2, matrix_axes=(1, 2))["kernel"]
     assert (heads.a.shape, heads.b.shape) == ((3, 8, 2), (3, 2, 4, 6))
-    # Another target changes no adapter that was there before.
+    # Adding a target does not change the other adapters.
     both = pl.lora_init(key, shapes, "w|kernel", rank=2)
     np.testing.assert_array_equal(both["w"].a, pl.lora_init(key, shapes, "w", rank=2)["w"].a)
     assert not np.array_equal(both["kernel"].a[0], both["kernel"].a[1])

@@ -1,4 +1,4 @@
-"""Every way that a matrix with an adapter may take through a program, alone; and those that are refused, by name."""
+"""Each way that a matrix with an adapter may be used in a program, one at a time; and the uses that are refused."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def float64() -> Iterator[None]:
 
 
 def params() -> Any:
-    """matrix [6, 10], square [6, 6], and stacks of three of each."""
+    """Return matrix [6, 10], square [6, 6], and stacks of three of each."""
     keys = jax.random.split(jax.random.key(0), 4)
     return {
         "matrix": jax.random.normal(keys[0], (ROWS, COLUMNS), "float64"),
@@ -62,7 +62,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def scan_of_carry(p: Any, x: jax.Array) -> jax.Array:
-    """A matrix in the carry of a loop, which hands it on."""
+    """Use a matrix in the carry of a loop that passes it on unchanged."""
     turn = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)  # noqa: E731
     (y, _), _ = lax.scan(turn, (x, p["square"]), None, length=2)
     return y
@@ -74,7 +74,7 @@ def scan_with_outputs(p: Any, x: jax.Array) -> jax.Array:
 
 
 def scan_over_rows(p: Any, x: jax.Array) -> jax.Array:
-    """A matrix as a stack of its own rows: of B there is one for all turns."""
+    """Scan over the rows of a matrix; all iterations share one B."""
 
     def turn(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + x[:, 0] * jnp.sin(jnp.arange(COLUMNS, dtype="float64") @ row), None
@@ -91,7 +91,7 @@ def while_loop(p: Any, x: jax.Array) -> jax.Array:
 
 
 def experts(p: Any, x: jax.Array) -> jax.Array:
-    """Each row by a matrix of its own, looked up in a stack."""
+    """Multiply each row by its own matrix, looked up in a stack."""
     return jnp.einsum("bi,bio->bo", x, p["stack"][jnp.asarray([2, 0, 1, 2])])
 
 
@@ -140,7 +140,7 @@ PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
 
 
 def used_matrices(loss: Callable[..., jax.Array]) -> str:
-    """A regex of the matrices on which a function of `params()` depends."""
+    """Return a regex of the matrices that a function of `params()` depends on."""
     gradient = jax.jit(jax.grad(loss))(params(), x())
     return f"^({'|'.join(path for path in params() if jnp.any(gradient[path]))})$"
 
@@ -152,14 +152,14 @@ def test_it_is_exact(name: str):
         return jnp.sum(jnp.sin(PATHS[name](p, x)))
 
     used = used_matrices(loss)
-    # In float32 the products themselves are rounded.
+    # With the cast, the products are rounded to float32.
     tolerance = 1e-5 if name == "cast" else TOLERANCE
     adapters = random_adapters(params(), used)
     assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance)
 
 
-# In these the function itself makes an array of that size: a cast, a product with a number, the layout in which XLA
-# multiplies a whole stack, and what JAX keeps of a loop that indexes a stack (a scan over it keeps nothing).
+# In these cases the function itself makes an array of that size: a cast, a product with a number, the layout in which
+# XLA multiplies a whole stack, and the residuals of a loop that indexes a stack (a scan over the stack has none).
 COSTLY = {"cast", "times a number", "einsum over a stack", "vmap over a stack", "for"}
 
 
@@ -218,7 +218,7 @@ def test_all_transformations_around_it():
     def merged(adapters: Any, x: jax.Array) -> jax.Array:
         return jnp.sin(x @ pl.lora_merge(p, adapters)["matrix"])
 
-    # A batch of adapters for one matrix.
+    # A batch of two adapters for one matrix.
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), adapters)
     both = jax.vmap(with_adapters, in_axes=(None, 0, None))(p, two, x())
     assert_close(both, jax.vmap(merged, in_axes=(0, None))(two, x()))
@@ -248,7 +248,7 @@ def test_results_of_an_inner_jit_are_where_it_says():
 
 
 def weight_gradient(function: Callable[..., jax.Array]) -> jax.Array:
-    """The gradient of a function's sum with respect to W, through the adapter's own computation."""
+    """Return the gradient of a function's sum with respect to W, through the adapter's computation."""
     adapters = random_adapters(params(), "matrix")
     return jax.grad(lambda p: jnp.sum(function(p, adapters, x())))(params())["matrix"]
 
@@ -272,7 +272,7 @@ def test_a_matrix_that_is_not_differentiated_stays_so():
 
 
 def grown_carry(p: Any, x: jax.Array) -> jax.Array:
-    """A loop that changes the matrix that it carries."""
+    """Use a matrix in a loop that changes it in the carry."""
     return x @ lax.fori_loop(0, 2, lambda _, matrix: matrix * 1.5 + 0.1, p["matrix"])
 
 
@@ -295,12 +295,12 @@ REFUSED: dict[str, tuple[Callable[[Any, jax.Array], jax.Array], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(name: str):
     function, place = REFUSED[name]
-    # In what is refused two matrices may meet.
+    # Some refused functions use two matrices or a stack.
     paths = {"two matrices": "matrix|square$", "concatenated": "matrix|square$", "a sum over a stack": "stack"}
     adapters = random_adapters(params(), paths.get(name, "matrix"))
     with pytest.raises(pl.AdapterError, match=f"(matrix|square|stack): the matrix reaches {place}"):
         pl.with_lora(function)(params(), adapters, x())
-    # This regex is of another matrix.
+    # This regex matches other matrices.
     with pytest.raises(pl.AdapterError):
         pl.with_lora(function, materialize="squares")(params(), adapters, x())
 
@@ -328,7 +328,7 @@ def test_rows_of_a_matrix_in_4_bits_are_refused():
 
 @pytest.mark.pairs
 def test_sums_of_a_narrow_dtype_are_in_float32():
-    """x A is scaled before it is rounded: 1/3 of it is, not a rounded third of what has been rounded."""
+    """x A is scaled by 1/3 before it is rounded; the result is not a rounded third of a rounded value."""
     adapters = {"w": pl.Adapter(jnp.full((256, 1), 1.0), jnp.ones((1, 2)), 1 / 3)}
     frozen = {"w": jnp.zeros((256, 2), "bfloat16")}
     result = pl.with_lora(lambda p, x: x @ p["w"])(frozen, adapters, jnp.ones((1, 256), "bfloat16"))

@@ -1,4 +1,4 @@
-"""LoRA around models of flax and of equinox as their users write them: nothing of them is changed."""
+"""LoRA around unchanged flax and equinox models, written as their users write them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def float64() -> Iterator[None]:
 
 
 def flax_model() -> tuple[Any, Any, jax.Array]:
-    """(the loss of a model with a scan over blocks, remat and a tied embedding, its variables, tokens)."""
+    """Return (loss, variables, tokens) of a model with a scan over blocks, remat and a tied embedding."""
     nn = pytest.importorskip("flax.linen")
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 

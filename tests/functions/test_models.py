@@ -1,4 +1,4 @@
-"""Models of other people's: a transformer by hand, of flax and of equinox, end where `jax.grad` and optax end."""
+"""Models from outside Plimsoll match `jax.grad` and optax: a handwritten transformer, and flax and equinox models."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def block(weights: Any, x: jax.Array) -> jax.Array:
-    """[batch, tokens, dim] -> the same."""
+    """Apply a causal transformer block, [batch, tokens, dim] -> [batch, tokens, dim]."""
     queries, keys, values = jnp.split(norm(x, weights["norm1"]) @ weights["qkv"], 3, axis=-1)
     heads = [array.reshape(*array.shape[:-1], HEADS, -1) for array in (queries, keys, values)]
     x = x + jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape) @ weights["out"]
@@ -47,7 +47,7 @@ def cross_entropy(logits: jax.Array, tokens: Any) -> jax.Array:
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_transformer_by_hand_with_a_tied_table(name: str) -> None:
-    """The table embeds the tokens and is the head: its gradient is the sum of both."""
+    """The table is both embedding and head, so its gradient is the sum of both."""
     optimizer = OPTIMIZERS[name]()
     layers = {name: pl.eager(jax.checkpoint(block), optimizer, name=name) for name in ("block0", "block1")}
     table = pl.eager_weights(optimizer, name="table")
@@ -69,7 +69,7 @@ def test_a_transformer_by_hand_with_a_tied_table(name: str) -> None:
 @pytest.mark.once("lion")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_transformer_of_flax_linen(name: str) -> None:
-    """Two blocks, one of them under flax's own remat, between a tied embedding and its head."""
+    """The model has two blocks, one of them under flax's remat, between a tied embedding and head."""
     nn = pytest.importorskip("flax.linen")
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 
@@ -77,7 +77,7 @@ def test_a_transformer_of_flax_linen(name: str) -> None:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
-            # A bias of the keys has no gradient but rounding, which AdamW would make a whole step of.
+            # The gradient of a key bias is only rounding error, which AdamW would turn into a full step.
             attention = nn.MultiHeadDotProductAttention(num_heads=HEADS, use_bias=False, **dtypes)
             x = x + attention(nn.LayerNorm(**dtypes)(x), mask=mask)
             return x + nn.Dense(DIM, **dtypes)(nn.gelu(nn.Dense(4 * DIM, **dtypes)(nn.LayerNorm(**dtypes)(x))))
@@ -121,7 +121,7 @@ def test_flax_nnx() -> None:
 @pytest.mark.once("momentum", "adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_transformer_of_equinox(name: str) -> None:
-    """A module with an activation function and sizes, which are no arrays."""
+    """The module has leaves that are not arrays: an activation function and sizes."""
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 2)
 

@@ -1,4 +1,4 @@
-"""What would be silently wrong is refused by the name of the piece."""
+"""Uses that would be silently wrong are refused, with the name of the piece in the error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import framework as pl
 from tests.support.eager import X, dense
 
-# No arrays of JAX: they would stay on the device while other tests count what lives there.
+# numpy arrays, because JAX arrays would stay on the device while other tests count live arrays.
 WEIGHTS: Any = {"kernel": np.eye(6, dtype=np.float32), "bias": np.zeros(6, np.float32)}
 LAYER = pl.eager(dense, optax.sgd(0.1), name="dense")
 OTHER = pl.eager(dense, optax.sgd(0.1), name="other")
@@ -25,12 +25,12 @@ KINDS = {"piece": LAYER, "shared weights": SHARED, "stack": STACK}
 
 
 def weights_of(layer: Any) -> Any:
-    """The weights, as a stack of one layer where the layer is a stack."""
+    """Return the weights, as a stack of one layer if `layer` is STACK."""
     return jax.tree.map(lambda leaf: leaf[None], WEIGHTS) if layer is STACK else WEIGHTS
 
 
 def output(layer: Any, trained: pl.Trained, x: jax.Array) -> jax.Array:
-    """What a piece, a stack, or a dense layer with shared weights makes of x."""
+    """Return the output of a piece, a stack, or a dense layer with shared weights for x."""
     if layer is SHARED:
         return dense(SHARED(trained), x)
     return jax.tree.leaves(layer(trained, x))[0]
@@ -100,7 +100,7 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
     trained = layer.init(weights_of(layer))
     with pytest.raises(ValueError, match=f"{layer.name!r} is used twice"):
         jax.grad(loss)(trained)
-    # An evaluation may use it as often as it likes, jitted or not.
+    # An evaluation may use it any number of times, jitted or not.
     assert jnp.isfinite(loss(trained))
     assert jnp.isfinite(jax.jit(loss)(trained))
 
@@ -113,12 +113,12 @@ def test_vmap_over_the_backward_pass(kind: str) -> None:
     def loss(trained: pl.Trained, x: jax.Array) -> jax.Array:
         return output(layer, trained, x).sum()
 
-    # The forward pass of a batch is what vmap makes of it.
+    # vmap of the forward pass works.
     assert jax.vmap(loss, (None, 0))(trained, INPUT).shape == (4,)
     with pytest.raises(ValueError, match=f"{layer.name}: jax.vmap over its backward pass"):
         jax.vmap(jax.grad(loss), (None, 0))(trained, INPUT)
     if layer is not SHARED:
-        # Shared weights are used by all rows, and updated once.
+        # Shared weights are different: all rows use them, and they are updated once.
         with pytest.raises(ValueError, match=f"{layer.name}: jax.vmap over its backward pass"):
             jax.grad(lambda trained: jax.vmap(loss, (None, 0))(trained, INPUT).sum())(trained)
 
@@ -154,7 +154,7 @@ MIXING = {
 def test_a_rule_that_looks_at_all_parameters(name: str, weights: Any) -> None:
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
         pl.eager(dense, MIXING[name], name="dense").init(weights)
-    # The rule is looked at before the layer, which returns no pair, is called.
+    # The rule is checked before the layer is called (this layer does not return a pair, so calling it would fail).
     layer: Any = dense
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
         pl.eager_scan(layer, MIXING[name], name="dense").init(jax.tree.map(lambda leaf: leaf[None], weights))

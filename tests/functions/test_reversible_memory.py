@@ -1,4 +1,4 @@
-"""What the compiled gradient of a stack needs: temporaries of a reversible scan do not grow with its layers."""
+"""Memory of the compiled gradient of a stack: the temporaries of a reversible scan do not grow with depth."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def coupled(weights: Any, x: Any) -> Any:
 
 
 def unknown(weights: Any, x: Any) -> Any:
-    """The same, without the knowledge that it is a coupling."""
+    """Run the same layers with wrapped functions, so that the scan does not know that they are a coupling."""
     forward, inverse = pair()
     return pl.reversible_scan(lambda w, x: forward(w, x), lambda w, y: inverse(w, y), weights, x)
 
@@ -42,7 +42,7 @@ def plain(weights: Any, x: Any) -> Any:
 
 
 def temporary_bytes(run: Callable[[Any, Any], Any], layers: int, device: Any) -> int:
-    """The temporaries of the compiled gradient: what is neither argument nor result."""
+    """Return the bytes of the compiled gradient's temporaries, without arguments and results."""
 
     def loss(weights: Any, x: Any) -> jax.Array:
         y1, y2 = run(weights, x)
@@ -64,12 +64,12 @@ def test_temporaries_are_flat_on_cpu(run: Callable[[Any, Any], Any]) -> None:
     few = temporary_bytes(run, FEW, device)
     many = temporary_bytes(run, MANY, device)
     assert few <= many <= few + STREAM_BYTES
-    # At most some streams, and a layer's weights.
+    # At most a few streams and one layer's weights.
     assert many < 32 * STREAM_BYTES
 
 
 def test_temporaries_of_a_plain_scan_grow_on_cpu() -> None:
-    """At least what two branches keep of each layer more."""
+    """Each additional layer adds at least the residuals of two branches."""
     device = jax.devices("cpu")[0]
     grown = temporary_bytes(plain, MANY, device) - temporary_bytes(plain, FEW, device)
     assert grown >= (MANY - FEW) * 2 * STREAM_BYTES
@@ -77,7 +77,7 @@ def test_temporaries_of_a_plain_scan_grow_on_cpu() -> None:
 
 @pytest.mark.pairs
 def test_temporaries_are_flat_on_tpu() -> None:
-    """By the TPU's compiler, on a machine without one."""
+    """This uses the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     from framework.plan import targets
 

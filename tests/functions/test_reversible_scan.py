@@ -1,4 +1,4 @@
-"""Values and gradients of reversible_scan are those of a plain jax.lax.scan; what cannot be is refused by name."""
+"""Values and gradients of reversible_scan equal those of jax.lax.scan; unsupported uses are refused by name."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ DIM = 4
 
 
 class Layers(NamedTuple):
-    """A stack: both directions of its layers, and what they are applied to."""
+    """A stack: both directions of its layers, and their arguments."""
 
     forward: Callable[..., Any]
     inverse: Callable[..., Any]
@@ -44,7 +44,7 @@ STREAMS = (3, DIM)
 
 
 def linear() -> Layers:
-    """Couplings that are linear in x."""
+    """Return couplings that are linear in x."""
     pair = pl.additive_coupling(lambda w, x: x @ w["f"], lambda w, x: x @ w["g"])
     return Layers(*pair, matrices(0), (normal(2, *STREAMS), normal(3, *STREAMS)))
 
@@ -55,7 +55,10 @@ def nonlinear() -> Layers:
 
 
 def with_inputs() -> Layers:
-    """Integers among the weights; keys, integers and booleans among the per-layer inputs; floats among both."""
+    """Return layers whose weights include integers, and whose per-layer inputs include keys, integers and booleans.
+
+    Both also include floats.
+    """
 
     def f(w: Any, x: jax.Array, layer: Any) -> jax.Array:
         keep = jax.random.bernoulli(layer["key"], 0.7, x.shape)
@@ -75,7 +78,7 @@ def with_inputs() -> Layers:
 
 
 def handwritten() -> Layers:
-    """Both directions written by hand: a triangular map, over a dict with an integer and a key in it."""
+    """Return a triangular map with both directions written by hand, over a dict with an integer and a key."""
 
     def forward(w: Any, x: Any) -> Any:
         noise = jax.random.normal(x["key"], x["b"].shape)
@@ -92,7 +95,7 @@ def handwritten() -> Layers:
 
 
 def trees() -> Layers:
-    """Streams that are trees, of another structure each, with complex numbers in one."""
+    """Return couplings whose two streams are trees of different structure; one contains complex numbers."""
 
     def f(w: Any, x: Any) -> Any:
         return {"re": jnp.tanh(x[0] @ w["f"]), "complex": 1j * x[1] * w["f"][0]}
@@ -106,7 +109,7 @@ def trees() -> Layers:
 
 
 def unfused() -> Layers:
-    """The functions of a coupling by another name, so that nothing is known of them."""
+    """Return a coupling with wrapped functions, so that the scan does not recognize the coupling."""
     layers = with_inputs()
     return layers._replace(
         forward=lambda *args: layers.forward(*args),
@@ -135,7 +138,7 @@ def numbers(tree: Any) -> list[jax.Array]:
 
 
 def loss(y: Any) -> jax.Array:
-    """A number to which every element counts in another way."""
+    """Return a scalar that depends on every element in a different way."""
     total = jnp.float64(0.0)
     for leaf in numbers(y):
         coefficients = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float64)).reshape(leaf.shape)
@@ -169,9 +172,9 @@ def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layer
     gradients_of = functools.partial(gradients, layers=layers)
     expected = gradients_of(plain_scan)
     actual = jax.jit(lambda: gradients_of(reversible))() if jit else gradients_of(reversible)
-    # What has no gradient is float0 in both.
+    # Leaves without a gradient are float0 in both.
     assert_close(actual, expected)
-    # The values are the same program, forward.
+    # The forward program is the same, so the values are equal bit for bit.
     y = reversible(layers)
     for one, other in zip(jax.tree.leaves(y), jax.tree.leaves(plain_scan(layers)), strict=True):
         assert jnp.array_equal(one, other)
@@ -179,7 +182,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layer
 
 @pytest.mark.pairs
 def test_a_wrong_inverse_shows_in_the_gradients() -> None:
-    """The comparison above has something to find: the backward pass does call the inverse."""
+    """The comparison above can fail, because the backward pass does call the inverse."""
     layers = handwritten()
 
     def wrong(w: Any, y: Any) -> Any:
@@ -192,8 +195,10 @@ def test_a_wrong_inverse_shows_in_the_gradients() -> None:
 
 
 def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a coupling's pair, its two functions are used, and the gradient has 3 matrix products for each: the value, and
-    the cotangents of weights and x. Unknown functions cost the inverse, too."""
+    """The gradient of a coupling calls its two functions, with 3 matrix products for each.
+
+    These are the value, and the cotangents of weights and x. Unknown functions also cost the inverse.
+    """
 
     def products(run: Callable[[], Any]) -> int:
         text = str(jax.make_jaxpr(run)())
@@ -203,7 +208,7 @@ def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.Monkey
     known = products(lambda: gradients(reversible, layers))
     renamed = layers._replace(forward=lambda *args: layers.forward(*args))
     unknown = products(lambda: gradients(reversible, renamed))
-    # Forward, there are 2 products in the loop.
+    # The forward loop has 2 products.
     assert known == 2 + 6
     assert unknown == 2 + 2 + 6
     assert_close(gradients(reversible, renamed), gradients(reversible, layers))
@@ -213,7 +218,7 @@ def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("make", [nonlinear, unfused])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[[], Layers], jit: bool) -> None:
-    """As with jax.lax.scan, and with integers and keys among them, inside nested jits as well."""
+    """The gradients are those of jax.lax.scan, also with integers and keys among the arrays, and in nested jits."""
     layers = make()
     key = jax.random.key(3)
 
@@ -244,7 +249,7 @@ def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[
 @pytest.mark.pairs
 @pytest.mark.parametrize("make", [with_inputs, handwritten])
 def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
-    """Under jax.vmap over x, and under jax.checkpoint."""
+    """This covers jax.vmap over x, and jax.checkpoint."""
     layers = make()
 
     def of_x(run: Callable[[Layers], Any], x: Any) -> Any:
@@ -264,8 +269,10 @@ def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
 
 @pytest.mark.pairs
 def test_dtypes_may_be_mixed() -> None:
-    """Weights in bfloat16 and float32, streams in float32, of branches in bfloat16: gradients have the dtypes of what
-    they are of, and are the plain scan's up to the rounding of a bfloat16 sum."""
+    """Weights are bfloat16 and float32, streams float32 and float64, and one branch computes in bfloat16.
+
+    Each gradient has the dtype of its array, and equals that of the plain scan up to the rounding of a bfloat16 sum.
+    """
 
     def f(w: Any, x: jax.Array) -> jax.Array:
         return jnp.tanh(x.astype(jnp.bfloat16) @ w["f"])
@@ -283,7 +290,7 @@ def test_dtypes_may_be_mixed() -> None:
 
 
 def test_layers_of_equinox() -> None:
-    """Modules with functions among their leaves, stacked by jax.vmap."""
+    """The modules have functions among their leaves and are stacked by jax.vmap."""
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), (2, LAYERS))
 
@@ -315,7 +322,7 @@ def test_no_layers_leave_x_as_it_is() -> None:
     assert reversible(layers._replace(weights=empty)) == layers.x
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def loss_of_x(first: jax.Array) -> jax.Array:
@@ -327,7 +334,7 @@ def loss_of_x(first: jax.Array) -> jax.Array:
 def test_forward_mode_is_refused_by_name(derivative: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"reversible_scan: no forward-mode derivatives.*jax\.grad"):
         derivative(loss_of_x)(normal(2, *STREAMS))
-    # Where it was traced before, JAX refuses it.
+    # If the function is jitted, JAX itself refuses.
     with pytest.raises(TypeError, match="forward-mode"):
         derivative(jax.jit(loss_of_x))(normal(2, *STREAMS))
 
@@ -378,7 +385,7 @@ def test_a_changed_carry_is_named(name: str) -> None:
 
 
 def test_the_error_of_an_inverse_is_told_by_dtype() -> None:
-    """256 layers: streams in bfloat16 drift, streams in float32 with the same branches hardly do."""
+    """Over 256 layers, bfloat16 streams drift, while float32 streams with the same branches hardly do."""
     count = 256
     weights = normal(0, count, DIM, DIM, dtype="bfloat16")
     pair = pl.additive_coupling(
@@ -398,7 +405,7 @@ def test_the_error_of_an_inverse_is_told_by_dtype() -> None:
 
 
 def test_the_error_is_the_one_by_hand() -> None:
-    """A carry that is halved and comes back whole but for a known difference, of a largest element of 2."""
+    """The carry is halved, and its inverse is off by a known amount; the largest element is 2."""
     x = {"a": jnp.asarray([1.0, -2.0]), "zero": jnp.zeros(2), "n": jnp.arange(2)}
 
     def inverse(w: Any, y: Any) -> Any:
@@ -409,7 +416,7 @@ def test_the_error_is_the_one_by_hand() -> None:
 
 
 def test_the_way_back_of_a_coupling_needs_its_own_pair() -> None:
-    """An inverse of another coupling is taken for what it is: a function of which nothing is known."""
+    """The inverse of another coupling is treated as an unknown function."""
     layers = linear()
     other = nonlinear()
     shapes = (layers.weights,)

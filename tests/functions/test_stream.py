@@ -1,4 +1,4 @@
-"""Streamed updates are optax's own, from state that is in host memory before and after each step."""
+"""Streamed updates equal those of optax, with state in host memory before and after each step."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ import framework as pl
 from framework.layout import flatten
 from tests.support.eager import OPTIMIZERS, assert_equal, random
 
-# A leaf on the host has 1 MiB at least.
+# Offloaded leaves have at least 1 MiB.
 SHAPES = {"stack": (4, 256, 256), "matrix": (512, 512), "vector": (8,)}
 
 
@@ -32,7 +32,11 @@ def gradients_of(params: Any, seed: int) -> Any:
 
 
 def steps(optimizer: Any, params: Any, **extra_args: Any) -> tuple[Any, Any, Any]:
-    """(parameters, state, memory kinds of the state by path) after three jitted steps that donate both."""
+    """Run three jitted steps that donate parameters and state.
+
+    Returns:
+        The parameters, the state, and the memory kinds of the state by path.
+    """
 
     def step(params: Any, state: Any, seed: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(gradients_of(params, seed), state, params, **extra_args)
@@ -79,7 +83,7 @@ def test_optimizers_without_state_and_with_branches(name: str) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((4, 256, 512), 1 << 18), ((4, 8, 128, 64), 1 << 16)], ids=str)
 def test_slices_of_two_axes(shape: tuple[int, ...], chunk_bytes: int) -> None:
-    """An index of the first axis has more bytes than a chunk."""
+    """One index of the first axis has more bytes than a chunk, so the second axis is sliced too."""
     params = {"stack": random(0, *shape)}
     optimizer = pl.stream(optax.adamw(0.01), chunk_bytes=chunk_bytes)
     assert loops_of(optimizer, params) == [params["stack"].nbytes // chunk_bytes]
@@ -99,7 +103,7 @@ def test_a_pattern_chooses_the_leaves() -> None:
 def test_the_factor_of_a_clip_is_exact() -> None:
     factor = 0.25
     new_params, _, _ = steps(pl.stream(optax.lion(0.01)), parameters(), gradient_factor=factor)
-    # Lion moves by signs, so what is scaled first shows in the momentum alone; SGD's step shows it all.
+    # Lion's step is a sign, so scaling the gradients changes only the momentum; SGD's step shows it directly.
     scaled = optax.chain(optax.scale(factor), optax.lion(0.01))
     expected, _, _ = steps(scaled, parameters())
     assert_equal(new_params, expected)
@@ -126,7 +130,7 @@ def wide(leaf: jax.Array) -> jax.Array:
 
 
 def loops_of(optimizer: Any, params: Any) -> list[int]:
-    """The number of turns of each loop of an update; 0 where it is read from an array."""
+    """Return the number of iterations of each loop of an update; 0 for a while loop, which reads it from an array."""
     state = optimizer.init(params)
     program = jax.make_jaxpr(optimizer.update)(params, state, params)
     lengths = {"scan": lambda eqn: eqn.params["length"], "while": lambda eqn: 0}
@@ -140,7 +144,7 @@ def loops_of(optimizer: Any, params: Any) -> list[int]:
     ids=["element", "matrix", "tensor"],
 )
 def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
-    """Layers and a matrix of 1 and 2 MiB; what looks at a whole tensor is updated in one turn."""
+    """Layers have 1 MiB each and the matrix 2 MiB; a rule that looks at a whole tensor is not sliced."""
     params = {"a": random(0, 4, 256, 512), "b": random(1, 512, 512)}
     assert loops_of(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the model's template or a transcript, cut from the front; answers as clean text."""
+"""Conversations as tokens: the model's template or a transcript, truncated from the front; answers as clean text."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def test_whole_turns_are_left_out_and_as_few_as_possible() -> None:
 
 
 def test_answers() -> None:
-    """Clean text, its own draws for each answer, and whether it came to its end."""
+    """Each answer is clean text, has its own random draws, and reports whether it stopped at the token limit."""
     script = chats.Script()
     chat = chats.chat(script, num_samples=2, max_new_tokens=20)
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_answers() -> None:
     long = chat.answer(chat.prompt(None, [], "long"))
     list(long)
     assert long.at_limit
-    # A transcript goes on with the user's next words, which are no answer.
+    # A model that continues a transcript also writes the user's next turn, which is not part of the answer.
     quoting = chats.chat(script)
     answer = quoting.answer(quoting.prompt(None, [], "b\nUser : c\nAssistant "))
     list(answer)

@@ -1,4 +1,5 @@
-"""What the TPU's compiler makes of a token: the cache is updated in place, hosted weights come a layer at a time."""
+"""The program that the TPU compiler makes for one token: it updates the cache in place and fetches offloaded weights
+one layer at a time."""
 
 from typing import Any
 
@@ -17,13 +18,13 @@ ROWS, SLOTS = 8, 2048
 
 @pytest.fixture(autouse=True)
 def tpu():
-    """The compiler of TPUs, on a machine without one."""
+    """Set up the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     targets.environment("v5e-1")
 
 
 def decode_memory(*, hosted: bool) -> Any:
-    """Of 8 layers of width 1024: 196 MiB of weights, 512 MiB of cache."""
+    """Return the memory analysis of decoding with 8 layers of width 1024: 196 MiB of weights, 512 MiB of cache."""
     model = llama_model(layers=8, heads=8, dim=1024, hidden=2816, vocab_size=1024)
     model.param_dtype = model.compute_dtype = "bfloat16"
     experiment = small.experiment(model, batch=1).instantiate()

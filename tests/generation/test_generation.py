@@ -1,4 +1,4 @@
-"""Generation against the model itself: no cache, no padding, one device, weights on the device."""
+"""Generation compared to the model itself: no cache, no padding, one device, weights on the device."""
 
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ NEW = 12
 
 
 def alternating() -> Config:
-    """A local and a global layer in turn, with caps, as Gemma 2 has them."""
+    """Return a model that alternates local and global layers, with soft caps, like Gemma 2."""
     model = small.llama(stack__num_layers=4)
     local, everywhere = small.block(model).copy(), small.block(model).copy()
     local.attention.window = 4
@@ -40,7 +40,7 @@ def shared() -> Config:
 
 
 def experts() -> Config:
-    """A mixture in every second layer, whose router has buffers beside the cache."""
+    """Return a model with experts in every second layer, whose router has buffers in addition to the cache."""
     model = small.llama(stack__num_layers=4)
     dense, sparse = small.block(model).copy(), small.block(model).copy()
     sparse.mlp = mixture(experts=4, top_k=2, hidden=24)
@@ -73,15 +73,17 @@ SHARDED = {"data": 2, "fsdp": 2, "model": 2}
 
 @cache
 def started(name: str, mesh: frozenset[tuple[str, int]] | None = None) -> tuple[Program, Any, Generator]:
-    """The program of one of MODELS, the state that it begins with on one device, and a generator; for tests that change
-    none of them."""
+    """Return the program of one of MODELS, its initial state, and a generator.
+
+    With a mesh, the state is the one-device state, resharded. Tests share the results and must not change them.
+    """
     built = program(MODELS[name](), mesh and dict(mesh))
     state = jax.device_put(started(name)[1], built.layout.shardings()) if mesh else built.init()
     return built, state, Generator(built, state)
 
 
 def without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy, whole sequences through the model for each token."""
+    """Decode greedily, running the whole sequence through the model for each token."""
     rows, model = [list(prompt) for prompt in prompts], program.experiment.model
     logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), state["buffer"]))
     weights = program.weights(state)
@@ -105,7 +107,7 @@ def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
 
 
 def talk(generator: Generator, prompt: list[int], count: int, stop_after: int | None = None) -> list[int]:
-    """The answer to a prompt, greedy, with the cache kept."""
+    """Return the greedy answer to a prompt, keeping the cache for the next call."""
     tokens = []
     for (token,) in generator.stream([prompt], Sampling(count), keeps_cache=True):
         tokens.append(token)
@@ -136,13 +138,13 @@ def test_a_conversation_reads_what_is_new_alone(name: str, monkeypatch: pytest.M
         assert answer == without_cache(alone, first_state, [prompt], stop_after or length)[0], prompt
         prompt = [*prompt, *answer]
     assert read == ["_prefill", "_extend", "_extend", "_extend"]
-    # The history was changed: what both have in common is not read again.
+    # After a change in the history, the common prefix is not read again.
     changed = [*prompt[:6], 11, 12]
     assert talk(generator, changed, 3) == without_cache(alone, first_state, [changed], 3)[0]
-    # More positions than the cache has room for, up to the last one that the model has.
+    # This needs more positions than the cache has room for, up to the model's last one.
     assert talk(generator, changed, 22) == without_cache(alone, first_state, [changed], 22)[0]
     assert read[4:] == ["_extend", "_extend"]
-    # A batch, and a prompt that begins otherwise.
+    # A batch, or a prompt with a different beginning, starts over.
     assert generator(PROMPTS, Sampling(2)) == without_cache(alone, first_state, PROMPTS, 2)
     assert talk(generator, [4, *prompt], 1) == without_cache(alone, first_state, [[4, *prompt]], 1)[0]
     assert read[6:] == ["_prefill", "_prefill"]
@@ -155,7 +157,7 @@ def test_a_failed_step_leaves_no_cache_behind(monkeypatch: pytest.MonkeyPatch) -
     decode = generator._decode
 
     def fails(*args: Any) -> None:
-        decode(*args)  # which takes the cache
+        decode(*args)  # this donates the cache
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -184,7 +186,7 @@ def test_bfloat16_cache() -> None:
     [
         ("shared", SHARDED, 1.0),
         ("shared", {"fsdp": 4, "seq": 2}, 0.0),
-        # A token at a time cannot be cut over positions, which prompts are.
+        # Prompts are sharded over positions; decoding one token at a time cannot be.
         ("experts", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
         ("latent", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
     ],

@@ -1,4 +1,4 @@
-"""Draws against numpy's probabilities; text against whole decoding."""
+"""Samples compared to probabilities computed in numpy; streamed text compared to decoding all tokens at once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ DRAWS = 20_000
 
 
 def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then top-p, as published sampling code has it."""
+    """Return the probabilities after temperature, then top-k, then top-p, in the order of published sampling code."""
     p = np.exp(LOGITS / temperature)
     order = np.argsort(-p)
     p[order[top_k:]] = 0

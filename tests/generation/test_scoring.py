@@ -1,4 +1,4 @@
-"""Scores against log-softmax by hand."""
+"""Scores compared to a log-softmax computed by hand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ROWS = [([1, 5, 9, 2, 2, 7], 3), ([3, 4], 1), ([8] * 10, 1), ([*range(40)], 35),
 
 
 def logits_of(program: Program, state: Any) -> Any:
-    """tokens -> logits, by one program: what comes after the tokens, no position of theirs sees."""
+    """Return a function from tokens to logits that compiles once: it pads the row, and no token sees the padding."""
     model, weights = program.experiment.model, program.weights(state)
     compiled = jax.jit(lambda weights, x: model.logits(weights, program.evaluation_context({"tokens": x}), {}))
 
@@ -71,7 +71,7 @@ def test_a_text_is_predicted_once_in_windows() -> None:
 
 
 class Words(Tokenizer):
-    """Ids by letter, with no separator."""
+    """Tokenizer with one id per byte and no separator."""
 
     eos_id = None
 

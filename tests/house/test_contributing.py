@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: every file that it names is there, so that a newcomer who follows it finds what to copy."""
+"""CONTRIBUTING.md: every file that it names exists, so that a newcomer who follows it finds the example to copy."""
 
 import re
 from pathlib import Path

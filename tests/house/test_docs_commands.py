@@ -1,8 +1,8 @@
-"""Every block of commands in the documentation is run by a test here, or the page says who ran it.
+"""Checks that a test here runs every block of commands in the documentation, or that the page records who ran it.
 
-`QUICK` runs in this process. `WHOLE` runs in a shell, as a reader would paste it, with fewer steps and without what
-needs a network, another machine or a person at the terminal. `make test-pairs` always runs a page that the last commit
-changed.
+`QUICK` recipes run in this process. `WHOLE` recipes run in a shell, as a reader would paste them, with fewer steps and
+without commands that need a network, another machine or a user at the terminal. `make test-pairs` always runs the
+pages that the last commit changed.
 """
 
 import gzip
@@ -15,16 +15,16 @@ from tests.support.pages import PAGES, blocks
 from tests.support.recipes import Recipe, run_here, run_in_shell
 
 STEPS = "--config.trainer.max_steps=2 --config.trainer.eval_batches=1"
-# The same on a twentieth of the standard library, whose whole text takes 16 s to tokenize.
+# These also use only a twentieth of the standard library, because its whole text takes 16 s to tokenize.
 FEW = f"{STEPS} --config.data.source.share=0.05"
-# What a block of `make` and of pytest starts is this suite itself.
+# Blocks of `make` and pytest commands would start this suite again.
 NO_MAKE = {"make ": "make --dry-run ", "source .venv/bin/activate": "true"}
 A_RUN = f"plimsoll train --config=nanogpt-cpu {FEW} --workdir="
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# A directory as transformers writes it, of a model for conversations, whose adapters peft can load.
+# Makes a directory like those that transformers writes: a chat model whose adapters peft can load.
 PUBLISHED = (
     f"plimsoll train --config=stdlib-tiny {FEW} --workdir=runs/base",
     "plimsoll export --workdir=runs/base --to=DIR",
@@ -51,7 +51,7 @@ QUICK = (
     Recipe(
         "docs/data.md",
         ("plimsoll configs show stdlib-tiny", "plimsoll prepare", "python make_rows.py"),
-        # Training takes longer: tests/data/test_docs_data.py tries that its data are as promised.
+        # Training takes longer; tests/data/test_docs_data.py checks that the data are as promised.
         replaced={"train --config=my_rows.py:tiny_rows --workdir=runs/rows": "configs show my_rows.py:tiny_rows"},
         files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
     ),
@@ -81,10 +81,10 @@ WHOLE = (
             "--data=my_folder/": f"--data=raw/ {STEPS}",
             "--config=nanogpt-cpu": f"--config=nanogpt-cpu {FEW}",
             "--config=digits-glow": f"--config=digits-glow {STEPS}",
-            # Of fewer pairs, too: the reference is computed of all of them.
+            # Fewer pairs, because the reference model scores all of them.
             "--config=dpo-tiny": f"--config=dpo-tiny {STEPS} --config.data.source.every=200",
             "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
-            # The server and the service would wait for somebody.
+            # The server and the service would wait for a user.
             "--web ": "",
             "--wandb=my_project": "",
             "--seeds 0:200": "--seeds 0:1",
@@ -165,7 +165,7 @@ WHOLE = (
             "stdlib-tiny --data=notes/ --workdir=runs/mine ": f"stdlib-tiny --data=notes/ --workdir=runs/mine {STEPS} ",
             "--config=lora:DIR --data": f"--config=lora:DIR {STEPS} --data",
             "--config=norm.py:scale_norm": f"--config=norm.py:scale_norm {STEPS}",
-            # A run that has ended goes on for two steps more.
+            # A finished run continues for two more steps.
             "global_batch_size=16": "global_batch_size=16 --config.trainer.max_steps=4",
         },
         files={"norm.py": "scale_norm():"},
@@ -231,7 +231,7 @@ WHOLE = (
         files={"my_rewards.py": "# my_rewards.py", "my_task.py": "# my_task.py"},
         prints=("step 2",),
     ),
-    # The figures are those of one CPU's compiler.
+    # The numbers depend on the CPU's compiler.
     Recipe(
         "docs/plan.md",
         ("plimsoll train --config=stdlib-tiny",),
@@ -248,7 +248,7 @@ WHOLE = (
 
 
 def conversation(number: int) -> str:
-    """A line of chats.jsonl."""
+    """Return one line of chats.jsonl."""
     question = {"role": "user", "content": f"What is {number}?"}
     answer = {"role": "assistant", "content": f"It is {number + 1} less one."}
     return json.dumps({"messages": [question, answer]}) + "\n"
@@ -256,13 +256,13 @@ def conversation(number: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with the data that the pages take to be there."""
+    """A working directory with the data that the pages assume."""
     (tmp_path / "raw").mkdir()
     lines = "".join(json.dumps({"body": f"document {i * i} of the corpus, " * 5}) + "\n" for i in range(2000))
     (tmp_path / "raw/a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     (tmp_path / "chats.jsonl").write_text("".join(conversation(i) for i in range(200)))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # what --gpus=all finds
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # the GPUs that --gpus=all finds
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -282,7 +282,7 @@ def test_commands_run_in_a_shell(recipe: Recipe, folder: Path) -> None:
 
 
 def not_accounted_for(page: str, text: str | None = None) -> list[str]:
-    """Each block of the page that no recipe runs and no line beside it records, by page, line and first command."""
+    """Return the blocks of a page that no recipe runs and no adjacent line records: page, line and first command."""
     run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.chosen_blocks()}
     return [
         f"{page}:{block.line}: {block.commands[0]}"

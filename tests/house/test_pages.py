@@ -1,4 +1,4 @@
-"""The pages of the documentation, as a reader clicks and reads them: links lead somewhere, tables have headings."""
+"""The documentation pages as a reader sees them: links lead to a file and a heading, and tables have headings."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ _RULE = re.compile(r"\|(?:-+\|)+")
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""The plan of the house: which room of `framework/` may import which, and that no imports go in a circle."""
+"""Import rules: which package of `framework/` may import which, and that no imports form a cycle."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# From the ground floor up: a room, and the rooms below that it may import. docs/architecture.md says what is in each.
+# From the bottom up: each package of `framework/` and the packages that it may import. docs/architecture.md describes
+# the contents of each.
 ROOMS = {
     "config": "",
     "layout": "",
@@ -36,19 +37,19 @@ ROOMS = {
     "processes program schedules terminal",
     "api": "checkpoint config data devices files inference layers learner metrics plan program run terminal weights",
 }
-# A package of the repository, and the others that it may import.
+# Each top-level package of the repository and the others that it may import.
 PACKAGES = {"framework": "", "configs": "framework", "launch": "framework configs"}
 
 
 def modules(package: str) -> dict[str, Path]:
-    """{dotted name: file} of all modules of a package, those of `__init__.py` by the package's name."""
+    """Return {dotted name: file} for all modules of a package; an `__init__.py` has the name of its package."""
     files = sorted((ROOT / package).rglob("*.py"))
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
     return dict(zip(names, files, strict=True))
 
 
 def imports(file: Path) -> Iterator[str]:
-    """The dotted names that a file imports, at its top or inside its functions; of `from a import b` it is a.b."""
+    """Yield the dotted names that a file imports, at its top or inside functions; `from a import b` yields a.b."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -60,13 +61,13 @@ FRAMEWORK = modules("framework")
 
 
 def room_of(name: str) -> str:
-    """The room of a dotted name; "" for what is in none."""
+    """Return the package of `framework/` that a dotted name is in, or "" if there is none."""
     package, _, path = name.partition(".")
     return path.partition(".")[0] if package == "framework" else ""
 
 
 def module_of(name: str) -> str:
-    """The module that has what a dotted name leads to; the name itself where it is not of the framework."""
+    """Return the module that defines a dotted name, or the name itself if it is not in the framework."""
     return name.rpartition(".")[0] if name not in FRAMEWORK and name.rpartition(".")[0] in FRAMEWORK else name
 
 
@@ -85,7 +86,7 @@ def test_the_table_itself_goes_downwards():
 @pytest.mark.pairs
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_the_table_allows_and_no_more(room: str):
-    """A room that is allowed and not used would make the table say less than it could."""
+    """Each package imports exactly what the table allows: an allowed import that is unused would weaken the rule."""
     names = {name for module, file in FRAMEWORK.items() if room_of(module) == room for name in imports(file)}
     assert {room_of(name) for name in names} - {"", room} == set(ROOMS[room].split())
 
@@ -109,7 +110,7 @@ def test_packages_import_downwards(package: str):
 
 
 def test_configs_of_older_versions_have_their_names():
-    """Names that moved: their old modules are gone, and what they stand for is a component."""
+    """Names that moved still resolve: their old modules no longer exist, and the new names are components."""
     from framework.config import names
     from framework.config.components import is_component
 

@@ -16,7 +16,7 @@ IDS = [f"tests/plan/test_page.py::test_it[{number}]" for number in range(300)]
 
 
 class Git:
-    """A fake of git, with a history of its own."""
+    """A fake git with its own history."""
 
     count = "7"
     shallow = "false"

@@ -1,4 +1,4 @@
-"""docs/tour.md: each file is there, and has what the tour says to read in it."""
+"""docs/tour.md: each file exists and contains the names that the tour points to."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ STOPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "tou
 
 
 def defined(tree: ast.AST) -> dict[str, ast.AST]:
-    """What a module or class defines, by name."""
+    """Return the functions and classes that a module or class defines, by name."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return {node.name: node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds)}
 

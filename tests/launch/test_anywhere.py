@@ -1,4 +1,4 @@
-"""The command `plimsoll` of an installed wheel, beside a launch.py, framework.py, configs/ and tests/ of others."""
+"""The `plimsoll` command of an installed wheel, next to a user's own launch.py, framework.py, configs/ and tests/."""
 
 import os
 import re
@@ -21,10 +21,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that has the wheel, and finds everything else where this process does."""
+    """The programs of an environment with the wheel, which takes all other packages from this process's environment."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
-    # Building leaves files beside the sources.
+    # Building leaves files next to the sources, so copy them first.
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("framework", "configs", "launch"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
@@ -105,7 +105,7 @@ def test_every_verb_runs_beside_files_of_the_names_of_ours(run: Run, project: Pa
         assert "theirs" not in ran.stdout + ran.stderr, verb
     assert (project / "two" / "loss.png").exists()
     assert "usage: plimsoll sample " in ran.stdout
-    # In a program of their own the names are theirs.
+    # In the user's own program, these names are the user's modules.
     for name in ("launch", "framework", "configs"):
         assert f"theirs: {name}" in run("python", "-c", f"import {name}").stderr
 
@@ -118,7 +118,7 @@ def test_the_module_of_a_verb_needs_no_more_than_its_package(run: Run, project: 
     for flags in ([], ["-P"]):
         ran = run("python", *flags, "-m", "launch.configs", "list")
         assert ran.returncode == 0
-        # On a slow machine its first words come.
+        # A slow machine also shows the startup message.
         assert re.fullmatch(r"(starting configs [. \ds]{3,}\n)?", ran.stderr)
 
 
@@ -129,7 +129,7 @@ def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
 def test_what_is_started_elsewhere_looks_at_no_file_in_its_folder(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert start_words.words_of_train("python") == ["python", "-P", "-m", "launch.train"]
-    # As in a checkout that is not installed, which only its folder leads to.
+    # As in a checkout that is not installed, which is only importable from its own folder.
     monkeypatch.syspath_prepend(str(tmp_path))
     assert start_words.words_of_train("python") == ["python", "-m", "launch.train"]
     assert start_words.words_of_train("python", is_here=False) == ["python", "-P", "-m", "launch.train"]

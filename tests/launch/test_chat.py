@@ -1,4 +1,4 @@
-"""`plimsoll chat` in lines: over a pipe and at a terminal, with a script for a model."""
+"""`plimsoll chat` in line mode, over a pipe and at a terminal, with a scripted model."""
 
 import io
 import os
@@ -106,7 +106,7 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 class Terminal:
-    """A process that has a terminal of its own."""
+    """A process with its own terminal."""
 
     def __init__(self, *words: str):
         self.descriptor, other_end = pty.openpty()
@@ -116,7 +116,7 @@ class Terminal:
         os.close(other_end)
 
     def type(self, text: str, wanted: str) -> str:
-        """What the terminal shows until it has shown `wanted`."""
+        """Type `text`, and return the terminal's output up to `wanted`."""
         os.write(self.descriptor, text.encode())
         shown = ""
         end = time.monotonic() + 30
@@ -134,7 +134,7 @@ def test_a_terminal() -> None:
     assert "\x1b[KI heard a (0)\r\n" in terminal.type("a\x1b[D\n", "\n> "), "an arrow key moves the cursor"
     assert "many words" in terminal.type("long\n", "many words")
     assert "(stopped)" in terminal.type("\x03", "\n> ")
-    # Readline does not notice a signal in the instant between its prompt and its first look at the keys.
+    # Readline misses a signal that arrives between its prompt and its first read of the keys.
     time.sleep(0.3)
     assert "/quit or Ctrl-D leaves" in terminal.type("half a li\x03", "\n> ")
     assert "error: no command '/quti'; did you mean '/quit'?" in terminal.type("/quti\n", "\n> ")

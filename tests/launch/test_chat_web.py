@@ -1,4 +1,4 @@
-"""The page of `plimsoll chat` and its server, with a script for a model: by urllib, and in a real browser."""
+"""The page of `plimsoll chat` and its server, with a scripted model, through urllib and in a real browser."""
 
 import contextlib
 import http.client
@@ -24,7 +24,7 @@ FLAGS = ["--headless", "--no-sandbox", "--no-first-run", "--enable-logging=stder
 FLAGS += [f"--disable-{part}" for part in QUIET.split()]
 JSON = {"Content-Type": "application/json"}
 
-# Types, stops and begins anew as a person would; the last question tells the script what was seen.
+# Types, stops and starts over as a user would; the last question sends what the page showed to the script.
 PROBE = """<script>
 const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 10)) };
 const type = text => { question.value = text; part("form").requestSubmit() };

@@ -1,4 +1,4 @@
-"""The Dockerfile: hadolint reads it; what it copies is let in and is enough. No image is built here."""
+"""The Dockerfile: hadolint accepts it, and the files it copies are not excluded and suffice. No image is built here."""
 
 import re
 import shutil
@@ -26,14 +26,14 @@ def test_hadolint_has_nothing_to_say() -> None:
     text = (ROOT / "Dockerfile").read_text()
     found = hadolint(text)
     assert (found.returncode, found.stdout) == (0, "")
-    assert "DL3006" in hadolint(text.replace(":3.11-slim-bookworm", "")).stdout  # it does look
+    assert "DL3006" in hadolint(text.replace(":3.11-slim-bookworm", "")).stdout  # proof that it checks
     assert "DL3042" in hadolint(text.replace("--no-cache-dir ", "")).stdout
 
 
 def test_it_runs_as_nobody_special_and_holds_no_secret() -> None:
     assert [words for command, words in COMMANDS if command == "USER"] == [
         "10001"
-    ]  # by number: a cluster can tell that it is not root
+    ]  # numeric, so a cluster can tell that it is not root
     user = max(i for i, (command, _) in enumerate(COMMANDS) if command == "USER")
     assert [command for command, _ in COMMANDS[user + 1 :]] == ["CMD"]
     named = " ".join(words for command, words in COMMANDS if command in ("ARG", "ENV"))

@@ -1,4 +1,4 @@
-"""docs/multihost.md names every launcher and its flags; tests/house/test_docs_commands.py runs what it shows."""
+"""docs/multihost.md names every launcher and its flags; tests/house/test_docs_commands.py runs its commands."""
 
 from tests.support.pages import blocks
 from tests.support.runs import ROOT

@@ -1,4 +1,4 @@
-"""`plimsoll train --dry_run --target=...`: the start of a run for devices that are not here."""
+"""`plimsoll train --dry_run --target=...`: the start of a run for devices that this machine does not have."""
 
 import json
 import re
@@ -20,12 +20,12 @@ from framework.program.program import Program
 from tests.support import small
 from tests.support.runs import CONFIG, ROOT, train, write_text
 
-assert len(jax.devices()) == 8  # before a target of fewer: that would be all there ever is
+assert len(jax.devices()) == 8  # before a smaller target limits the number for good
 
 
 @pytest.fixture
 def tpu():
-    """The compiler of TPUs, on a machine without one."""
+    """The TPU compiler, on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
     environment("v5e-16")
 
@@ -45,7 +45,7 @@ def program(name: str, batch: int, **mesh: Any) -> Program:
 
 
 def lines(text: str) -> dict[str, str]:
-    """{first word of a row: the rest}."""
+    """Return {first word of a row: rest of the row}."""
     return dict(re.findall(r"^  (\S+) +(.*)$", text, re.MULTILINE))
 
 
@@ -58,7 +58,7 @@ def lines(text: str) -> dict[str, str]:
     [("v5p-2048", {"data": 32}, "data 32  fsdp 8", 256), ("2xv5e-256", {"data": 16}, "data 16 (over 2 slices)", 128)],
 )
 def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, across, processes):
-    """1024 and 512 chips: mesh, batch, checkpoint and the real compiler."""
+    """Check mesh, batch, checkpoint and the real compiler for 1024 and 512 chips."""
     flags = (f"--config.mesh.data={mesh['data']}", "--config.mesh.fsdp=8", "--config.mesh.seq=4")
     assert start(tmp_path, target, *flags, "--config.data.global_batch_size=256") == 0
     out = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, 
     assert rows["accelerator"] == target
     assert rows["mesh"].startswith(across)
     assert rows["processes"] == f"{processes}, of 4 devices each"
-    assert rows["train"].startswith("TextFiles: 8,2")  # the data is here, so it was looked at
+    assert rows["train"].startswith("TextFiles: 8,2")  # the data exists here, so it was read
     assert rows["batch"].startswith(f"{512 // processes} of 256 rows for each process")
     assert re.search(
         rf"dry run: the step compiles for {target} in \d+ s, and its peak is .* of [\d.]+ GiB per device", out
@@ -88,7 +88,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     assert peak[1] == human_bytes(report["device_peak_bytes"])
 
 
-# --- what is wrong, and what is not there ----------------------------------------------------------------------------
+# --- errors, and missing data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairs
@@ -161,12 +161,12 @@ def test_rules_of_the_target_apply(text, tmp_path, capsys):
     assert "rule cpu-2: memory.remat none -> full" in capsys.readouterr().out.replace("'none'", "none")
 
 
-# --- who reads what --------------------------------------------------------------------------------------------------
+# --- which process reads which rows -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "batch", "mesh", "own", "sets", "readers"),
-    [  # rows of a process, different sets of them, processes that read a row
+    [  # own: rows per process; sets: distinct sets of rows; readers: processes that read each row
         ("v5e-16", 32, {"fsdp": 16}, 8, 4, 1),
         ("2xv5e-16", 64, {"data": 2, "fsdp": 16}, 8, 8, 1),
         ("v5p-2048", 2048, {"data": 64, "fsdp": 16}, 8, 256, 1),
@@ -179,7 +179,7 @@ def test_rows_are_read_by_the_processes_whose_devices_hold_them(tpu, name, batch
     rows = startup.reading(found)
     assert set(rows) == {device.process_index for device in found.mesh.devices.flat}
     assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
-    # By the arrays' own rule, device by device.
+    # The arrays' own sharding, device by device.
     holders: dict[int, set[int]] = {}
     for device, index in found.batch_sharding["tokens"].devices_indices_map((batch, 16)).items():
         for row in range(batch)[index[0]]:
@@ -209,7 +209,7 @@ def test_rows_of_this_process_are_among_those_of_all():
     assert list(found.rows_of_processes) == [0]
 
 
-# --- who writes what -------------------------------------------------------------------------------------------------
+# --- which process writes which arrays --------------------------------------------------------------------------------
 
 
 def test_the_parts_of_a_checkpoint_add_up(tpu):
@@ -217,11 +217,11 @@ def test_the_parts_of_a_checkpoint_add_up(tpu):
     written, _ = startup.writing(found)
     assert sum(written.values()) == sum(leaf.spec.num_bytes for leaf in found.layout)
     assert len(written) == 8
-    assert max(written.values()) < 1.2 * min(written.values())  # the first process writes what cannot be cut
+    assert max(written.values()) < 1.2 * min(written.values())  # process 0 also writes what cannot be split
 
 
-# Two processes with two devices each, whose replicas are in different processes. The hidden width of 520 cannot be cut
-# among replicas where it is in host memory, so that process 0 writes more.
+# Two processes with two devices each, with replicas in different processes. The hidden width of 520 cannot be split
+# among replicas in host memory, so process 0 writes more.
 JOB = """
 import json, sys
 import jax, numpy as np
@@ -255,12 +255,12 @@ def test_what_each_process_writes_is_what_lies_on_the_disk(tmp_path):
         )
         for i in range(2)
     ]
-    last = [job.communicate(timeout=200)[0].splitlines()[-1] for job in jobs]  # gloo speaks too
+    last = [job.communicate(timeout=200)[0].splitlines()[-1] for job in jobs]  # Gloo prints lines too
     told = [{int(process): size for process, size in json.loads(line).items()} for line in last]
     assert told[0] == told[1]
     written = Counter[int]()
     for path in tmp_path.rglob("ocdbt.process_*/d/*"):
         written[int(path.parts[-3].rpartition("_")[2])] += path.stat().st_size
     for process, size in told[0].items():
-        assert written[process] == pytest.approx(size, rel=0.01, abs=4096), (told, written)  # and the index
+        assert written[process] == pytest.approx(size, rel=0.01, abs=4096), (told, written)  # plus the index
     assert told[0][0] > 1.2 * told[0][1]

@@ -1,4 +1,4 @@
-"""One table of exit codes: what the code has, docs/operations.md has, and the launchers act on."""
+"""The exit codes in the code, in docs/operations.md and in the launchers agree."""
 
 import re
 

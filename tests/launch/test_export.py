@@ -1,4 +1,4 @@
-"""From a published directory through `plimsoll train` to what `plimsoll export` writes: full, adapters, 4-bit base."""
+"""From a published directory through `plimsoll train` to `plimsoll export`: full weights, adapters, a 4-bit base."""
 
 import json
 import os
@@ -27,11 +27,11 @@ HOSTED = ("update=streamed", "optimizer_state=pinned_host", "gradients=pinned_ho
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a tokenizer and a chat template, and chats."""
+    """A folder with a small Llama, its tokenizer and chat template, and chats."""
     folder = tmp_path_factory.mktemp("export")
     config = small.llama(vocab_size=512)
     for block in config.stack.pattern:
-        block.mlp.hidden = 64  # a whole block of nf4
+        block.mlp.hidden = 64  # one full nf4 block
     config.set_path("dim", 64)
     program = small.program(small.experiment(config))
     facts, family = families.of_model(config)
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuned(folder: Path, kind: str, *memory: str) -> Path:
-    """A workdir of eight steps."""
+    """Train for eight steps, and return the workdir."""
     workdir = folder / f"{kind}-{len(memory)}"
     flags = [f"--config.memory.{field}" for field in memory]
     chats = [f"--config.data.{name}.paths={folder}/chats.jsonl" for name in ("source", "validation.chats")]
@@ -88,7 +88,7 @@ def test_two_processes_read_what_their_devices_hold(folder: Path):
 
 @pytest.mark.pairs
 def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
-    """transformers reads max_position_embeddings as another name of n_positions."""
+    """transformers reads max_position_embeddings as an alias of n_positions."""
     workdir = folder / "gpt2"
     text = folder / "text.txt"
     text.write_text("the quick brown fox " * 400)
@@ -129,7 +129,7 @@ def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
 
 @pytest.mark.pairs
 def test_texts_end_where_the_tuned_ones_did(folder: Path):
-    """The published generation_config.json would let them run on."""
+    """With the published generation_config.json, generation would not stop at this token."""
     to = folder / "other-end"
     flags = ["--config.data.tokenizer.eos_token=<|endoftext|>"]
     assert export.main([f"--hf={folder / 'model'}", f"--to={to}", *flags]) == 0
@@ -150,7 +150,7 @@ def test_others_may_read_what_the_umask_lets_them(folder: Path):
 
 
 def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not before: who waits for it may read it at once."""
+    """The tokenizer is not added later: a process that waits for the directory may read it immediately."""
     seen = []
     rename = durable.rename
 
@@ -196,7 +196,7 @@ def test_what_was_trained_is_what_is_exported(folder: Path, kind, memory, capsys
 
 @pytest.mark.pairs
 def test_weights_in_few_bits_without_an_adapter_are_exported_whole(tmp_path: Path):
-    """model.lora.base_targets: their leaves are codes and scales, of which a tensor has to be made."""
+    """With model.lora.base_targets, leaves without adapters are codes and scales too; export rebuilds the tensors."""
     config = small.llama(vocab_size=512)
     config.set_path("dim", 64)
     for block in config.stack.pattern:

@@ -1,4 +1,4 @@
-"""What a verb says first, and in which process of a job."""
+"""The startup message of a verb, and the process of a job that prints it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`plimsoll generate` and `plimsoll evaluate` on the workdir of a run, as a person calls them."""
+"""`plimsoll generate` and `plimsoll evaluate` on the workdir of a run, called from the command line."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ PROMPT = "the quick"
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with averages, on eight devices; its text is in folder/text."""
+    """A run of four steps with averaged weights, on eight devices; its text is in folder/text."""
     folder = tmp_path_factory.mktemp("verbs")
     runs.write_text(folder / "text")
     flags = ("--config.trainer.max_steps=4", "--config.learner.ema=0.5", "--config.trainer.save_every=2")
@@ -65,7 +65,7 @@ def test_fewer_devices_than_the_mesh_of_the_run_wants(
 ) -> None:
     larger = tmp_path / "run"
     shutil.copytree(workdir, larger)
-    # The config of a checkpoint counts.
+    # The config stored in the checkpoint is the one that is used.
     for step in (larger / "checkpoints").glob("0*"):
         manifest = Manifest.read(step)
         manifest.extra["config"]["mesh"] |= {"model": 2, "fsdp": 64}
@@ -87,7 +87,7 @@ def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, cap
 
 @pytest.mark.pairs
 def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """What it says of files stays unread, and nothing is written but what the command line names."""
+    """Files named in the config are not read, and nothing is written except what the command line names."""
     stranger, home = tmp_path / "stranger", tmp_path / "home"
     shutil.copytree(workdir, stranger)
     home.mkdir()
@@ -124,7 +124,7 @@ def test_generate(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     made = one.removeprefix(PROMPT).removesuffix("\n")
     cut = text_of(capsys, *flags, f"--prompt={PROMPT}", f"--stop={made[2:4]}")
     assert cut == f"{PROMPT}{made[: made.index(made[2:4])]}\n"
-    long = text_of(capsys, *flags[::2], f"--prompt={PROMPT}")  # as many tokens as there are positions
+    long = text_of(capsys, *flags[::2], f"--prompt={PROMPT}")  # no limit: as many tokens as there are positions
     assert long.startswith(one.removesuffix("\n"))
 
 

@@ -1,4 +1,4 @@
-"""`plimsoll gke`: the JobSet, read by the models of kubeflow-trainer-api and, the Job in it, by kubernetes-validate."""
+"""`plimsoll gke`: kubeflow-trainer-api's models check the JobSet, and kubernetes-validate checks the Job inside it."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ def dry(capsys, *flags: str) -> dict[str, Any]:
 
 
 def inner(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The Job that JobSet's controller makes of the manifest's template."""
+    """Return the Job that the JobSet controller creates from the manifest's template."""
     template = manifest["spec"]["replicatedJobs"][0]["template"]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": template["spec"]}
 
@@ -33,8 +33,8 @@ def pod(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_job_set(manifest: dict[str, Any]) -> None:
-    """Raises an error unless the models read it, and know all of it: what they do not know they leave out."""
-    # Every worker collects this file, and one runs it: the import takes 1.4 s.
+    """Raise an error unless the models read the whole manifest. They drop fields that they do not know."""
+    # Imported here because it takes 1.4 s: every worker collects this file, but only one runs it.
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     read = JobsetV1alpha2JobSet.from_dict(manifest)
@@ -62,7 +62,7 @@ def test_both_validators_accept(capsys, target: str, more: list[str]) -> None:
 def test_each_validator_catches_what_the_other_does_not(capsys) -> None:
     manifest = dry(capsys, "--target=2xv5e-256")
     wrong = copy.deepcopy(manifest)
-    wrong["spec"]["replicatedJobs"][0]["replicas"] = "2"  # outside of the Job
+    wrong["spec"]["replicatedJobs"][0]["replicas"] = "2"  # outside the Job
     check_job(wrong)
     with pytest.raises(ValidationError, match="replicas"):
         check_job_set(wrong)
@@ -72,7 +72,7 @@ def test_each_validator_catches_what_the_other_does_not(capsys) -> None:
     with pytest.raises(AssertionError):
         check_job_set(wrong)
     wrong = copy.deepcopy(manifest)
-    pod(wrong)["hostNetwrok"] = pod(wrong).pop("hostNetwork")  # inside, a field that there is not
+    pod(wrong)["hostNetwrok"] = pod(wrong).pop("hostNetwork")  # inside the Job, an unknown field
     check_job_set(wrong)
     with pytest.raises(kubernetes_validate.ValidationError, match="hostNetwrok"):
         check_job(wrong)
@@ -106,7 +106,7 @@ def test_slices(capsys) -> None:
     }
 
 
-# target -> (replicas, hosts of each, chips of a host, topology)
+# target -> (replicas, hosts per replica, chips per host, topology)
 SHAPES = {
     "v5e-8": (1, 1, 8, "2x4"),
     "v5litepod-16": (1, 4, 4, "4x4"),
@@ -134,7 +134,7 @@ def test_gpu_nodes_find_each_other_by_jax_own_variables(capsys) -> None:
     assert env["JAX_COORDINATOR_ADDRESS"]["value"] == "big-node-0-0.big:8476"
     assert env["JAX_NUM_PROCESSES"]["value"] == "2"
     assert "job-completion-index" in env["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert "env" not in pod(dry(capsys, "--target=h200x8"))["containers"][0]  # one process needs nothing
+    assert "env" not in pod(dry(capsys, "--target=h200x8"))["containers"][0]  # a single process needs none
     assert pod(manifest)["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
 
 
@@ -194,7 +194,7 @@ def test_it_is_applied_by_kubectl(capfd, monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     flags = [TINY, "--workdir=gs://bucket/a", "--image=i", "--target=v5e-16"]
-    assert main(flags) == 7  # kubectl's own
+    assert main(flags) == 7  # kubectl's exit code
     assert capfd.readouterr().out == "apply -f -\n"
     assert main([*flags, "--dry_run"]) == 0
     assert yaml.safe_load((tmp_path / "applied").read_text()) == yaml.safe_load(capfd.readouterr().out)

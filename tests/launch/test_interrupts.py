@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM to real processes, at moments that are known by what a process has done so far."""
+"""SIGINT and SIGTERM sent to real processes, at moments identified by what a process has printed or done so far."""
 
 import os
 import re
@@ -19,14 +19,14 @@ SECONDS = 2.0
 
 @pytest.fixture(autouse=True)
 def sigint_is_not_ignored() -> Iterator[None]:
-    """As it would be for the processes of a test run in the background of a shell."""
+    """Undo an ignored SIGINT: a shell makes the processes of a test run in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted(words: list[str], when: Callable[[str], object], number: signal.Signals, folder: Path) -> str:
-    """What a process has said that got the signal as soon as `when(what it has said)`, and has ended as it should."""
+    """Send a process the signal once `when(its output)` is true, check how it ends, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     environment["XLA_FLAGS"] = xla_flags()
     out = folder / "said"
@@ -74,7 +74,7 @@ def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None
     said = interrupted(words, lambda text: "orbax-checkpoint" in text, number, tmp_path)
     assert said.splitlines()[-1] == f"stopped by {number.name}"
     assert not (tmp_path / "run" / "lock.json").exists()
-    assert not (tmp_path / "run" / "log.txt").exists()  # it begins when the start is no longer refused
+    assert not (tmp_path / "run" / "log.txt").exists()  # opened only once the start is accepted
     assert f'"exit": {128 + number}' in (tmp_path / "run" / "health" / "process-00000.json").read_text()
 
 
@@ -99,7 +99,7 @@ def test_while_a_corpus_is_tokenized_and_nothing_stays(tmp_path: Path) -> None:
 
 
 BUSY = "import hashlib, sys; from framework.terminal import interrupts; "
-BLOCKED = "print('now', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one instruction, for minutes
+BLOCKED = "print('now', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one call that takes minutes
 
 
 def said_now(text: str) -> bool:
@@ -204,7 +204,7 @@ print("goes on")
         "ignore",
         "-c",
         script,
-    ]  # of forks of processes with threads, which Python 3.12 warns
+    ]  # Python 3.12 warns about forks of processes with threads
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "-15\ngoes on\n"), found.stderr
 

@@ -1,4 +1,4 @@
-"""`plimsoll local`: real processes, real signals. The processes follow a script; in one test they train."""
+"""`plimsoll local` with real processes and real signals. The processes follow a script; in one test they train."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from launch.start_words import words_of_train
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
-# The supervisor as `plimsoll local` runs it, with `script` in the place of `plimsoll train`.
+# The supervisor as `plimsoll local` runs it, but with `script` instead of `plimsoll train`.
 DRIVER = """
 import sys
 from launch import local
@@ -37,7 +37,7 @@ def alive(pid: int) -> bool:
 
 
 class Launched:
-    """A supervisor of `script` in `count` processes; each writes its pid to pids/INDEX."""
+    """A supervisor that runs `script` in `count` processes; each writes its pid to pids/INDEX."""
 
     def __init__(self, folder: Path, script: str, count: int, grace: float, backoff: float, max_restarts: int):
         self.folder, self.out = folder, folder / "out"
@@ -87,7 +87,7 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 def test_all_restart_when_one_is_killed(launched) -> None:
-    # Of the others one says with 5 that another is gone, the other is stopped and has to be killed.
+    # Process 0 exits with 5 because another process died; process 1 is stopped and has to be killed.
     script = """
 if starts == 2: sys.exit(0)
 if i == 1: os.kill(os.getpid(), signal.SIGSTOP)
@@ -104,7 +104,7 @@ sys.exit(5)"""
     assert "(others: 5, killed); restart 1 of 2 in 0 s" in line
     told = datetime.strptime(re.findall(r"at (\d+:\d+:[\d.]+);", line)[0], "%H:%M:%S.%f").time()
     assert told > datetime.fromtimestamp(killed).time()
-    assert told < datetime.fromtimestamp(killed + 1).time()  # wrong in the last second of a day
+    assert told < datetime.fromtimestamp(killed + 1).time()  # fails in the last second of a day
     assert run.starts() == 2
 
 
@@ -137,9 +137,9 @@ def test_a_restart_resumes_whatever_the_first_start_was_told(launched) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("code", [2, 3, 4, 130, 143])
 def test_final_codes_are_not_tried_again(launched, code: int) -> None:
-    # 2, 3 and 4: the others are waiting for it somewhere. 130 and 143: the others are still saving.
+    # 2, 3 and 4: process 0 is still waiting for process 1. 130 and 143: process 0 is still saving.
     others = "time.sleep(60)" if code < 100 else f"time.sleep(0.4); sys.exit({code})"
-    # Process 1 ends when process 0 has begun: on a busy machine it might be killed before that.
+    # Process 1 ends only after process 0 has started: on a busy machine, process 0 might be killed before that.
     first = f"while not os.path.exists('pids/0'): time.sleep(0.05)\n    sys.exit({code})"
     run = launched(f"if i == 1:\n    {first}\n{others}", 2, grace=0.1)
     assert run.wait() == code
@@ -195,7 +195,7 @@ if starts == 1:
     open(f'worker.tmp', 'w').write(str(worker.pid)); os.rename('worker.tmp', 'worker')
     os.kill(os.getpid(), signal.SIGKILL)"""
     run = launched(script, 1)
-    assert run.wait() == 0  # though the worker held the pipe that its output goes through
+    assert run.wait() == 0  # although the worker held the pipe of its output
     wait_for(lambda: not alive(int((run.folder / "worker").read_text())), 5.0)
 
 
@@ -223,11 +223,11 @@ def test_colour_is_for_terminals(tmp_path: Path) -> None:
     assert "\033[32m[1]\033[0m hello" in shown
 
 
-# --- the command line ------------------------------------------------------------------------------------------------
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def dry(capsys, *flags: str) -> tuple[int, list[list[str]], str]:
-    """(exit code, words of each line of stdout, stderr) of a dry run."""
+    """Return (exit code, words of each line of stdout, stderr) of a dry run."""
     code = main([*TINY, "--dry_run", *flags])
     out, err = capsys.readouterr()
     return code, [shlex.split(line) for line in out.splitlines()], err
@@ -254,7 +254,7 @@ def test_dry_run_prints_each_process_with_its_environment(capsys, monkeypatch, t
         *(*TINY, "--config.trainer.max_steps=7", "--resume=must"),
         *("--coordinator=127.0.0.1:PORT", "--num_processes=2", "--process_id=1"),
     ]
-    assert dry(capsys)[1] == [[*words_of_train(sys.executable), *TINY]]  # one process needs nothing
+    assert dry(capsys)[1] == [[*words_of_train(sys.executable), *TINY]]  # a single process needs no flags
 
 
 def test_gpus_are_divided(capsys, monkeypatch, tmp_path: Path, text: Path) -> None:
@@ -300,9 +300,9 @@ def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
     assert _newest(str(tmp_path)) == 12
-    path.with_name("data.json").unlink()  # not complete
+    path.with_name("data.json").unlink()  # now incomplete
     assert _newest(str(tmp_path)) == 3
-    assert _newest("ftp://host/x") == -1  # what cannot be asked is no progress
+    assert _newest("ftp://host/x") == -1  # a location that cannot be read is no progress
 
 
 WRONG = [
@@ -335,7 +335,7 @@ def test_run_names_are_checked(capsys, text: Path) -> None:
     assert "--run_name: expected 1 to 128 letters" in capsys.readouterr().err
 
 
-# --- a training ------------------------------------------------------------------------------------------------------
+# --- a training run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What each verb says of what it is doing, in a pipe and on a terminal: which phases, not when."""
+"""The phases that each verb reports, in a pipe and on a terminal. The tests check the phases, not their times."""
 
 import os
 import re
@@ -16,7 +16,7 @@ SHORT = ("--config.trainer.max_steps=4", "--config.trainer.eval_batches=1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a little text, and with the run of it that a test made."""
+    """A folder with some text, and with the run that the `trained` fixture adds."""
     folder = tmp_path_factory.mktemp("phases")
     write_text(folder)
     return folder
@@ -41,7 +41,7 @@ def test_train_says_each_phase_on_a_line_of_its_own(trained: Heard, folder: Path
         assert re.search(rf"^{phase}.* \.\.\..* done in \S+ s$", trained.text, re.MULTILINE), phase
     assert "the last time" not in trained.text
     assert "\r" not in trained.text
-    # Other output begins lines of its own.
+    # Other output starts on its own lines.
     assert re.search(r"^step 4/4 ", trained.text, re.MULTILINE)
     assert re.search(r"^step 4: eval/.* \(\S+: 1 of \d+ batches\)$", trained.text, re.MULTILINE)
 
@@ -67,7 +67,7 @@ def test_plan_says_its_compiles_and_how_long_they_took_before(folder: Path):
     words.append("--config.model.stack.num_layers=8")
     first = hear(words, environment=environment_of(folder))
     assert re.search(r"^compiling the training step for cpu-1 \.\.\.", first.text, re.MULTILINE), first.text
-    # Only what took half a second is remembered.
+    # Only compile times of half a second or more are stored.
     (time,) = (folder / "cache" / "plimsoll" / "compile-times").iterdir()
     time.write_text("7.5\n")
     second = hear(words, environment=environment_of(folder))

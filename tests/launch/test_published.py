@@ -51,7 +51,7 @@ def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.pairs
 def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plimsoll chat` writes the conversation with the directory's template, and a second turn contains the first."""
+    """`plimsoll chat` renders conversations with the directory's template, and a second turn contains the first."""
     loaded = load(published)
     tokenizer = loaded.tokenizer
     generator = Generator(loaded.program, loaded.state)

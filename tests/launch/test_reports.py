@@ -1,4 +1,4 @@
-"""--wandb, --mlflow and --tensorboard set fields of the config, and are checked before anything is compiled."""
+"""--wandb, --mlflow and --tensorboard set config fields, and are checked before anything is compiled."""
 
 import pytest
 

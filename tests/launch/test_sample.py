@@ -1,4 +1,4 @@
-"""A flow trained by `plimsoll train` on digits: what the run leaves, `plimsoll sample`, and who refuses a flow."""
+"""A flow trained on digits with `plimsoll train`: the run's files, `plimsoll sample`, and verbs that refuse a flow."""
 
 import math
 import os
@@ -25,14 +25,14 @@ CELL = 34  # pixels from one digit to the next
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps with averages, on eight devices."""
+    """A run of eight steps with averaged weights, on eight devices."""
     folder = tmp_path_factory.mktemp("flow") / "run"
     assert train.main([f"--config={FILE}:flow", f"--workdir={folder}", *FLAGS]) == 0
     return folder
 
 
 def digits(path: Path) -> np.ndarray:
-    """The picture's images, values 0 to 16: [rows, columns, 8, 8]."""
+    """Return the images of the picture, values 0 to 16: [rows, columns, 8, 8]."""
     with Image.open(path) as image:
         picture = np.asarray(image)[2:, 2:]
     cells = picture.reshape(picture.shape[0] // CELL, CELL, picture.shape[1] // CELL, CELL).swapaxes(1, 2)
@@ -62,7 +62,7 @@ def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert text in log
     assert "tok/s" not in log
-    assert runs.losses(workdir)[1] < 3.0  # calibrated; 3.75 if not
+    assert runs.losses(workdir)[1] < 3.0  # 3.75 without calibration
     assert status.main([f"--workdir={workdir}"]) == 0
     assert "images per second" in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.pairs
 def test_the_evaluation_is_of_each_held_out_image_once(workdir: Path) -> None:
     (row,) = (row for row in runs.rows(workdir) if row["step"] == 8 and "eval/digits/images" in row)
-    assert row["eval/digits/images"] == 361  # of batches of 64
+    assert row["eval/digits/images"] == 361  # not a multiple of the batch size, 64
 
 
 @pytest.mark.pairs
@@ -200,7 +200,7 @@ def test_two_processes_train_on_the_same_batches(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    """Initialization is calibrated once; what follows depends on seed and step alone."""
+    """Initialization is calibrated once; afterwards, the run depends only on seed and step."""
     kind = {"file": FILE, "config": "flow"}
     flags = (*runs.LONG, "--config.data.flip=true")
     assert runs.start(tmp_path / "whole", *flags, **kind).wait(timeout=300) == 0, runs.output(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""`plimsoll score`, and a student's run on what it has stored, as a person calls them."""
+"""`plimsoll score`, and a student's run on the answers it stores, called from the command line."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ STUDENT = (
     "--config.model.head.objective.alpha=0",
     "--config.companion=framework.companions.teacher.Teacher",
 )
-# `plimsoll score` that kills its process, with -9, behind rows that are written and do not count yet.
+# `plimsoll score` that kills its process with SIGKILL after rows that are written, but not committed.
 KILLED = """
 import os, signal
 from framework.companions import teacher_files, teacher_scoring
@@ -36,14 +36,14 @@ score.main()
 
 
 def flags(folder: Path, scores: Path, *more: str) -> list[str]:
-    """Those of `plimsoll score` for the student."""
+    """Return the flags of `plimsoll score` for the student."""
     config = [f"--config={runs.CONFIG}:tiny", *STUDENT, f"--config.companion.path={scores}"]
     return [f"--workdir={folder}/teacher", f"--out={scores}", *config, *more]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher of a few steps in folder/teacher, what it says in folder/scores; text in folder/text."""
+    """A folder with a teacher of four steps in teacher/, its answers in scores/ and text in text/."""
     folder = tmp_path_factory.mktemp("score")
     runs.write_text(folder / "text")
     assert runs.train(folder / "teacher", "--config.trainer.max_steps=4") == 0
@@ -73,7 +73,7 @@ def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.Capture
 def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     captured = capsys.readouterr()
-    # 10 ids of 2 bytes, 10 float16, a float32, and a row's key of 16 bytes for 32 tokens.
+    # Per token: 10 ids of 2 bytes, 10 float16, a float32. Per row of 32 tokens: a key of 16 bytes, a checksum of 4.
     assert "rows of 32 tokens, the likeliest 10 of 257: 44.6 bytes per token, at most " in captured.err
     sizes = sum(path.stat().st_size for path in (tmp_path / "scores").glob("*.bin"))
     rows = TeacherRows(tmp_path / "scores")
@@ -102,7 +102,7 @@ def test_the_help_names_the_other_use(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.pairs
 def test_more_steps_add_rows(folder: Path, tmp_path: Path) -> None:
-    """Nothing that is there is written again."""
+    """Stored rows are not written again."""
     scores = tmp_path / "scores"
     assert score.main(flags(folder, scores, "--config.trainer.max_steps=2")) == 0
     few = TeacherRows(scores).num_rows
@@ -117,7 +117,7 @@ def test_kill_9_and_the_same_command_again_give_the_same_bytes(folder: Path, tmp
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def scored(scores: Path, program: tuple[str, ...]) -> int:
-        # The place of the workdir is the teacher's.
+        # runs.start passes the teacher's folder as the workdir.
         more = [flag for flag in flags(folder, scores) if not flag.startswith(("--workdir", "--config="))]
         process = runs.start(folder / "teacher", *more, program=program, out=tmp_path / "out")
         return process.wait(timeout=300)

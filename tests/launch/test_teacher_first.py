@@ -1,4 +1,4 @@
-"""`plimsoll train` of a student whose config names a teacher that is not there yet."""
+"""`plimsoll train` of a student whose config names a teacher that does not exist yet."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TEACHER = "distil-tiny-teacher"
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The commands that ran; each ran in this process, and the teacher is a model of a few steps."""
+    """The commands that ran. Each runs in this process, and the teacher is a model of a few steps."""
     ran = []
 
     def execute(verb: str, *flags: str) -> int:
@@ -28,7 +28,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def student(folder: Path, *more: str) -> list[str]:
-    """The overrides of a student whose teacher's answers are to be in folder/scores."""
+    """Return the overrides of a student that expects its teacher's answers in folder/scores."""
     place = [f"--config.companion.path={folder}/scores", f"--config.companion.train_first={TEACHER}"]
     return [*STUDENT, *place, "--config.companion.top_k=16", "--config.trainer.max_steps=4", *more]
 
@@ -45,11 +45,11 @@ def test_the_teacher_is_trained_and_asked(
     train, scored = commands
     assert train == ("train", f"--config={TEACHER}", f"--workdir={tmp_path}/scores/model")
     assert scored[:3] == ("score", f"--workdir={tmp_path}/scores/model", f"--config={runs.CONFIG}:tiny")
-    # The rows are those of the student's run, so the command has all that the student's has.
+    # The rows are those of the student's run, so the command has all of the student's overrides.
     assert set(student(tmp_path)) < set(scored)
     assert scored[-2:] == ("--top_k=16", f"--out={tmp_path}/scores")
 
-    # A run that goes on asks nobody; another student reads what is there, and rows that it alone reads are added.
+    # A resumed run starts no command. Another student uses the stored answers, and adds rows that only it reads.
     longer = student(tmp_path, "--config.trainer.max_steps=5")
     commands.clear()
     assert runs.train(tmp_path / "student", *student(tmp_path)) == 0

@@ -1,4 +1,4 @@
-"""`plimsoll tpu_vm`: the commands, and what they do to a machine that a stand-in for gcloud plays."""
+"""`plimsoll tpu_vm`: its commands, and their effect on a machine that a stand-in for gcloud simulates."""
 
 import json
 import os
@@ -29,7 +29,7 @@ sys.exit({code})
 
 
 def dry(capsys, subverb: str, *flags: str) -> list[list[str]]:
-    """The words of each command."""
+    """Return the words of each command that a dry run prints."""
     assert main([subverb, *flags, "--dry_run"]) == 0
     return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -67,7 +67,7 @@ def test_every_slice_is_reached(capsys) -> None:
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The worker's home directory; calls of gcloud are in ../calls; a clone of this repository is the current one."""
+    """The worker's home directory. Calls of gcloud are logged in ../calls, and git uses this repository."""
     programs, home = tmp_path / "bin", tmp_path / "home"
     programs.mkdir()
     home.mkdir()
@@ -100,7 +100,7 @@ def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     while not ran.exists() or override not in ran.read_text():
         assert time.monotonic() < end, list(cloud.iterdir())
         time.sleep(0.05)
-    assert ran.read_text().splitlines() == ["-P", "-m", "launch.local", *TINY, override]  # as it was typed
+    assert ran.read_text().splitlines() == ["-P", "-m", "launch.local", *TINY, override]  # exactly as typed
     assert int((cloud / "a.pid").read_text())
     assert "out of the worker" in (cloud / "a.log").read_text()
     calls = [json.loads(line) for line in (cloud.parent / "calls").read_text().splitlines()]
@@ -112,7 +112,7 @@ def test_the_first_command_that_fails_ends_it(cloud: Path, capfd, tmp_path: Path
     text = GCLOUD.format(python=sys.executable, calls=tmp_path / "calls", home=cloud, code=9)
     (tmp_path / "bin" / "gcloud").write_text(text)
     assert main(["create", *PLACE]) == 9
-    assert main(["stop", "--name=a", "--zone=z1", "--target=2xv5e-16"]) != 0  # no such file there
+    assert main(["stop", "--name=a", "--zone=z1", "--target=2xv5e-16"]) != 0  # that file does not exist there
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
 

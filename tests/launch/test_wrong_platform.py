@@ -1,4 +1,4 @@
-"""A kernel that is asked for by name, and is of another platform than the run's or the plan's."""
+"""A kernel that is requested by name but is for a platform other than that of the run or the plan."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def test_a_plan_goes_by_the_platform_of_its_target(capsys: pytest.CaptureFixture
 )
 def test_a_platform_that_is_not_there_is_one_line(command: str, tmp_path: Path):
     name, *flags = command.split()
-    # `generate` looks for devices once it has found a config and a checkpoint, whose arrays it then loads.
+    # `generate` looks for devices once it has found a config and a checkpoint, before it loads the arrays.
     step = tmp_path / "run" / "checkpoints" / "00000001"
     for file in (
         COMMIT_MARKER,

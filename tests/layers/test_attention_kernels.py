@@ -1,4 +1,4 @@
-"""XLA attention against a float64 reference written in numpy: values, gradients, masks, dtypes, and argument checks."""
+"""XLA attention compared to a float64 reference in numpy: values, gradients, masks, dtypes, and argument checks."""
 
 import dataclasses
 import itertools
@@ -11,12 +11,12 @@ import pytest
 from framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from framework.layers.kernels_call import describe_call
 
-# One compile for each case, not one for each operation.
+# This compiles once per case instead of once per operation.
 attend = jax.jit(dot_product_attention, static_argnames=("window", "softcap", "implementation"))
 
 
 def reference(q, k, v, *, segments=None, window=None, softcap=None):
-    """Attention by its definition, one head and one sequence at a time, in float64."""
+    """Compute attention by its definition, one head and one sequence at a time, in float64."""
     B, S, N, H = q.shape
     group = N // k.shape[2]
     i, j = np.arange(S)[:, None], np.arange(S)[None, :]
@@ -44,7 +44,7 @@ def inputs(B, S, N, K, H):
 
 
 def documents(B, S):
-    """Segments of uneven lengths, another split in each row, and padding at the end of each."""
+    """Return segments of uneven lengths, split differently in each row, with padding at the end of each row."""
     ids = np.zeros((B, S), np.int32)
     for b in range(B):
         ends = [S // 5 + b, S // 2 + 2 * b, S - 3 - b]
@@ -83,7 +83,7 @@ def test_values_equal_the_float64_reference(case):
 @pytest.mark.parametrize("case", ["grouped", "three blocks of rows", "everything"])
 def test_gradients_equal_finite_differences_of_the_reference(case):
     (_, S, _, _, H), options = CASES[case]
-    B, N, K, S = 1, 2, 1, min(S, 70)  # still more than one block of rows where the case has more
+    B, N, K, S = 1, 2, 1, min(S, 70)  # still more than one block of rows if the case has more
     options = dict(options)
     segments = documents(B, S) if options.pop("segments", False) else None
     q, k, v, cotangent = inputs(B, S, N, K, H)
@@ -108,7 +108,7 @@ def test_gradients_equal_finite_differences_of_the_reference(case):
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_inputs_keep_a_float32_softmax(dtype):
-    # 600 keys of nearly equal weight: sums in half precision would be off by percents.
+    # With 600 keys of nearly equal weight, sums in half precision would be off by several percent.
     q, k, v, _ = (jnp.asarray(x, dtype) for x in inputs(1, 600, 2, 1, 16))
     q, v = q * 0.1, v + 1
     ours = attend(q, k, v)
@@ -121,7 +121,7 @@ def test_half_precision_inputs_keep_a_float32_softmax(dtype):
 
 
 def equations(closed):
-    """All equations of a jaxpr, nested ones included."""
+    """Yield all equations of a jaxpr, including nested ones."""
     for equation in closed.jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -177,7 +177,7 @@ def test_remat_finds_the_output_by_its_name():
 
 
 def call(query, key, platform="cpu", dtype=jnp.bfloat16, segments=None, value=None, **options):
-    """The description of a call on a platform that may not be here."""
+    """Describe a call on a platform that this machine may not have."""
     q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, value or key))
     options = {"window": None, "softcap": None, "mesh": None} | options
     return dataclasses.replace(describe_call(q, k, v, segments, **options), platform=platform)

@@ -1,4 +1,4 @@
-"""cuDNN attention: what it refuses and, where JAX's CUDA plugin is installed, the calls it makes. No GPU is needed."""
+"""cuDNN attention: the calls it refuses and, if JAX's CUDA plugin is installed, the calls it makes. Needs no GPU."""
 
 import dataclasses
 import importlib.util
@@ -39,7 +39,7 @@ def call(q, segments=None, window=None, softcap=None, platform="gpu"):
     ],
 )
 def test_what_it_refuses(monkeypatch, arguments, options, message):
-    monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX had come with CUDA
+    monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX were installed with CUDA
     asked = call(query(**arguments), **options)
     with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve this call: .*{message}"):
         choose_implementation(asked, "cudnn")
@@ -63,7 +63,7 @@ def test_without_cuda_it_says_so(monkeypatch):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"segments": True}, {"segments": True, "window": 30}, {"window": 30}], ids=str)
 def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):
-    """With cuDNN's call exchanged for JAX's own of the same arguments, only what is wrapped around it can differ."""
+    """With cuDNN's call replaced by JAX's own for the same arguments, only the code around the call can differ."""
     options = dict(options)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 64, n, 8)).astype(np.float32) for n in (4, 2, 2))
@@ -94,7 +94,7 @@ def test_the_calls_it_makes(monkeypatch, options, seq, mask_type, window, bias):
     options = dict(options)
     segments = jax.ShapeDtypeStruct((2, 256), jnp.int32) if options.pop("segments", False) else None
     mesh = Mesh(np.asarray(jax.devices()).reshape(1, 1, 1, seq, 8 // seq), AXES)
-    # Lowered for CUDA over a mesh of CPU devices: only the platform has to be told.
+    # The step is lowered for CUDA over a mesh of CPU devices, so only the platform has to be overridden.
     on_gpu = lambda *a: dataclasses.replace(describe_call(*a), platform="gpu")  # noqa: E731
     monkeypatch.setattr(attention_kernels, "describe_call", on_gpu)
 

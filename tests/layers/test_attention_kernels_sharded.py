@@ -1,4 +1,4 @@
-"""XLA attention on eight devices: with inputs spread over data, fsdp, seq and model it equals one device."""
+"""XLA attention on eight devices: with inputs sharded over data, fsdp, seq and model, it equals one device."""
 
 import functools
 
@@ -34,7 +34,7 @@ def value_and_gradients(mesh, options):
 
 @pytest.fixture(scope="module")
 def one_device(arrays):
-    """Results without a mesh, by whether there are a window and a cap: computed once each."""
+    """Return a cached function from `narrow` (with a window and a cap or not) to the results without a mesh."""
     return functools.cache(lambda narrow: value_and_gradients(None, OPTIONS[narrow])(*arrays))
 
 

@@ -1,4 +1,4 @@
-"""Splash attention: its numbers, with the kernel interpreted on CPU; its programs, made by the real TPU compiler."""
+"""Splash attention: its results, with the kernel interpreted on CPU, and its programs, from the real TPU compiler."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def interpreted(q, k, v, segments, mesh, options):
 
 
 CASES = {
-    # 640 positions make five blocks of 128: some are empty by the mask, some by the documents alone.
+    # 640 positions make five blocks of 128. Some are empty because of the mask, some only because of the documents.
     "documents, grouped": ((1, 640, 2, 1, 64), True, {}, None),
     "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0, "scale": 0.11}, None),
     "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
@@ -65,7 +65,7 @@ def test_interpreted_kernel_equals_xla(case):
 
 @pytest.fixture(scope="module")
 def topology():
-    """Devices of a TPU slice that is not here, by topology name; the compiler for it is in the libtpu wheel."""
+    """Return a function from a topology name to the devices of an absent TPU slice; libtpu contains the compiler."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -75,7 +75,7 @@ def topology():
 
 
 def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, sinks=False, dtype=jnp.bfloat16, **options):
-    """The compiled program of a forward and a backward pass, its inputs spread over the mesh."""
+    """Compile a forward and a backward pass with inputs sharded over the mesh."""
     by_head = NamedSharding(mesh, PartitionSpec("model"))
     sinks_N = jax.ShapeDtypeStruct((N,), dtype, sharding=by_head) if sinks else None
     B = 2 * mesh.shape["data"] * mesh.shape["fsdp"]

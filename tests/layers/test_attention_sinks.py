@@ -1,4 +1,4 @@
-"""Attention sinks against their definition in float64: values, gradients, the cache, the TPU kernel, and refusals."""
+"""Attention sinks compared to their definition in float64: values, gradients, cache, the TPU kernel, and refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ BATCH, LENGTH, HEADS, KV_HEADS, CHANNELS = 2, 150, 6, 2, 8
 
 
 def arrays(length=LENGTH, dtype=np.float64):
-    """Queries, keys, values, sinks of very different sizes, and a direction for gradients."""
+    """Return queries, keys, values, sinks of very different sizes, and a direction for gradients."""
     rng = np.random.default_rng(0)
     shapes = [(BATCH, length, count, CHANNELS) for count in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, direction = (rng.normal(size=shape).astype(dtype) for shape in shapes)
@@ -26,7 +26,7 @@ def arrays(length=LENGTH, dtype=np.float64):
 
 
 def reference(q, k, v, sinks, window=None):
-    """By the definition: the sink is a key more, whose value is zero."""
+    """Compute attention by the definition: the sink is one more key, whose value is zero."""
     length = q.shape[1]
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     allowed = (j <= i) & (j > i - (window or length))

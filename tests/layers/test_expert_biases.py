@@ -1,4 +1,4 @@
-"""Experts with biases and the clamped SwiGLU of gpt-oss, in float64 against a plain loop over tokens and experts."""
+"""Experts with biases and the clamped SwiGLU of gpt-oss, compared in float64 to a loop over tokens and experts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def float64() -> Iterator[None]:
 
 
 def layer(gating: bool = True, **experts: Any) -> MoE:
-    """A toy mixture, whose router has a bias as well."""
+    """Return a toy mixture of experts whose router has a bias as well."""
     if gating:
         experts["gating"] = config_for(ClampedSwiGLU, alpha=ALPHA, limit=LIMIT)
     return config_for(
@@ -40,7 +40,7 @@ def layer(gating: bool = True, **experts: Any) -> MoE:
 
 
 def arrays(moe: MoE, case: str = "plain") -> tuple[Any, np.ndarray]:
-    """Weights and tokens; biases are as large as all else."""
+    """Return weights and tokens; the biases are as large as everything else."""
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda spec: rng.normal(size=spec.shape), moe.parameter_specs())
     if case == "one expert":
@@ -51,7 +51,7 @@ def arrays(moe: MoE, case: str = "plain") -> tuple[Any, np.ndarray]:
 
 
 def context() -> Context:
-    """Of evaluation."""
+    """Return an evaluation context."""
     return Context({"weights": jnp.ones((BATCH, LENGTH))}, compute_dtype=jnp.float64)
 
 
@@ -61,7 +61,7 @@ def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def loop(weights: Any, x_BSD: np.ndarray, is_gated: bool = True) -> np.ndarray:
-    """One token after the other, and of each one expert after the other."""
+    """Compute the layer one token at a time, and for each token one expert at a time."""
     y_BSD = np.zeros_like(x_BSD)
     for place in np.ndindex(x_BSD.shape[:2]):
         x = x_BSD[place]
@@ -101,7 +101,7 @@ def test_biases_without_a_gate():
 @pytest.mark.pairs
 @pytest.mark.parametrize("options", [{"implementation": "blocks"}, {"implementation": "ragged"}, {"capacity": 2.5}])
 def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, Any]):
-    """The capacity of 2.5 times an even share is a place for every choice."""
+    """With a capacity factor of 2.5, every choice has a slot."""
     moe = layer(**options)
     weights, x_BSD = arrays(moe)
     direction = np.random.default_rng(1).normal(size=x_BSD.shape)
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, A
 
 @pytest.mark.pairs
 def test_shards_of_experts_add_up():
-    """As on a mesh: a part of the experts with their biases on all tokens, and nothing for the choices of others."""
+    """As on a mesh, each shard applies its experts and their biases to all tokens and adds zero for other choices."""
     moe = layer()
     weights, x_BSD = arrays(moe)
     choice = moe.router(weights["router"], x_BSD, context(), {}).choice
@@ -146,7 +146,7 @@ def test_shards_of_experts_add_up():
 
 
 def test_rows_behind_the_last_expert_have_no_part_in_the_gradient():
-    """Not even where they are no numbers: an implementation may leave them as they come."""
+    """Rows after the last expert are ignored even if they are NaN: an implementation may leave them uninitialized."""
     sizes = jnp.asarray([0, 3, 1], jnp.int32)
     experts_N = experts_of_rows(sizes, 6)
     np.testing.assert_array_equal(experts_N, [1, 1, 1, 2, 3, 3])

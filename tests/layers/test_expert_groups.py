@@ -1,4 +1,4 @@
-"""The choice of experts among few groups, against DeepSeek's rules token by token, and what is refused."""
+"""Routing limited to a few expert groups, compared to DeepSeek's rules token by token, and invalid settings."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from framework.layers.experts.scores import GroupLimit, choose
 
 
 def chosen_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[int]:
-    """The experts of a token: of the groups with the best expert (V2), or the best two together (V3)."""
+    """Return a token's experts, from the groups with the best expert (V2) or the best sum of two experts (V3)."""
     groups = np.split(np.arange(len(ranks_E)), limit.groups)
     num_counted = 1 if limit.score == "best" else 2
     scores = [np.sort(ranks_E[group])[-num_counted:].sum() for group in groups]

@@ -1,4 +1,4 @@
-"""Mixtures of experts in float64 against a plain loop over experts, and their losses against sums over tokens."""
+"""Mixtures of experts in float64, compared to a loop over experts, and their losses, compared to sums over tokens."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ def float64() -> Iterator[None]:
 
 
 def layer(router: dict[str, Any] | None = None, **experts: Any) -> MoE:
-    """A toy mixture."""
+    """Return a toy mixture of experts."""
     shared = config_for(MLP, hidden=6, activation="silu", gated=True)
     return config_for(
         MoE,
@@ -41,7 +41,7 @@ def layer(router: dict[str, Any] | None = None, **experts: Any) -> MoE:
 
 
 def arrays(moe: MoE, case: str) -> tuple[Any, np.ndarray]:
-    """Weights and tokens of a case."""
+    """Return the weights and tokens of a case."""
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda spec: rng.normal(size=spec.shape), moe.parameter_specs())
     x_BSD = rng.normal(size=(BATCH, LENGTH, DIM))
@@ -61,7 +61,7 @@ def arrays(moe: MoE, case: str) -> tuple[Any, np.ndarray]:
 
 
 def context(training: bool = False, weights: np.ndarray | None = None) -> Context:
-    """On one device; the first row ends in padding."""
+    """Return a context on one device; the first row ends in padding."""
     if weights is None:
         weights = np.ones((BATCH, LENGTH))
         weights[0, 30:] = 0.0
@@ -90,10 +90,10 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def chosen(logits: np.ndarray, top_k: int, score: str, normalize: bool, scale: float) -> np.ndarray:
-    """The share of each expert for each token, [T, E]: 0 where it is not chosen."""
+    """Return the routing weight of each expert for each token, [T, E]: 0 if it is not chosen."""
     known = {"softmax": softmax, "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "softmax_chosen": lambda x: x}
     found = known[score](logits)
-    # A stable sort: of equal scores the first expert.
+    # A stable sort: with equal scores the first expert wins.
     order = np.argsort(-found, axis=-1, kind="stable")[:, :top_k]
     picked = np.take_along_axis(found, order, -1)
     if score == "softmax_chosen":
@@ -106,7 +106,7 @@ def chosen(logits: np.ndarray, top_k: int, score: str, normalize: bool, scale: f
 
 
 def loop(weights: Any, x_BSD: np.ndarray, **options: Any) -> np.ndarray:
-    """One expert after the other, each on the tokens that chose it."""
+    """Apply one expert after the other, each to the tokens that chose it."""
     x_TD = x_BSD.reshape(-1, DIM)
     shares = chosen(x_TD @ weights["router"]["weight"], **options)
     shared = {name: leaf["weight"] for name, leaf in weights["shared"].items()}
@@ -156,7 +156,7 @@ def test_every_kind_of_router(name: str):
 
 
 def dense(weights: Any, x_BSD: jax.Array, shares_BSE: jax.Array) -> jax.Array:
-    """Every expert on every token, by its share, for JAX to differentiate."""
+    """Apply every expert to every token, scaled by its routing weight, so that JAX can differentiate it."""
     total = jnp.zeros_like(x_BSD)
     for expert in range(EXPERTS):
         own = {name: leaf[expert] for name, leaf in weights.items()}
@@ -180,7 +180,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(case: str, implement
 
     def dense_sum(weights: Any, x_BSD: jax.Array) -> jax.Array:
         choice = moe.router(weights["router"], x_BSD, context(), {}).choice
-        # What is chosen is tested above; here its shares are spread over all experts.
+        # The choice itself is tested above; here its routing weights are scattered over all experts.
         shares_BSE = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(choice.experts_BSK, EXPERTS), choice.shares_BSK)
         return jnp.sum(dense(weights["experts"], x_BSD, shares_BSE) * direction)
 
@@ -228,11 +228,11 @@ def test_a_capacity_drops_what_comes_last():
 @pytest.mark.once("segments-20-0")
 @pytest.mark.parametrize(
     ("says", "before", "behind"),
-    # Weights are zero in a prompt, too, so that padding before it is told by segments alone.
+    # Loss weights are zero in a prompt, too, so only segments can mark padding before it.
     [("segments", 0, 20), ("segments", 20, 0), ("segments", 7, 9), ("weights", 0, 20)],
 )
 def test_padding_changes_nothing_of_a_sequence(says: str, before: int, behind: int):
-    """Of padded columns all choose the same experts, and none of them has a place."""
+    """All padded columns choose the same experts, and none of them takes a capacity slot."""
     moe = layer({"top_k": 2}, capacity=0.8)
     weights, x_BSD = arrays(moe, "plain")
     tokens_BSD = x_BSD[:, :12]
@@ -329,7 +329,7 @@ def test_a_bias_moves_the_choice_and_not_the_shares():
 
 @pytest.mark.pairs
 def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
-    """Two steps of one and of three microbatches: the same biases; and evaluation has the last step's update in it."""
+    """Steps of one and of three microbatches give the same biases; evaluation includes the last step's update."""
     rate, steps = 0.05, 3
     moe = layer({"score": "sigmoid", "bias_rate": rate, "balance": 0.0})
     weights, x_BSD = arrays(moe, "plain")
@@ -379,7 +379,7 @@ def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     part, part_out = part_of(rows)
     np.testing.assert_allclose(part, whole[rows], **TOLERANCE)
     _, first_out = part_of(slice(1))
-    # The losses of microbatches add up to the batch's.
+    # The losses of the microbatches add up to the loss of the batch.
     np.testing.assert_allclose(first_out.loss + part_out.loss, out.loss, rtol=1e-12)
 
 
@@ -409,7 +409,7 @@ def test_more_choices_than_experts_are_refused():
 
 @pytest.mark.parametrize(("argnum", "kept"), [(0, [(5, 4, 3), (5,)]), (1, [(46, 4), (5,)])])
 def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
-    """Of frozen experts no rows are kept, and of rows without a gradient no weights."""
+    """Frozen experts need no saved rows, and rows without a gradient need no saved weights."""
     sizes = jnp.asarray([0, 7, 16, 5, 2], jnp.int32)
     rows = with_spare_rows(30, "blocks")
     arguments = [jnp.ones((rows, 4)), jnp.ones((5, 4, 3))]
@@ -424,7 +424,7 @@ def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ..
 
 @pytest.mark.pairs
 def test_shards_of_experts_add_up_and_rows_of_others_are_none():
-    """As on a mesh: each half of the experts on all tokens, and no rows but for its own choices."""
+    """As on a mesh, each shard gets all tokens and computes rows only for the choices of its own experts."""
     moe = layer({"top_k": 2})
     weights, x_BSD = arrays(moe, "plain")
     choice = moe.router(weights["router"], x_BSD, context(), {}).choice

@@ -1,4 +1,4 @@
-"""The kernels for grouped products, interpreted on the CPU, against a loop over experts in float64."""
+"""The grouped matmul kernels, interpreted on the CPU, compared to a loop over experts in float64."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SIZES = {
 
 
 def rows_of(sizes: list[int], implementation: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [N, I] and gradients [N, O]; the spare rows are no numbers, as a kernel may have left them."""
+    """Return rows [N, I] and gradients [N, O]; the spare rows are NaN, as a kernel may have left them."""
     used = sum(sizes)
-    # At least one row is spare, whatever the implementation asks for.
+    # At least one row is spare, even if the implementation needs none.
     count = grouped.with_spare_rows(used + 1, implementation)
     draw = np.random.default_rng(0)
     x_NI = np.full((count, INPUTS), np.nan, np.float32)
@@ -76,7 +76,7 @@ def test_the_kernel_for_gpus_cuts_wide_axes_into_tiles():
 @pytest.mark.pairs
 @pytest.mark.parametrize("rank", [3, 8])
 def test_the_kernel_for_gpus_takes_few_columns(rank: int):
-    """Those of adapters."""
+    """Adapters have few columns."""
     sizes = [5, 60]
     count = grouped.with_spare_rows(65, "triton")
     draw = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against the plain one: values and gradients, with z-loss and soft cap, weights uneven."""
+"""Chunked cross-entropy compared to the plain one: values and gradients, z-loss, soft cap, and uneven weights."""
 
 import re
 
@@ -37,7 +37,7 @@ def context(dtype=jnp.float32) -> Context:
 
 
 def chunked(chunk_tokens: int, **fields):
-    """(params, x) -> (3 * loss, nll): as the head computes it. 3, as a head's loss is not always the objective."""
+    """Return (params, x) -> (3 * loss, nll) for the head; the factor 3, as its loss is not always the objective."""
     head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, **fields).instantiate()
 
     def loss(params, x):
@@ -49,7 +49,7 @@ def chunked(chunk_tokens: int, **fields):
 
 
 def plain(z_loss: float = 0.0, softcap: float | None = None):
-    """The same by its definition, with all logits at once."""
+    """Return the same function by its definition, with all logits at once."""
 
     def loss(params, x):
         h = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * params["norm"]["scale"]
@@ -79,8 +79,8 @@ def expected():
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     ("terms", "chunk_tokens"),
-    # 24 tokens: all at once in two ways, in 2 chunks, 3 (7 tokens are too few for 2), one position each, and 1 token,
-    # which is as good as one position: a chunk has a position of every sequence.
+    # 24 tokens: all at once (in two ways), in 2 chunks, in 3 (7 tokens are too few for 2), in chunks of one position,
+    # and of 1 token. The last two are the same, because a chunk has at least one position of every sequence.
     [(name, 6) for name in TERMS] + [("both", tokens) for tokens in (0, 24, 12, 7, 2, 1)] + [("plain", 0)],
 )
 def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
@@ -93,14 +93,14 @@ def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
 
 @pytest.mark.parametrize("gradient_tokens", [6, 12])
 def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
-    """The table's gradient summed over four groups of one chunk, and two of two."""
+    """Sum the table's gradient over four groups of one chunk, and over two groups of two."""
     _, _, grads = evaluated(chunked(6, gradient_tokens=gradient_tokens, **TERMS["both"]))
     small.assert_close(grads, expected["both"][2], 2e-6)
 
 
 @pytest.mark.pairs
 def test_evaluation_equals_training(expected):
-    """Without differentiation another rule of the custom derivative runs."""
+    """Without differentiation, a different rule of the custom derivative runs."""
     loss, nll = jax.jit(chunked(6, **TERMS["both"]))(PARAMS, X)
     np.testing.assert_allclose((loss, nll), expected["both"][:2], rtol=1e-6)
 
@@ -145,7 +145,7 @@ def test_a_negative_chunk_is_an_error(name):
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "gradient_tokens", "expected"),
-    # 2 sequences of 12 positions, on one device.
+    # The batch has 2 sequences of 12 positions, on one device.
     [(6, 0, (4, 1)), (6, 24, (4, 1)), (6, 12, (4, 2)), (6, 6, (4, 4)), (6, 1, (4, 4)), (6, 8, (4, 4)), (0, 1, (1, 1))],
 )
 def test_groups_divide_the_chunks_and_keep_their_bound(chunk_tokens, gradient_tokens, expected):
@@ -156,7 +156,7 @@ def test_groups_divide_the_chunks_and_keep_their_bound(chunk_tokens, gradient_to
 
 
 def largest_array(text: str) -> int:
-    """Elements of the largest array of any instruction of a compiled program's text."""
+    """Return the number of elements of the largest array in the text of a compiled program."""
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
     return max(int(np.prod([int(dim) for dim in shape.split(",")])) for shape in shapes)
 
@@ -164,7 +164,7 @@ def largest_array(text: str) -> int:
 @pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [16, 0])
 def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
-    """In the compiled step, forward and backward; all at once (0) there is one, so the test can see it."""
+    """Check the compiled step, forward and backward. Without chunks (0), there is such an array: the test can fail."""
     vocab = 509
     model = small.gpt2(vocab_size=vocab, head__chunk_tokens=chunk_tokens, head__gradient_tokens=chunk_tokens)
     config = small.experiment(model)
@@ -178,7 +178,7 @@ def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
 @pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [0, 4])
 def test_log_probabilities_have_the_gradients_of_a_plain_log_softmax(chunk_tokens):
-    """Of any function of them: the backward pass, which makes the logits again, is our own."""
+    """This holds for any function of them: our custom backward pass recomputes the logits."""
     ctx = Context(batch={"targets": jnp.arange(16).reshape(2, 8) % 7})
     keys = jax.random.split(jax.random.key(3), 3)
     x_BSD = jax.random.normal(keys[0], (2, 8, 6))

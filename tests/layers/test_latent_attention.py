@@ -1,4 +1,4 @@
-"""Latent attention against its formulas in float64; values of other widths, meshes, the count of FLOPs."""
+"""Latent attention compared to its formulas in float64; values of other widths, meshes, and the FLOP count."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from tests.support.latent import attention, with_latents
 
 
 def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """float64 [B, S, N, V]: Vaswani et al. 2017, equation 1, with a causal mask."""
+    """Return equation 1 of Vaswani et al. 2017 with a causal mask, float64 [B, S, N, V]."""
     logits = np.einsum("bsnh,btnh->bnst", q, k) * scale
     logits = np.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -27,7 +27,7 @@ def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float)
 
 
 def turned(x: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
-    """float64 [B, S, N, P]: each pair of neighbours as a complex number, turned by its position."""
+    """Rotate each pair of adjacent channels, as a complex number, by its position; float64 [B, S, N, P]."""
     pairs = x[..., 0::2] + 1j * x[..., 1::2]
     frequencies = theta ** -(np.arange(0, x.shape[-1], 2) / x.shape[-1])
     angles = np.arange(x.shape[1])[:, None, None] * frequencies
@@ -40,7 +40,7 @@ def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def by_hand(w: dict[str, np.ndarray], x: np.ndarray, heads: int, plain: int, value: int) -> np.ndarray:
-    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47, in float64."""
+    """Compute equations 37 to 47 of DeepSeek-V2 (arXiv 2405.04434) in float64."""
     rank = w["kv_norm/scale"].size
     if "query/weight" in w:
         q = x @ w["query/weight"]
@@ -85,7 +85,7 @@ def test_values_may_be_narrower_or_wider_than_keys(value_dim):
     y = dot_product_attention(q, k, v)
     assert y.shape == (2, 256, 2, value_dim)
     np.testing.assert_allclose(y, expected, atol=2e-6)
-    # The kernel for TPU, whose body runs here.
+    # The TPU kernel runs here interpreted.
     call = dataclasses.replace(describe_call(q, k, v, None, None, None, None), platform="tpu")
     assert choose_implementation(call) == "splash"
     np.testing.assert_allclose(kernels_splash.attend(call, q, k, v, None, interpret=True), expected, atol=2e-5)

@@ -1,4 +1,4 @@
-"""The small layers against numpy in float64: linear, norms, MLPs, rotary positions, embeddings."""
+"""The small layers compared to numpy in float64: linear, norms, MLPs, rotary positions, embeddings."""
 
 import math
 
@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def weights(layer, seed: int = 0):
-    """Random values for all of a layer's parameters: also for those that start at 0 or 1."""
+    """Return random values for all of a layer's parameters, including those that start at 0 or 1."""
     specs = layer.parameter_specs()
     leaves = [random(*spec.shape, seed=seed + i) for i, spec in enumerate(jax.tree.leaves(specs))]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
@@ -67,7 +67,7 @@ def test_rms_norm():
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
 def test_norms_of_bf16_compute_in_float32(norm):
-    """The mean of squares of 300 in bf16 would be off by percents; only the input's and output's rounding may show."""
+    """A mean of squares of 300 in bf16 would be off by percents; only the input and output may be rounded."""
     layer = config_for(norm, dim=64).instantiate()
     w = {name: np.ones(64, np.float32) * (name == "scale") for name in layer.own_specs()}
     x = jnp.asarray(300.0 + 10.0 * random(1, 64), jnp.bfloat16)
@@ -246,14 +246,14 @@ def test_head_dim_may_differ_from_dim_over_heads():
 @pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
 def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation):
-    """Gemma 2 27B's is 1/12: in bfloat16 0.15% too small, 3% of a weight whose logit is 21 below the largest."""
+    """Gemma 2 27B's scale, 1/12, is 0.15% too small in bfloat16: a 3% error in a weight 21 logits below the largest."""
     dim, scale = 128, 144**-0.5
     config = config_for(Attention, dim=dim, num_heads=1, scale=scale, implementation=implementation)
     layer, ctx = config.instantiate(), Context(batch={}, compute_dtype=jnp.bfloat16)
     zero, ones = jnp.zeros((dim, dim), jnp.bfloat16), jnp.ones(dim, jnp.bfloat16)
     weights = {
-        "query": {"weight": zero.at[1].set(2 * ones)},  # of the second position: 2 everywhere
-        "key": {"weight": zero.at[0].set(-ones)},  # of the first: -1 everywhere; of the second: 0
+        "query": {"weight": zero.at[1].set(2 * ones)},  # second position: 2 everywhere
+        "key": {"weight": zero.at[0].set(-ones)},  # first position: -1 everywhere; second: 0
         "value": {"weight": zero.at[0].set(ones)},
         "output": {"weight": jnp.eye(dim, dtype=jnp.bfloat16)},
     }
@@ -263,7 +263,7 @@ def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation)
 
 
 def test_dropout_does_not_round_what_it_divides_by():
-    """0.9 is 0.8984 in bfloat16."""
+    """In bfloat16, 0.9 rounds to 0.8984."""
     ctx = Context(batch={}, rng=jax.random.key(0), rows=jnp.arange(1), training=True, compute_dtype=jnp.bfloat16)
     y = np.asarray(ctx.dropout(jnp.full((1, 64), 900.0, jnp.bfloat16), 0.1, "x"), np.float64)
     assert set(np.unique(y)) == {0.0, 1000.0}
@@ -271,7 +271,7 @@ def test_dropout_does_not_round_what_it_divides_by():
 
 @pytest.mark.pairs
 def test_attention_may_compute_in_float32_beside_bfloat16():
-    """The kernel's result is then that of float32 operands, rounded once."""
+    """The kernel's result then equals the result for float32 operands, rounded once."""
     config = config_for(Attention, dim=32, num_heads=2, implementation="xla")
     plain = config.instantiate()
     config.kernel_dtype = "float32"

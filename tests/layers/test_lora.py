@@ -1,4 +1,4 @@
-"""Quantized weights and adapters: definitions in float64; what is trained and costs what, meshes, remat, merging."""
+"""Quantized weights and adapters: definitions in float64, trained parameters, memory, meshes, remat, and merging."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +30,7 @@ def config(base=None, *, mesh=None, remat="none", dropout=0.0, dim=64, **fields)
 
 
 def moved(program: Program):
-    """A first state whose adapters all matter: B is not zero."""
+    """Return an initial state in which all adapters have an effect: B is not zero."""
     state, rng = jax.device_get(program.init()), np.random.default_rng(1)
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
 
@@ -72,10 +72,10 @@ def test_the_formula(base, bias):
 
 @pytest.mark.pairs
 def test_adapters_alone_are_trained_and_kept():
-    """Also where param_dtype is narrow: adapters and all that belongs to them stay in float32."""
+    """With a narrow param_dtype, adapters, their averages and their optimizer state still stay in float32."""
     built = config(param_dtype="bfloat16")
     built.learner.ema = 0.9
-    built.learner.rules = [config_for(Rule, pattern="norm", set={"weight_decay": 0.0})]  # all frozen: no error
+    built.learner.rules = [config_for(Rule, pattern="norm", set={"weight_decay": 0.0})]  # all frozen: not an error
     program = small.program(built)
     state = program.init()
     assert {path[-6:] for path in flatten(state["parameter"])} == {"lora_a", "lora_b"}
@@ -83,7 +83,7 @@ def test_adapters_alone_are_trained_and_kept():
     adapters = program.layout.bytes_per_device("parameter")
     assert adapters == 4 * 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)
     assert program.layout.bytes_per_device("ema") == adapters
-    assert program.layout.bytes_per_device("optimizer") == 2 * adapters + 2 * 4  # a count per layer
+    assert program.layout.bytes_per_device("optimizer") == 2 * adapters + 2 * 4  # plus one step count per layer
     built.model.lora, built.learner.ema = None, None
     frozen = small.arrays(state["frozen"])
     small.assert_same_bits(frozen, small.program(built).init()["parameter"])  # the same draws, in bfloat16
@@ -102,7 +102,7 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
         stats = program.compiled_step.memory_analysis()
         assert stats.alias_size_in_bytes == program.layout.bytes_per_device()
         needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    matrices = 8 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's, all eight layers, in float32
+    matrices = 8 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's matrices: eight layers, float32
     assert max(needs["int8"], needs["nf4"]) <= needs[None] + matrices // 8
     assert needs["trained"] > needs[None] + matrices // 2  # gradients
 
@@ -112,7 +112,7 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     ("base", "axis", "remat"), [(None, "fsdp", "dots"), ("int8", "fsdp", "full"), ("nf4", "seq", "none")]
 )
 def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
-    # Of nf4 no block is cut, so both halves of a matrix have one.
+    # A shard never splits an nf4 block, so each half of a matrix needs a whole one.
     dim = 128 if base == "nf4" else 64
     single = small.program(config(base, dropout=0.3, dim=dim))
     fields = {"dim": dim, "mesh": {"data": 2, "fsdp": 1, "model": 2, axis: 2}, "stack__unroll": 0}
@@ -146,7 +146,7 @@ def test_merged_weights_are_those_of_the_model_without_adapters(base):
 
 @pytest.mark.pairs
 def test_further_layers_are_stored_in_few_bits_without_an_adapter():
-    """As bitsandbytes quantizes all linear layers, whichever of them have adapters."""
+    """Like bitsandbytes, which quantizes all linear layers, with or without adapters."""
     built = config("nf4")
     built.model.lora.targets = "attention/(query|value)"
     narrow = small.program(built)
@@ -192,13 +192,14 @@ def test_codes_values_and_products_are_those_of_the_definition(storage):
     levels, block = (np.arange(-127, 128) / 127, 192) if storage == "int8" else (np.array(NF4), 64)
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((3, 192, 10)).astype(np.float32)
-    weight[0, :64, 3] = 0.0  # a block of nothing
+    weight[0, :64, 3] = 0.0  # an all-zero block
     blocks = weight.astype(np.float64).reshape(3, -1, block, 10)
     scales = np.abs(blocks).max(axis=2, keepdims=True)
     expected = np.abs((blocks / np.where(scales == 0, 1, scales))[..., None] - levels).argmin(axis=-1)
     values = (levels[expected] * scales).reshape(weight.shape)
     parts = jax.jit(quantize, static_argnums=1)(weight, storage)
-    # Eight rows of words hold the codes of 32 rows (nf4: of the 64 of a block), those of eight rows in a byte (half).
+    # Eight rows of words hold the codes of 32 rows (nf4: of the 64 rows of a block). Byte t (nf4: half byte t) of them
+    # holds the codes of rows 8 t to 8 t + 7.
     bits, kind = (8, np.int8) if storage == "int8" else (4, np.uint8)
     words = np.asarray(parts["codes"]).reshape(3, -1, 1, 8, 10)
     shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(-1, 1, 1)
@@ -209,7 +210,7 @@ def test_codes_values_and_products_are_those_of_the_definition(storage):
 
 
 def earlier(weight, storage):
-    """Values of quantized weights as they were computed when codes were bytes, two of nf4 in one: rows i and i + 32."""
+    """Return quantized weights as computed when codes were bytes, with two nf4 codes per byte: rows i and i + 32."""
     *stack, inputs, outputs = weight.shape
     block = 64 if storage == "nf4" else inputs
     blocks = weight.reshape(*stack, inputs // block, block, outputs)
@@ -235,7 +236,7 @@ def test_words_change_no_value(storage, inputs):
 @pytest.mark.pairs
 @pytest.mark.parametrize(("inputs", "parts"), [(24, 3), (48, 3), (64, 2), (128, 2), (160, 5)])
 def test_a_shard_of_whole_groups_of_words_is_quantized_as_if_alone(inputs, parts):
-    """What a device computes of its rows of codes, which a cut has not taken apart, does not depend on the others'."""
+    """A device's values depend only on its own rows of codes, as long as the shards do not split a group of words."""
     weight = np.random.default_rng(0).standard_normal((inputs, 6)).astype(np.float32)
     whole = quantize(weight, "int8")
     values = dequantize(whole, "int8", jnp.float32)

@@ -1,4 +1,4 @@
-"""Adapters and stored weights of experts, in float64 against a loop over experts whose weights are merged by NumPy."""
+"""Adapters and stored weights of experts, compared in float64 to a loop over experts with weights merged in NumPy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support import small
 DIM, EXPERTS, HIDDEN, BATCH, LENGTH, TOP_K = 64, 5, 128, 3, 20, 2
 NAMES = ("gate", "up", "down")
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
-# How the products are computed: loops over blocks of rows, ragged_dot, or places, of which all find one.
+# Implementations of the products: loops over blocks of rows, ragged_dot, or capacity slots (enough for all choices).
 WAYS = {
     "blocks": {"implementation": "blocks"},
     "ragged": {"implementation": "ragged"},
@@ -44,7 +44,7 @@ def lora(**fields: Any) -> LoRA:
 
 
 def layer(adapters: LoRA, **experts: Any) -> MoE:
-    """A mixture inside of a model."""
+    """Return a mixture of experts whose layers have adapters, as in a model."""
     moe = config_for(
         MoE,
         num_experts=EXPERTS,
@@ -56,7 +56,7 @@ def layer(adapters: LoRA, **experts: Any) -> MoE:
 
 
 def arrays(moe: MoE, base: str | None) -> tuple[Any, Any, np.ndarray]:
-    """(the router's and the experts' parameters, the experts' weights alone as float64, tokens); no B is zero."""
+    """Return (router and expert parameters, only the expert weights as float64, tokens); no B is zero."""
     rng = np.random.default_rng(0)
     params: dict[str, Any] = {}
     dense = {}
@@ -75,7 +75,7 @@ def arrays(moe: MoE, base: str | None) -> tuple[Any, Any, np.ndarray]:
 
 
 def from_definition(parts: Any, base: str) -> np.ndarray:
-    """The weights of stored experts, one by one; in float32, as documented."""
+    """Dequantize the stored experts one by one, in float32 as documented."""
     from framework.layers.quantize import NF4, unpacked_codes
 
     weights = []
@@ -93,7 +93,7 @@ def context() -> Context:
 
 
 def merged(dense: Any, params: Any, scale: float) -> Any:
-    """W + scale * A B of each expert, where there is an adapter."""
+    """Return W + scale * A B of each expert that has an adapter, and W of the others."""
     weights = {}
     for name in NAMES:
         experts = []
@@ -107,7 +107,7 @@ def merged(dense: Any, params: Any, scale: float) -> Any:
 
 
 def loop(weights: Any, router: Any, x_BSD: jax.Array) -> jax.Array:
-    """Every expert on every token, by its share, which is 0 where it is not chosen."""
+    """Apply every expert to every token, scaled by its routing weight, which is 0 if the expert is not chosen."""
     shares_BSE = jax.nn.softmax(x_BSD @ router)
     chosen = jax.lax.top_k(shares_BSE, TOP_K)[1]
     is_chosen = jnp.sum(jax.nn.one_hot(chosen, EXPERTS), axis=-2)
@@ -142,10 +142,10 @@ def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targ
         y_BSD = loop(merged(dense, factors, 5.0 / 3), weights["router"]["weight"], x_BSD)
         return jnp.sum(y_BSD * direction), y_BSD
 
-    # Gradients with respect to the router's input go through its choice on both sides alike.
+    # On both sides, gradients with respect to the router's input flow through its choice.
     (_, y_BSD), grads = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(factors, x_BSD)
     (_, y_expected), expected = jax.jit(jax.value_and_grad(theirs, (0, 1), has_aux=True))(factors, x_BSD)
-    # Codes of int8 are divided by 127 in float32, which XLA does by a product.
+    # int8 codes are divided by 127 in float32, and XLA turns the division into a multiplication.
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if base == "int8" else TOLERANCE
     np.testing.assert_allclose(y_BSD / np.abs(y_expected).max(), y_expected / np.abs(y_expected).max(), **tolerance)
     for path, grad in flatten({"factors": grads[0], "x": grads[1]}).items():
@@ -158,7 +158,7 @@ def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targ
 @pytest.mark.first(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
-    """Of no expert's weights an array stays that is as large as they are: they are dequantized again."""
+    """No saved array is as large as the experts' weights: the backward pass dequantizes them again."""
     moe = layer(lora(base="nf4", dtype="float32"), **WAYS[way])
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), moe.parameter_specs())
     x_BSD = jnp.ones((BATCH, LENGTH, DIM))
@@ -207,7 +207,7 @@ def model(**fields: Any) -> Config:
 
 
 def moved(state: Any) -> Any:
-    """A state whose adapters all matter: B is not zero."""
+    """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
@@ -269,7 +269,7 @@ FSDP_MODEL = {"expert": 2, "fsdp": 2, "model": 2}
 SEQ_DATA = {"expert": 2, "seq": 2, "data": 2}
 
 
-# Any two of the three axes' values meet.
+# Any two values of two different parameters occur together in some case.
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     ("base", "capacity", "mesh"),
@@ -295,7 +295,7 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
     loss, grads = small.loss_and_grads(single, state)
     other, others = small.loss_and_grads(program(mesh), state)
     np.testing.assert_allclose(other, loss, rtol=2e-6)
-    # The weights are large, so sums of float32 in another order differ by more than in other tests.
+    # The weights are large, so float32 sums in another order differ by more than in other tests.
     small.assert_close(others, grads, 1e-4)
 
 

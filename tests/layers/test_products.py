@@ -1,4 +1,4 @@
-"""Products on one CPU: the numbers and gradients of plain ones, and nothing kept for a weight that does not learn."""
+"""Matmuls on one CPU: values and gradients equal plain ones, and a weight that does not train saves no residuals."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Random streams: initial values and dropout masks depend on names, layer index, row and step, and on nothing else."""
+"""Random streams: initial values and dropout masks depend only on names, layer index, row and step."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def drawn(config) -> dict[str, np.ndarray]:
 
 @pytest.mark.pairs
 def test_another_parameter_changes_no_other_parameters_values():
-    """Learned positions, biases and another kind of norm are added: everything that both have is the same."""
+    """Adding learned positions, biases and another kind of norm changes nothing that both models have."""
     few = drawn(small.gpt2(embed__max_positions=None, stack__pattern=[bare_block()]))
     many = drawn(small.gpt2())
     assert len(many) > len(few) + 4
@@ -78,7 +78,7 @@ def test_residual_projections_are_scaled_by_depth():
 
 @pytest.mark.pairs
 def test_names_fold_in_the_same_way_in_every_process():
-    """A hash that Python salts would give other parameters in another process."""
+    """Python's salted hash would give different parameters in each process."""
     code = (
         "import jax; from framework.layout import fold_in_name;"
         "print(jax.random.key_data(fold_in_name(jax.random.key(7), 'embed/token')).tolist())"
@@ -86,7 +86,7 @@ def test_names_fold_in_the_same_way_in_every_process():
     here = jax.random.key_data(fold_in_name(KEY, "embed/token")).tolist()
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=small.ROOT)
     assert there.stdout.strip() == str(here)
-    # The published test vector of 32-bit FNV-1a: "foobar" is 0xbf9cf968.
+    # Published test vector of 32-bit FNV-1a: "foobar" hashes to 0xbf9cf968.
     expected = jax.random.fold_in(KEY, np.uint32(0xBF9CF968))
     assert jax.random.key_data(fold_in_name(KEY, "foobar")).tolist() == jax.random.key_data(expected).tolist()
 
@@ -135,13 +135,13 @@ def test_masks_belong_to_rows_of_the_global_batch():
 )
 def test_masks_differ_by_name_layer_and_key(left, right):
     agree = np.mean(mask(left, shape=(4, 32, 32)) == mask(right, shape=(4, 32, 32)))
-    np.testing.assert_allclose(agree, 0.5, atol=0.05)  # as two fair coins do
+    np.testing.assert_allclose(agree, 0.5, atol=0.05)  # like two fair coins
     agree = np.mean(mask(left, shape=(4, 32, 32)) == mask(left, name="there", shape=(4, 32, 32)))
     np.testing.assert_allclose(agree, 0.5, atol=0.05)
 
 
 class Recorder(Layer):
-    """Leaves x as it is and puts the dropout mask that it would use into its buffer."""
+    """Layer that returns x unchanged and stores the dropout mask that it would use in its buffer."""
 
     def __init__(self, *, dim: int, output_init_scale: float = 1.0):
         self.dim = dim
@@ -157,7 +157,7 @@ class Recorder(Layer):
 
 
 def recorded(*pattern, units: int = 1, remat: str = "none") -> np.ndarray:
-    """The masks of block0 in each unit of a stack, [units, B, S, D]."""
+    """Return the masks of block0 in each unit of a stack, [units, B, S, D]."""
     layers = {"recorder": config_for(Recorder), "mlp": config_for(MLP, hidden=8)}
     config = config_for(Stack, num_layers=len(pattern) * units, pattern=[layers[name] for name in pattern])
     stack = config.instantiate(dim=8)

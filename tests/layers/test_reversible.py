@@ -1,4 +1,4 @@
-"""Stacks of two streams: run backwards they give their input and the plain backward pass's gradients."""
+"""Stacks of two streams: run in reverse, they return their input and the gradients of the plain backward pass."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(0, small.VOCAB, (3, 16))
 
 
 def deep(num_layers: int, streams: str = "fixed", **fields: Any) -> Config:
-    """A Llama with dropout, whose layers' outputs do not get smaller with depth."""
+    """Return a Llama with dropout, whose layer outputs do not shrink with depth."""
     config = small.llama(
         stack__num_layers=num_layers, stack__streams=streams, stack__depth_scaled_init=False, stack__unroll=1, **fields
     )
@@ -42,7 +42,7 @@ def context(model: Any, remat: str = "none") -> Context:
 
 
 def made(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
-    """The model, and parameters of which none is zero; `scale`: of the layers' matrices."""
+    """Return the model and parameters without zeros; `scale` multiplies the layers' matrices."""
     model = config.instantiate()
 
     @jax.jit
@@ -55,14 +55,14 @@ def made(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
 
 
 def worst(actual: Any, expected: Any) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| of a leaf, and which. Those of keys' biases are nothing but rounding."""
+    """Return the largest max|a - b| / max|b| of a leaf, and its path. Gradients of key biases are only rounding."""
     found, known = small.arrays(actual), small.arrays(expected)
     errors = {path: float(np.abs(known[path] - x).max() / np.abs(known[path]).max()) for path, x in found.items()}
     return max((error, path) for path, error in errors.items() if "key/bias" not in path)
 
 
 def gradients(model: Any, params: Any, remat: str) -> Any:
-    """((loss, metrics), gradients), compiled."""
+    """Return ((loss, metrics), gradients) from a compiled program."""
 
     def loss(params: Any) -> Any:
         loss, out = model.loss(params, context(model, remat), {})
@@ -84,7 +84,7 @@ def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str
 
 @pytest.mark.pairs
 def test_streams_over_the_range_are_counted():
-    """They are rounded as float32 is."""
+    """Out-of-range values are rounded like float32."""
     model, params = made(deep(64), 2.0)
     first, _, last = there_and_back(model, params, context(model))
     assert not np.array_equal(first[0], last[0])
@@ -95,7 +95,7 @@ def test_streams_over_the_range_are_counted():
 @pytest.mark.pairs
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_float32_streams_drift(compute: str):
-    """By how much is in docs/memory.md."""
+    """docs/memory.md states by how much."""
     model, params = made(deep(64, "float32", compute_dtype=compute), 0.3)
     first, _, last = there_and_back(model, params, context(model))
     assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3
@@ -131,7 +131,7 @@ def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
 
 @pytest.mark.pairs
 def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    """The comparison above has something to find."""
+    """Check that the comparison above can detect an error."""
     model, params = made(deep(6, "float32"))
     _, expected = gradients(model, params, "none")
     layer = model.stack.unit.layers["block0"]
@@ -141,7 +141,7 @@ def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     def off(name: str, *args: Any) -> Any:
         calls.append(name)
         h, out = original(name, *args)
-        return (h * 1.01 if len(calls) > 2 else h), out  # the backward pass's alone
+        return (h * 1.01 if len(calls) > 2 else h), out  # only in the backward pass
 
     monkeypatch.setattr(layer, "_branch", off)
     _, grads = gradients(model, params, "invert")
@@ -168,7 +168,7 @@ def test_what_rounds_to_zero_has_a_gradient_too():
 
 @pytest.mark.pairs
 def test_tokens_one_by_one_have_the_logits_of_the_whole():
-    """Two streams have the cache of one: by framework.inference.generation, greedy, against the plain forward pass."""
+    """Two streams use the same cache as one: compare greedy generation to the plain forward pass."""
     from framework.inference.generation import Generator
     from framework.inference.sampling import Sampling
 
@@ -178,7 +178,7 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole():
     state = program.init()
     prompt = [3, 1, 4, 1, 5]
     (tokens,) = Generator(program, state)([prompt], Sampling(temperature=0.0, max_new_tokens=4))
-    text = np.zeros((1, len(prompt) + len(tokens)), np.int32)  # no position sees the zeros that come later
+    text = np.zeros((1, len(prompt) + len(tokens)), np.int32)  # no position attends to the zeros after it
     text[0, : len(prompt)] = prompt
 
     @jax.jit

@@ -1,6 +1,6 @@
-"""Rotary positions that turn a part of each head, or are stretched by YaRN or LongRoPE, against the papers' formulas.
+"""Rotary positions for a part of each head, or stretched by YaRN or LongRoPE, compared to the papers' formulas.
 
-tests/peers/ compares whole models and tables of published shapes with transformers.
+tests/peers/ compares whole models and tables of published shapes to transformers.
 """
 
 import math
@@ -44,14 +44,14 @@ def test_an_odd_part_or_more_than_a_head_is_refused(rotary_dim: int):
 
 
 def test_yarn_is_the_ramp_of_its_paper():
-    """Section 3.2 of arXiv 2309.00071: what turns more than 32 times stays, what turns less than once is divided."""
+    """Section 3.2 of arXiv 2309.00071: frequencies with over 32 turns stay; those with less than one are divided."""
     length, factor, theta = 4096, 8.0, 10_000.0
     scaling = config_for(YarnScaling, factor=factor, original_length=length)
     stretched = Rotary(head_dim=64, theta=theta, scaling=scaling)
     plain = Rotary(head_dim=64, theta=theta).frequencies
     turns = length * plain / (2 * math.pi)
     ratio = plain / stretched.frequencies
-    # Rounding the ends of the ramp to whole indices keeps them outside of these bounds.
+    # The ends of the ramp are rounded to whole indices, so these bounds leave a margin around 32 turns and one turn.
     np.testing.assert_allclose(ratio[turns > 48], 1.0)
     np.testing.assert_allclose(ratio[turns < 0.7], factor)
     between = ratio[(turns < 28) & (turns > 1.2)]

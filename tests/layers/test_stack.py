@@ -1,4 +1,4 @@
-"""The stack: a loop over units equals the layers applied one after the other, whatever the pattern."""
+"""The stack: for any pattern, a loop over units equals the layers applied one after the other."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, DIM)), jnp.float32)
 
 
 def values(layer: Stack, scale: float = 1.0):
-    """Parameters that matter, and buffers that differ by unit."""
+    """Return random parameters, and buffers that differ between units."""
     rng = np.random.default_rng(1)
 
     def draw(spec):
@@ -44,7 +44,7 @@ def values(layer: Stack, scale: float = 1.0):
 
 
 def in_turn(layer: Stack, params, x, buffers):
-    """The same, one layer after the other."""
+    """Compute the same result one layer after the other."""
     states, losses = [], []
     for index in range(layer.num_units):
         unit, state = (jax.tree.map(lambda a, i=index: a[i], tree) for tree in (params, buffers))
@@ -65,7 +65,7 @@ def in_turn(layer: Stack, params, x, buffers):
 def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll, remat):
     layer, ctx = stack(unroll, 6 if remat == "none" else 12), replace(CTX, remat=remat)
     params, buffers = values(layer, 1.0 if remat == "none" else 0.5)
-    # The unrolled stack takes its parameters as training passes them: a list of the units' own.
+    # An unrolled stack takes its parameters as training passes them: a list with one entry per unit.
     passed = layer.split(params) if layer.is_unrolled(remat) else params
     y, out = jax.jit(layer.forward)(passed, X, ctx, buffers)
     expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
@@ -92,7 +92,7 @@ def test_specs_have_a_leading_axis_of_units():
 
 
 def test_fetch_brings_each_units_parameters():
-    """A schedule that keeps parameters elsewhere passes its own `fetch`; here they are kept at half their size."""
+    """A schedule that stores parameters elsewhere passes its own `fetch`; here they are stored halved."""
     layer = stack()
     params, buffers = values(layer)
     y, _ = layer.forward(params, X, CTX, buffers)

@@ -1,4 +1,4 @@
-"""Byte counts: against figures counted by hand, and against what the devices really hold."""
+"""Byte counts, compared to numbers counted by hand and to the bytes that the devices really hold."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def specs() -> dict:
     }
 
 
-# Bytes of one device, by hand, for fsdp = 4, model = 2.
+# Bytes per device, counted by hand, for fsdp = 4, model = 2.
 BY_HAND = {
     ("parameter", "device"): 16 * 8 * 4 // 8 + 6 * 8 * 2 // 8,
     ("frozen", "device"): 24 * 2 // 4,
@@ -86,7 +86,7 @@ def test_bytes_are_what_the_devices_hold():
 
 
 def test_a_language_models_state_counted_by_hand():
-    """GPT-2's parts at width 32 with AdamW and averages, everything in float32, on one device."""
+    """A GPT-2 of width 32 with AdamW and averaged weights, all in float32, on one device."""
     layout = small.program(small.experiment(ema=0.9)).layout
     V, P, D, L = small.VOCAB, 32, 32, 2
     attention, mlp, norms = 4 * (D * D + D), D * 4 * D + 4 * D + 4 * D * D + D, 2 * 2 * D
@@ -94,7 +94,7 @@ def test_a_language_models_state_counted_by_hand():
     assert layout.size("parameter") == parameters
     assert layout.bytes_per_device("parameter") == 4 * parameters
     assert layout.bytes_per_device("ema") == 4 * parameters
-    # Two moments each; a counter for the embedding, one for the head, one for each of the layers.
+    # Two moments per parameter; one counter for the embedding, one for the head, and one for each layer.
     assert layout.bytes_per_device("optimizer") == 8 * parameters + 4 * (1 + 1 + L)
     assert layout.bytes_per_device("counter") == 4 + 4 + 4 + 8
     assert layout.bytes_per_device("frozen") == layout.bytes_per_device("buffer") == 0
@@ -112,7 +112,7 @@ def test_a_language_models_shards_on_a_mesh():
     assert up.bytes_per_device == 2 * 32 * 128 * 2 // 8
     assert leaves["parameter/stack/block0/mlp/up/bias"].bytes_per_device == 2 * 128 * 2 // 2
     assert leaves["parameter/head/norm/scale"].bytes_per_device == 32 * 2
-    # What belongs to a parameter is cut as the parameter is: master and moments, at twice the bytes.
+    # The master copy and the moments are sharded like their parameter, at twice the bytes.
     owned = [leaf for path, leaf in leaves.items() if path.endswith("mlp/up/weight") and leaf.group == "optimizer"]
     assert len(owned) == 3
     assert {leaf.spec.mesh_axes for leaf in owned} == {(None, "fsdp", "model")}
@@ -206,7 +206,7 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does(config, messag
 
 
 def test_what_an_optimizer_keeps_per_block_is_replicated_where_the_mesh_does_not_divide_it():
-    """Its parameter divides; [8, 3] scales of [8, 48] weights in blocks of 16 do along the rows alone."""
+    """The [8, 48] parameter divides along both axes; its [8, 3] scales, of blocks of 16, divide only along the rows."""
     scale, eight = OptStateSpec((8, 3), "float32", ("fsdp", "model"), owner="weight"), mesh(fsdp=4, model=2)
     weight = parameter(8, 48, axes=("fsdp", "model"))
     layout = StateLayout({"parameter": {"weight": weight}, "optimizer": {"weight": scale}}, eight)

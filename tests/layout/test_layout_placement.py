@@ -1,4 +1,4 @@
-"""Placement: re-tagging specs, checking a state against the layout, and optimizer state that lives on the host."""
+"""Placement: re-tagging specs, checking a state against the layout, and offloaded optimizer state."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_copy_partition_tags_what_matches_and_can_be_applied_again():
     twice = copy_partition(once, pattern="nu/embed$", memory_kind="pinned_host")
     back = copy_partition(twice, pattern="mu/head", memory_kind="device")
     assert [path for path, kind in kinds(back).items() if kind == "pinned_host"] == ["mu/embed", "nu/embed"]
-    # Nothing else changes, and the original is as it was.
+    # Nothing else changes, and the original specs are unmodified.
     assert once["mu"]["head"] == replace(specs["mu"]["head"], memory_kind="pinned_host")
     assert set(kinds(specs).values()) == {"device"}
 
@@ -41,7 +41,7 @@ def test_copy_partition_works_on_optax_states_and_parameters():
     assert len(moved) == 6
     assert all("/mu/" in path and path.endswith("weight") for path in moved)
     tagged = copy_partition(tagged, pattern="mlp|/nu/.*scale", memory_kind="pinned_host")
-    tagged = copy_partition(tagged, pattern="down", memory_kind="device")  # the last one that matches counts
+    tagged = copy_partition(tagged, pattern="down", memory_kind="device")  # the last match wins
     again = {path for path, kind in kinds(tagged).items() if kind == "pinned_host"}
     assert "head/default/state/0/nu/norm/scale" in again
     assert [path for path in moved if path not in again] == [path for path in moved if "down" in path] != []
@@ -74,7 +74,7 @@ def table() -> StateLayout:
 
 
 def placed(table: StateLayout, path: str, value: np.ndarray, axes: tuple, kind: str) -> dict:
-    """A state as the table says, but for one leaf."""
+    """Return a state as the table specifies, except for one leaf."""
     good = np.zeros((8, 4), np.float32)
     state = jax.device_put({"parameter": {"w": good}, "optimizer": {"mu": {"w": good}}}, table.shardings())
     array = jax.device_put(value, NamedSharding(table.mesh, PartitionSpec(*axes), memory_kind=kind))
@@ -86,7 +86,7 @@ GOOD = ("fsdp", "model")
 
 def test_check_accepts_the_state_it_describes(table):
     table.check(placed(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device"))
-    # Another way to write the same sharding is the same sharding.
+    # A sharding written in a different way is still the same sharding.
     spec = PartitionSpec(("fsdp",), ("model",))
     array = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(table.mesh, spec))
     state = placed(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
@@ -123,7 +123,7 @@ def test_check_names_leaves_that_are_missing_or_too_many(table):
 
 
 def large(kind: str) -> Program:
-    """A model with matrices over the megabyte from which on optimizer state moves, cut over eight devices."""
+    """Return a model sharded over eight devices, with matrices above 1 MiB, the minimum size for offloading."""
     model = small.gpt2(dim=64, stack__num_layers=4, stack__pattern=[small.block(small.gpt2())])
     small.block(model).mlp.hidden = 1024
     mesh = {"data": 2, "fsdp": 2, "model": 2}
@@ -159,7 +159,7 @@ def test_hosted_state_is_on_the_host_and_its_numbers_are_those_of_the_device(hos
 
 @pytest.mark.pairs
 def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkeypatch):
-    """The reason for `fetch`: the compiler does not move a host array for us."""
+    """`fetch` is necessary because the compiler does not move host arrays by itself."""
     group = hosted.layout.specs["optimizer"]
     abstract = hosted.layout.abstract(group)
 
@@ -169,7 +169,7 @@ def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkey
     jax.jit(double).lower(abstract)
     monkeypatch.setattr(StateLayout, "fetch", lambda self, group, tree: tree)
     with pytest.raises((TypeError, ValueError), match="memory"):
-        jax.jit(lambda tree: double(tree)).lower(abstract)  # another function, as jit remembers the first one's trace
+        jax.jit(lambda tree: double(tree)).lower(abstract)  # a new function, because jit caches the trace of the first
     again = large("pinned_host")
     with pytest.raises((TypeError, ValueError), match="memory"):
         again.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))

@@ -1,4 +1,4 @@
-"""Meshes over TPU slices and tori, on topologies of the real compiler: where slow networks end up."""
+"""Meshes over TPU slices and tori, on topologies of the real compiler: which axes use the slow networks."""
 
 import functools
 import os
@@ -20,25 +20,25 @@ from framework.plan.targets import environment, resolve
 
 @pytest.fixture
 def build():
-    """(target, sizes) -> the array of its devices."""
+    """Return a function (target, sizes) -> the mesh's array of devices."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
     environment("v5e-16")
     return lambda name, **sizes: MeshShape(**sizes).build(resolve(name).devices()).devices
 
 
 def lines(devices: np.ndarray, axis: str, attribute: str = "slice_index") -> np.ndarray:
-    """[L, N]: the slices of the devices along an axis, for all positions along the others."""
+    """Return [L, N]: the slices of the devices along an axis, for all positions along the other axes."""
     slices = np.vectorize(lambda device: getattr(device, attribute))(devices)
     return np.moveaxis(slices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "across"),  # across: how many slices a line of devices along each axis touches
+    ("name", "sizes", "across"),  # across: number of slices that a line of devices along each axis spans
     [
         ("2xv5e-256", {}, {"fsdp": 2}),
         ("2xv5e-256", {"data": 2}, {"data": 2, "fsdp": 1}),
         ("2xv5e-256", {"data": 8, "model": 4}, {"data": 2, "fsdp": 1, "model": 1}),
-        ("4xv5e-16", {"data": 2}, {"data": 2, "fsdp": 2}),  # 2 x 2: data takes what it can
+        ("4xv5e-16", {"data": 2}, {"data": 2, "fsdp": 2}),  # 2 x 2: data takes as much as it can
         ("3xv5e-4", {"fsdp": 4, "model": 3}, {"fsdp": 1, "model": 3}),
         ("2xtpu7x-16", {"model": 2}, {"fsdp": 2, "model": 1}),
     ],
@@ -74,10 +74,10 @@ def test_an_axis_may_be_a_part_of_a_dimension_of_the_torus(build):
     assert devices.shape == (2, 8, 1, 1, 1)
     assert len({device.id for device in devices.flat}) == 16
     halves = [{device.coords[axis] // 2 for device in devices[0].flat} for axis in (0, 1)]
-    assert sorted(map(len, halves)) == [1, 2]  # a replica is a half of the chips, not scattered over all of them
+    assert sorted(map(len, halves)) == [1, 2]  # each replica is one half of the torus and not scattered over all of it
 
 
-# --- which axes lie across, by config ---------------------------------------------------------------------------------
+# --- axes across slices, set in the config ----------------------------------------------------------------------------
 
 
 def test_the_axes_across_may_be_said(build):
@@ -109,7 +109,7 @@ def test_the_axes_across_may_be_said(build):
 def test_what_does_not_fit_is_told_by_both_numbers(build, name, sizes, message):
     with pytest.raises(ValueError, match=message):
         build(name, **sizes)
-    with pytest.raises(ValueError, match=message):  # the same from the numbers alone, without devices
+    with pytest.raises(ValueError, match=message):  # the same error without devices
         MeshShape(**sizes).cut(MeshShape(**sizes).resolve(resolve(name).num_devices), resolve(name).num_slices)
 
 
@@ -123,22 +123,22 @@ def test_an_axis_that_is_none_is_refused_at_once():
     assert config.instantiate().across == {"data": 2}
 
 
-# --- GPUs: hosts are what slices are to TPUs --------------------------------------------------------------------------
+# --- GPUs: hosts take the role of TPU slices --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as `jax.devices()` has them in a real run of several processes."""
+    """A device like those of `jax.devices()` in a real run with several processes."""
 
     id: int
     process_index: int
-    slice_index: int  # the host's, by its boot id: the same for all processes on it
+    slice_index: int  # one per host, by its boot id: the same for all processes on that host
     platform: str = "gpu"
     device_kind: str = "NVIDIA H200"
 
 
 def gpus(processes: list[list[int]]) -> list[Any]:
-    """Devices of processes in JAX's order, two each: processes[host] = the processes there."""
+    """Return the devices in JAX's order, two per process; processes[host] lists the processes of a host."""
     host = {process: index for index, own in enumerate(processes) for process in own}
     return [Gpu(2 * process + i, process, host[process]) for process in sorted(host) for i in range(2)]
 
@@ -154,7 +154,7 @@ def gpus(processes: list[list[int]]) -> list[Any]:
     ],
 )
 def test_the_last_axes_stay_within_a_host(processes, sizes, across):
-    """Also where a scheduler deals the processes out to the hosts in turn."""
+    """This also holds if a scheduler assigns processes to the hosts round-robin."""
     devices = MeshShape(**sizes).build(gpus(processes)).devices
     assert len(set(devices.flat)) == 8
     for axis in AXES:
@@ -178,7 +178,7 @@ def test_the_compilers_topology_has_the_hosts_of_a_real_run():
 
 @pytest.mark.pairs
 def test_all_processes_of_one_machine_are_on_one_host():
-    """What JAX calls a slice where there is no TPU is a machine, by its boot id, and not a process."""
+    """Without a TPU, a slice in JAX is a machine, identified by its boot id, and not a process."""
     code = (
         "import sys, jax; from framework.devices.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
         "jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2])); "
@@ -195,7 +195,7 @@ def test_all_processes_of_one_machine_are_on_one_host():
     assert [run.communicate(timeout=120)[0].strip() for run in runs] == ["[(0, 0, 0), (1, 0, 0)]"] * 2
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_lies_across_is_said():

@@ -1,4 +1,4 @@
-"""Codes of 8 or 4 bits in words: every code comes back, from where NumPy finds it."""
+"""8-bit or 4-bit codes packed in words: every code is restored, and NumPy finds it in the documented bits."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def test_codes_come_back(rows):
 
 
 def test_a_word_holds_the_codes_of_four_tiles():
-    """Row 8 t + r of each 32 rows is byte t of word r, the lowest byte first."""
+    """Row 8 t + r of each 32 rows is byte t of word r, lowest byte first."""
     codes = np.random.default_rng(0).integers(0, 256, (64, 7), np.uint8)
     words = np.asarray(pack(jnp.asarray(codes))).reshape(2, 8, 7)
     theirs = codes.reshape(2, 4, 8, 7).transpose(0, 2, 3, 1).copy().view("<u4")[..., 0]
@@ -27,7 +27,7 @@ def test_a_word_holds_the_codes_of_four_tiles():
 
 def test_words_take_no_more_bytes_than_codes_where_rows_fill_tiles():
     assert packed_shape((3, 4096, 11)) == (3, 1024, 11)
-    # 1600 rows are 50 groups of 32; 50257 fill the last of 1571 by less than the half.
+    # 1600 rows are 50 groups of 32; 50257 rows fill less than half of the last of 1571 groups.
     assert packed_shape((1600, 6400)) == (400, 6400)
     assert packed_shape((50257, 8)) == (12568, 8)
 

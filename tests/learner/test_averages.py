@@ -1,4 +1,4 @@
-"""learner.ema beside bfloat16 weights: the average is float32 and moves; older checkpoints have it in bfloat16."""
+"""learner.ema with bfloat16 weights: the average is float32 and moves; older checkpoints store it in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_the_average_of_bfloat16_weights_moves(memory):
     for path, average in averages.items():
         moved, wanted = average - first[path], expected[path] - first[path]
         assert np.linalg.norm(wanted) > 0, path
-        # What is averaged was not rounded to bfloat16 yet.
+        # The average uses the weights before they are rounded to bfloat16.
         assert np.linalg.norm(moved - wanted) < 5e-2 * np.linalg.norm(wanted), path
     assert np.isfinite(program.evaluate(state, program.put(small.host_batch(program)), averaged=True)["nll"])
 

@@ -1,4 +1,4 @@
-"""What the learner keeps besides the parameters: averages, master weights, moments, and all of it through bad steps."""
+"""The learner's state besides the parameters: averages, master weights and moments, also through non-finite steps."""
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +67,10 @@ def test_bf16_parameters_with_a_float32_master_are_the_float32_run_cast():
         masters = {stage: entry["default"]["master"] for stage, entry in left.optimizer.items()}
         assert updates.worst([masters], [right.params]) <= 1e-6
         small.assert_same_bits(left.params, cast(masters, "bfloat16"))
-        # Averages are of the precise weights.
+        # Averages use the float32 master weights.
         assert {leaf.dtype for leaf in jax.tree.leaves(left.ema)} == {jnp.dtype("float32")}
         assert updates.worst([left.ema], [right.ema]) <= 1e-6
-    # What a master is for: without it small updates of large weights are lost.
+    # Without a master copy, small updates of large weights are lost.
     lost = updates.ours(learner(dtype="bfloat16"), params, grads)
     assert updates.worst([lost[-1].params], [precise[-1].params]) > 1e-3
 
@@ -88,7 +88,7 @@ def test_no_master_where_parameters_are_precise_already():
     assert not any("master" in path for path in flatten(learner(master_dtype="float32").optimizer_specs()))
 
 
-# Halves: products with them are exact, so the moments agree to the last bit before they are rounded.
+# Products with 0.5 are exact, so the moments agree to the last bit before they are rounded.
 HALVES = {"learning_rate": 0.02, "b1": 0.5, "b2": 0.5, "weight_decay": 0.1}
 
 
@@ -113,7 +113,7 @@ def test_bf16_moments_are_rounded_to_a_neighbour_after_each_step_and_used_in_flo
 
 
 def test_a_bf16_second_moment_comes_down_again():
-    """Gradients of 1, and then of 0.01: rounded to nearest, an average with b2 = 0.999 would stay where it is."""
+    """Gradients are 1, then 0.01: with rounding to nearest, an average with b2 = 0.999 would never decrease."""
     params = updates.draw(0)
     ours = learner(config_for(optax.adamw, learning_rate=0.0, b2=0.999), moment_dtype="bfloat16", clip=None)
     kept = updates.start(ours, params)
@@ -157,7 +157,7 @@ def test_float32_moments_of_bf16_parameters_are_not_rounded_on_the_way():
     ids=["float32", "bf16", "master", "wide moments", "narrow moments"],
 )
 def test_state_is_what_the_specs_say_before_and_after_an_update(name, fields):
-    """Shapes and dtypes only: a step must not change them, or the next one would compile again."""
+    """Compare only shapes and dtypes: if a step changed them, the next step would compile again."""
     ours = learner(OPTIMIZERS[name], **fields)
     precise = jax.eval_shape(lambda: updates.draw(0))
     first = jax.eval_shape(ours.init, precise)
@@ -179,14 +179,14 @@ def test_state_is_what_the_specs_say_before_and_after_an_update(name, fields):
 
 
 def poisoned(tree, path: str, value: float):
-    """One element of one leaf replaced."""
+    """Return the tree with one element of one leaf replaced."""
     flat = {key: leaf if key != path else leaf.at[(0,) * leaf.ndim].set(value) for key, leaf in flatten(tree).items()}
     return jax.tree.unflatten(jax.tree.structure(tree), list(flat.values()))
 
 
 @pytest.fixture(scope="module")
 def guarded():
-    """A learner with everything it can keep, its compiled step, and its state after two good steps."""
+    """A learner's compiled step, its state after two good steps, with all optional state, and the gradients."""
     ours = learner(dtype="bfloat16", master_dtype="float32", ema=0.9)
     kept, step = updates.start(ours, updates.draw(0)), updates.stepper(ours)
     good = [cast(tree, "bfloat16") for tree in updates.gradients(4)]
@@ -215,13 +215,13 @@ def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, na
     assert updates.worst([step(kept, jnp.float32(1.0), good[3]).params], [kept.params]) > 1e-3
 
 
-# --- one unit at a time ----------------------------------------------------------------------------------------------
+# --- one layer at a time ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_layer_updated_alone_is_the_layer_updated_with_all(name):
-    """What streamed updates rely on: the whole stage's update is the vmap of `unit_update`."""
+    """Streamed updates rely on this: the update of a whole stage is the vmap of `unit_update`."""
     ours = learner(OPTIMIZERS[name], master_dtype="float32", dtype="bfloat16", ema=0.9, clip=0.5)
     grads = cast(updates.draw(7), "bfloat16")
     kept = updates.start(ours, updates.draw(0))
@@ -248,7 +248,7 @@ def test_frozen_stages_have_no_group():
 
 @pytest.mark.pairs
 def test_layers_share_one_counter_while_they_are_updated_together():
-    """Mapped over the layers it makes vectors, to multiply by which XLA for TPU transposes whole stacks of weights."""
+    """One counter per layer would make vectors; to multiply by them, XLA for TPU transposes whole stacks of weights."""
     program = small.program(small.experiment(small.llama(stack__num_layers=4), optimizer=ADAMW))
     powers = [
         eqn.outvars[0].aval.shape for eqn in _equations(program.traced_step.jaxpr.jaxpr) if "pow" in str(eqn.primitive)

@@ -1,4 +1,4 @@
-"""offload_optimizer: state on the host by regex, without a learner and in one, through chains, skips and restores."""
+"""offload_optimizer: state offloaded by regex, without and with a learner, with chains, sizes, and restores."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_without_a_learner_it_moves_the_state_and_back(make: Any, mapped: bool) 
         small.assert_same_bits(result, wanted)
         state, expected = result[1], wanted[1]
         assert hosted(state) == hosted(specs) != set()
-    with pytest.raises((TypeError, ValueError), match="memory"):  # why it moves: XLA does not do so by itself
+    with pytest.raises((TypeError, ValueError), match="memory"):  # XLA does not move host arrays by itself
         jax.jit(each(plain.update))(grads[0], state, params)
 
 
@@ -74,7 +74,7 @@ def wrapped(pattern: str, optimizer: Config = ADAMW) -> Config:
 
 def program(optimizer: Config, **memory: str) -> Any:
     model = small.llama(stack__num_layers=3)
-    small.block(model).mlp.hidden = 8192  # a megabyte a layer
+    small.block(model).mlp.hidden = 8192  # one megabyte per layer
     config = small.experiment(model, memory=memory, optimizer=optimizer, clip=0.1)
     return small.program(Config.from_json(config.to_json()))
 
@@ -89,7 +89,7 @@ def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> 
     (state, metrics), (expected, wanted) = small.run(ours, 2), small.run(plain, 2)
     assert hosted(state) == MU
     small.assert_close(small.arrays(state), small.arrays(expected), 1e-6)
-    assert metrics[-1] == pytest.approx(wanted[-1], rel=1e-6)  # the learning rate included
+    assert metrics[-1] == pytest.approx(wanted[-1], rel=1e-6)  # including the learning rate
     with pytest.raises(ValueError, match="mu/block0/mlp/down/weight is in device; the layout says pinned_host"):
         ours.layout.check(expected)
 

@@ -1,4 +1,4 @@
-"""Who owns each leaf of an optimizer's state, and over which axes it is cut: derived for any optax transformation."""
+"""The owner and the sharding axes of each leaf of an optimizer's state, derived for any optax transformation."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ def spec(*shape: int, axes: tuple = (), dtype: str = "float32") -> ParameterSpec
     return ParameterSpec(shape, dtype, axes, roles=("axis",) * len(shape))
 
 
-# Names that end like others, a square matrix, one that is wide, one that is high, one of three dimensions, a vector.
+# Names that are suffixes of others; square, wide and tall matrices, an array of three dimensions, and a vector.
 SPECS = {
     "wide": {"weight": spec(8, 24, axes=("fsdp", "model")), "bias": spec(24, axes=("model",))},
     "high": {"weight": spec(24, 8, axes=("model", "fsdp"))},
@@ -29,7 +29,7 @@ PARAMETERS = flatten(SPECS)
 
 
 def derive(optimizer: optax.GradientTransformation, specs=None) -> dict[str, OptStateSpec]:
-    """{path of the state leaf: spec}, after a check that structure, shapes and dtypes are the state's own."""
+    """Return {path of the state leaf: spec}, after checking structure, shapes and dtypes against the state."""
     specs = SPECS if specs is None else specs
     derived = partitioned(optimizer).partition(specs)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
@@ -48,7 +48,7 @@ def counters(leaves: dict[str, OptStateSpec]) -> set[str]:
 
 
 def assert_mirrors(leaves: dict[str, OptStateSpec], prefix: str, owners=PARAMETERS) -> None:
-    """Below `prefix` there is one leaf per parameter, each with that parameter as owner, and cut as it is."""
+    """Assert that `prefix` has one leaf per parameter, owned by that parameter and sharded like it."""
     below = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
     assert below.keys() == owners.keys()
     for path, leaf in below.items():
@@ -82,7 +82,7 @@ def test_lion():
 
 
 def test_suffixes_are_told_apart_by_the_longest():
-    """weight, wide/weight, high/weight and square/weight all end in "weight"."""
+    """The paths weight, wide/weight, high/weight and square/weight all end in "weight"."""
     leaves = derive(optax.sgd(0.1, momentum=0.9))
     assert leaves["0/trace/weight"].owner == "weight"
     assert leaves["0/trace/wide/weight"].owner == "wide/weight"
@@ -90,8 +90,8 @@ def test_suffixes_are_told_apart_by_the_longest():
     assert leaves["0/trace/square/weight"].mesh_axes == ("fsdp", "model")
 
 
-# path: (v_row's shape and axes, v_col's shape and axes). optax's v_row is over the larger dimension's ... as it names
-# them: reduced over the smaller of the two largest dimensions, v_col over the other.
+# path: (v_row's shape and axes, v_col's shape and axes). optax reduces v_row over the larger of the two largest
+# dimensions, and v_col over the smaller.
 FACTORED = {
     "wide/weight": (((8,), ("fsdp",)), ((24,), ("model",))),
     "high/weight": (((8,), ("fsdp",)), ((24,), ("model",))),
@@ -154,7 +154,7 @@ def test_multi_transform():
 
 
 class OwnState(NamedTuple):
-    """A user's state: one leaf shaped as each parameter, one per last axis, one per parameter, and one for all."""
+    """A user's state: per parameter, one leaf of its shape, one per last axis and one scalar; one leaf for all."""
 
     seen: dict
     columns: dict
@@ -192,7 +192,7 @@ def test_a_users_own_transformation():
 
 @pytest.mark.parametrize("name", ["adam", "adamax", "amsgrad", "lamb", "nadamw", "novograd", "rmsprop", "yogi", "sm3"])
 def test_other_optimizers_of_optax(name):
-    """Whatever has the shape of its parameter is cut as it is, and what is no parameter's is not cut."""
+    """Leaves with the shape of their parameter are sharded like it; leaves of no parameter are not sharded."""
     leaves = derive(getattr(optax, name)(0.1))
     counters(leaves)
     whole = 0
@@ -224,7 +224,7 @@ def test_optimizers_of_ours_declare_their_numbers_of_updates(name: str):
 
 
 def test_of_a_derived_state_optaxs_counters_are_numbers_of_updates():
-    """Not a flag, nor how often a gradient was not finite, nor what a user calls otherwise: layers may differ in it."""
+    """Flags, counts of non-finite gradients and a user's other counters are not: they may differ between layers."""
     leaves = derive(optax.apply_if_finite(optax.inject_hyperparams(optax.adamw)(0.1), 3))
     assert {path for path, leaf in leaves.items() if leaf.counts_updates} == {
         "inner_state/count",

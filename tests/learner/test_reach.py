@@ -1,4 +1,4 @@
-"""How far a gradient spreads in an optimizer's update, and so the smallest piece that may be updated alone."""
+"""Update locality: how far a gradient spreads in an optimizer's update, and so the smallest independent chunk."""
 
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ SHAPES = {"norm/scale": (64,), "attention/weight": (64, 32), "attention/heads": 
 LEAVES = {path: ParameterSpec(shape, "float32", roles=("axis",) * len(shape)) for path, shape in SHAPES.items()}
 SPECS, VECTOR, ONE = unflatten(LEAVES), {"scale": LEAVES["norm/scale"]}, {"token": LEAVES["mlp/up"]}
 
-NAMED = {  # of optax, at rate 0.1
+NAMED = {  # optax optimizers, with learning rate 0.1
     "element": "sgd adamw lion yogi rprop sign_sgd adagrad contrib.schedule_free_adamw contrib.ademamix",
     "tensor": "adafactor lamb lars sm3 novograd fromage contrib.muon contrib.galore",
     "global": "contrib.prodigy contrib.dadapt_adamw",
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def own(update: Any, start: Any = lambda params: jnp.float32(0)) -> optax.GradientTransformation:
-    """A user's: `update(gradients, state) -> (updates, state)`."""
+    """Return a user's optimizer with `update(gradients, state) -> (updates, state)`."""
     return optax.GradientTransformation(start, lambda grads, state, params=None: update(grads, state))
 
 
@@ -67,7 +67,7 @@ CASES |= {
     "own, a norm kept and not used": (own(lambda g, s: (g, optax.tree.norm(g))), "unit"),
     "own, a raw key": (own(lambda g, key: (g, jax.random.split(key)[0]), lambda p: jax.random.PRNGKey(0)), "unit"),
     "own, the norm of the step before": (own(lambda g, s: (optax.tree.scale(s, g), optax.tree.norm(g))), "global"),
-    "own, of cubes, of which there is one": (own(norm_of_cubes), "global"),  # so that it needs company
+    "own, of cubes, of which there is one": (own(norm_of_cubes), "global"),  # `probe` has to duplicate it
     "own vectors": (WHOLE_VECTORS, "element"),
 }
 
@@ -79,7 +79,7 @@ def test_reach(name: str) -> None:
     assert probe(optimizer, SPECS) == expected
 
 
-# What they share is no mere counter.
+# The state that their parameters share is more than a counter.
 UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used"}
 
 
@@ -87,10 +87,10 @@ UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used"}
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("specs", [SPECS, ONE], ids=["all", "one"])
 def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
-    """The text never denies a dependence that the trial finds, and spares the trial of all that have none."""
+    """The text never misses a dependence that the trial finds, and makes the trial unnecessary if there is none."""
     optimizer, expected = CASES[name]
     if expected == "global":
-        # A norm of three-dimensional arrays, of which this unit has none.
+        # A norm of three-dimensional arrays, but this layer has none.
         assert not keeps_apart(optimizer, specs) or (name == "own, of cubes, of which there is one" and specs is ONE)
     elif name not in UNREADABLE:
         assert keeps_apart(optimizer, specs)
@@ -104,7 +104,7 @@ def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.Monkey
 
 
 def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that could read the optimizer tries nothing; schedules that update by pieces ask when they are traced."""
+    """Startup runs no trial if it can read the optimizer; schedules with chunked updates then run it while traced."""
     monkeypatch.setattr("framework.learner.reaches._reaches", {})
     learner = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=0.1)).instantiate(
         specs=updates.specs()
@@ -116,20 +116,20 @@ def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_units_of_one_leaf() -> None:
     assert {probe(CASES[name][0], ONE) for name in NAMED["global"].split()} == {"global"}
-    assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # where there is something larger, they do not decide
-    assert probe(CASES["contrib.muon"][0], VECTOR) == "element"  # Adam's
+    assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # vectors count only if there is nothing larger
+    assert probe(CASES["contrib.muon"][0], VECTOR) == "element"  # Muon uses Adam for vectors
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> None:
-    """LAMB divides by the norm of a tensor, which in one row is that of the row: as LoRA's adapters of rank 1."""
+    """LAMB divides by a tensor's norm; with one row, as in LoRA of rank 1, this equals the row's norm."""
     shapes = {"lora_a": (64, 1), "lora_b": (1, 8)}
     specs = {name: ParameterSpec(shape, "float32", roles=("in", "rank")) for name, shape in [*shapes.items()][::order]}
     assert probe(optax.lamb(0.1), specs) == "tensor"
 
 
 def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
-    """A terabyte would not fit; a plan of a large model asks on a laptop."""
+    """A terabyte array would not fit: a large model may be planned on a laptop."""
     specs = {"weight": ParameterSpec((1 << 19, 1 << 19), "float32", roles=("axis", "axis"))}
     reaches = []
 
@@ -144,7 +144,7 @@ def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", "in_backward"])
 def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.MonkeyPatch):
-    """A trial within a trace compiles each of its operations by itself."""
+    """A trial inside a trace would compile each of its operations separately."""
     config = configs.load("nanogpt-cpu")
     config.model.stack.num_layers = 2
     config.memory.update = update

@@ -1,4 +1,4 @@
-"""Stochastic rounding and Kahan's sums: unbiased, the same on any mesh and in any block, and nothing small is lost."""
+"""Stochastic rounding and Kahan summation: unbiased, the same on any mesh and in any block; no small update is lost."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ SEED = fold(jnp.uint32(3), 1, 4)
 
 
 def test_noise_is_uniform_and_independent_of_its_neighbours():
-    """Mean, variance, a chi-square over its highest byte, and correlations along both axes and between seeds."""
+    """Check mean, variance, a chi-square of the highest byte, and correlations along both axes and between seeds."""
     size = 1024
     unit = np.asarray(noise(SEED, (size, size)), np.float64) / 2**32
     other = np.asarray(noise(fold(SEED, 1), (size, size)), np.float64) / 2**32
@@ -82,7 +82,7 @@ def test_what_is_exact_or_not_finite_stays():
         np.testing.assert_array_equal(np.asarray(found, np.float32), values)
     over = round_stochastically(jnp.float32(3.4e38), jnp.bfloat16, jnp.uint32(2**32 - 1))
     assert float(over) == most
-    payload = jax.lax.bitcast_convert_type(jnp.uint32(0x7F800001), jnp.float32)  # NaN by its last bit
+    payload = jax.lax.bitcast_convert_type(jnp.uint32(0x7F800001), jnp.float32)  # NaN only because of its last bit
     assert jnp.isnan(round_stochastically(payload, jnp.bfloat16, jnp.uint32(0)))
 
 
@@ -105,14 +105,14 @@ def learner(rounding: str, *, rate: float = 1e-3, dtype: str = "bfloat16", **fie
 
 
 def trained(rounding: str, steps: int, **fields):
-    """Weights of one, whose gradient is one: 100 steps of 1/1000 of a bit more than an eighth of the last place."""
+    """Train weights of 1 with gradients of 1: a step of 1e-3 is a bit more than an eighth of the last place of 1."""
     ones = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), updates.specs())
     return updates.ours(learner(rounding, **fields), ones, [ones] * steps)
 
 
 @pytest.mark.pairs
 def test_small_updates_are_lost_by_nearest_and_by_no_other():
-    """100 steps of 1e-3 down from 1; the last place of a bfloat16 just below 1 is 1/256."""
+    """Take 100 steps of 1e-3 down from 1; the last place of a bfloat16 just below 1 is 1/256."""
     expected = 1.0 - 100 * 1e-3
     nearest, kahan, stochastic = (trained(name, 100)[-1] for name in ("nearest", "kahan", "stochastic"))
     assert all(float(x.min()) == 1.0 for x in jax.tree.leaves(nearest.params))
@@ -186,7 +186,7 @@ def test_moments_are_computed_in_float32_beside_bfloat16_weights():
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_it_goes_with_clipping_by_tensor_averages_and_rules(rounding):
-    """What else may be in a unit's state."""
+    """Rounding works together with the other state that a layer may have."""
     rules = [config_for(Rule, pattern="norm|bias", optimizer=config_for(optax.adamw, learning_rate=1e-3))]
     ones = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), updates.specs())
     built = learner(rounding, clip=1.01, clip_mode="norm_growth", ema=0.5, rules=rules)

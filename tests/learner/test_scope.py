@@ -1,4 +1,4 @@
-"""One optimizer for the whole model: what looks at all parameters at once computes what plain optax does."""
+"""One optimizer for the whole model: an optimizer that combines all parameters gives the results of plain optax."""
 
 import jax
 import optax
@@ -52,7 +52,7 @@ def test_rules_still_choose_the_optimizer_and_what_is_frozen():
 
 def experiment(scope: str, **memory: str):
     model = small.llama()
-    small.block(model).mlp.hidden = 8192  # leaves of a megabyte: these are hosted
+    small.block(model).mlp.hidden = 8192  # leaves of a megabyte are offloaded
     fields = {"scope": scope, "optimizer": PRODIGY.copy(), "clip": None, "master_dtype": "float32", "ema": 0.0}
     return small.experiment(model, mesh={"data": 2, "fsdp": 2, "model": 2}, memory=memory, **fields)
 
@@ -63,7 +63,7 @@ def test_a_program_keeps_its_state_where_the_layout_says():
     state, metrics = small.run(program, 2)
     program.layout.check(state)
     assert metrics[1]["loss"] != metrics[0]["loss"]
-    assert updates.worst([state["ema"]], [state["parameter"]]) == 0.0  # of decay 0, in their structure
+    assert updates.worst([state["ema"]], [state["parameter"]]) == 0.0  # decay 0: equal, in the same structure
     hosted = {path for path, leaf in flatten(state).items() if leaf.sharding.memory_kind != "device"}
     assert "optimizer/model/default/state/exp_avg/stack/block0/mlp/up/weight/1" in hosted
 

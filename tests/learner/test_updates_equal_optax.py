@@ -1,4 +1,4 @@
-"""Every update against plain optax on unstacked leaves, for 20 steps: optimizers, clipping, rules, frozen leaves."""
+"""Updates equal plain optax on unstacked leaves, for 20 steps: optimizers, clipping, rules, and frozen leaves."""
 
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ STEPS = 20
 
 
 class OwnState(NamedTuple):
-    """Of `own_optimizer`: a momentum, and the count of updates that each tensor has seen."""
+    """State of `own_optimizer`: a momentum, and each tensor's count of updates."""
 
     momentum: dict
     seen: dict
 
 
 def own_optimizer(*, learning_rate: float, beta: float = 0.8) -> optax.GradientTransformation:
-    """A user's own: momentum scaled by its mean size over the tensor, with a rate that falls with each update."""
+    """Return a user's optimizer: momentum divided by its mean size over the tensor, with a falling learning rate."""
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -88,7 +88,7 @@ def test_twenty_steps_equal_plain_optax_with_an_active_clip(name):
 @pytest.mark.parametrize(
     "config",
     [
-        # Powers of two: their products are exact, so that it does not matter where the compiler fuses multiply and add.
+        # Products of powers of two are exact, so it does not matter where the compiler fuses multiply and add.
         config_for(optax.sgd, learning_rate=0.0625, momentum=0.5),
         config_for(optax.lion, learning_rate=0.015625, b1=0.5, b2=0.75, weight_decay=0.25),
     ],
@@ -122,7 +122,7 @@ def test_one_instance_per_layer_counters_included():
 
 
 def by_path(tree, label):
-    """A tree of label(path) over unstacked parameters."""
+    """Return a tree of label(path) over unstacked parameters."""
     return jax.tree_util.tree_map_with_path(lambda keypath, _: label(jax.tree_util.keystr(keypath)), tree)
 
 
@@ -136,7 +136,7 @@ def test_weight_decay_rules_equal_optaxs_mask():
 
     reference = optax.adamw(0.02, weight_decay=0.5, mask=mask)
     assert compare(learner(config, rules=[rule]), reference) <= 1e-6
-    # Not so without the rule: the decay is large enough to be seen.
+    # Without the rule they differ: the decay is large enough to be visible.
     assert compare(learner(config), reference) > 1e-3
 
 
@@ -196,7 +196,7 @@ def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_con
     reference = optax.chain(optax.clip_by_global_norm(1.0), config.instantiate())
     expected, _ = updates.plain(reference, params, grads)
     assert updates.worst([updates.unstack(kept.params) for kept in history], expected) <= 1e-6
-    # The global norm is that of what is trained.
+    # The global norm covers only the trained parameters.
     norm = updates.decide(ours, jnp.float32(0.0), grads[0]).norm
     np.testing.assert_allclose(norm, optax.tree.norm(grads[0]), rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The table of accelerators against names that Cloud, jax and the driver use, and names made from devices."""
+"""The accelerator table, checked against names that Cloud, jax and the driver use, and names made from devices."""
 
 import dataclasses
 import fnmatch
@@ -13,7 +13,7 @@ from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, 
 
 @dataclasses.dataclass
 class Device:
-    """What the functions look at in a jax device."""
+    """The attributes of a jax device that the functions read."""
 
     device_kind: str
     platform: str = "tpu"
@@ -60,13 +60,13 @@ def test_names_and_kinds_mean_one_row():
     assert len(set(aliases)) == len(aliases)
     assert not names & set(aliases)
     for spec in ACCELERATORS:
-        # By the first of its kinds a device that is only compiled for finds its row.
+        # A device that is only a compile target has the first kind of its row.
         assert spec_for([Device(spec.device_kinds[0], spec.platform)]) is spec
         for name in (spec.name, *spec.aliases):
             assert spec_for(name).name == spec.name
     kinds = [kind for spec in ACCELERATORS for kind in spec.device_kinds]
     shared_kinds = {kind for kind in kinds if kinds.count(kind) > 1}
-    assert shared_kinds == {"NVIDIA GeForce RTX 4060 Ti"}  # the memory tells them apart
+    assert shared_kinds == {"NVIDIA GeForce RTX 4060 Ti"}  # distinguished by their memory
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_no_card_is_guessed(typed):
         (devices("TPU v5", 4, num_cores=2), "v5p-8"),
         (devices("TPU v5", 512, num_cores=2), "v5p-1024"),
         (devices("TPU v4", 4, num_cores=2), "v4-8"),
-        (devices("TPU v4", 8, num_cores=1), "v4-8"),  # the same four chips, seen as cores
+        (devices("TPU v4", 8, num_cores=1), "v4-8"),  # the same four chips, listed as cores
         (devices("TPU7x", 8), "tpu7x-8"),
         (devices("NVIDIA H200", 8, platform="gpu"), "h200x8"),
         (devices("NVIDIA A100-SXM4-80GB", 1, platform="gpu"), "a100-80x1"),
@@ -144,7 +144,7 @@ def test_the_devices_of_this_process_have_a_name():
 
 def test_figures_are_per_jax_device():
     v5e, v7, v4 = (spec_for(name) for name in ("v5e", "tpu7x", "v4"))
-    assert v5e.limit_bytes == 15.75 * GIB  # the figure in the compiler's out-of-memory message
+    assert v5e.limit_bytes == 15.75 * GIB  # the number in the compiler's out-of-memory message
     assert v5e.peak_flops("bfloat16") == 197e12
     assert v7.devices_per_chip * v7.peak_flops() == 2307e12  # pyright: ignore[reportOperatorIssue]
     core = spec_for(devices("TPU v4", 2, num_cores=1))
@@ -161,7 +161,7 @@ def test_peak_is_that_of_the_default_precision():
     assert spec_for("cpu").peak_flops("bfloat16") is None
     t4 = spec_for("t4")  # no bfloat16 and no TF32 in its tensor cores
     assert [t4.peak_flops(dtype) for dtype in ("bfloat16", "float16", "float32")] == [None, 65e12, 8.1e12]
-    assert spec_for("rtxpro6000-server").peak_flops("float32") is None  # TF32, whose rate is not published
+    assert spec_for("rtxpro6000-server").peak_flops("float32") is None  # TF32; NVIDIA has not published its rate
 
 
 @pytest.mark.parametrize("spec", ACCELERATORS, ids=lambda spec: spec.device_kinds[0])
@@ -174,14 +174,14 @@ def test_rows_are_plausible(spec):
     assert 2e11 < spec.hbm_bytes_per_second < 1e13
 
 
-# FLOP of dense bfloat16 products (7.x: float16) that an SM does in a cycle, summed in float32, on servers' and
-# workstations' cards: the CUDA programming guide and NVIDIA's whitepapers. GeForce cards do half of it.
+# FLOP per cycle of an SM for dense bfloat16 matmuls (7.x: float16) accumulated in float32, on server and workstation
+# cards, from the CUDA programming guide and NVIDIA's whitepapers. GeForce cards have half of this rate.
 SM_FLOPS = {"7.0": 1024, "7.5": 1024, "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "12.0": 1024}
 
 
 @pytest.mark.parametrize(
     "spec",
-    # Of the server edition NVIDIA has published neither clock nor rate.
+    # NVIDIA has published neither clock nor rate of the server edition.
     [spec for spec in ACCELERATORS if spec.platform == "gpu" and spec.name != "rtxpro6000-server"],
     ids=lambda spec: spec.name,
 )
@@ -190,7 +190,7 @@ def test_published_rates_are_those_of_the_multiprocessors(spec):
     fp32_units = 64 if spec.compute_capability in ("7.0", "7.5", "8.0") else 128
     sm_flops = SM_FLOPS[spec.compute_capability] / (2 if "GeForce" in spec.device_kinds[0] else 1)
     peak = spec.peak_flops("float16")
-    # The largest clock is up to 14% above the one of products.
+    # The maximum clock is up to 14% above the clock during matmuls.
     assert 0.86 < peak / (cycles * sm_flops) < 1.02
     assert 0.97 < spec.peak_f32_flops / (cycles * fp32_units * 2) < 1.02
     if spec.peak_tf32_flops:

@@ -1,4 +1,4 @@
-"""The buffer never waits for the newest step, and keeps order and values."""
+"""The metrics buffer never waits for the newest step, and keeps order and values."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def test_every_step_in_order_one_late():
 @pytest.mark.pairs
 def test_take_does_not_wait_for_the_newest():
     @jax.jit
-    def slow(x):  # about two seconds
+    def slow(x):  # takes about two seconds
         return jax.lax.fori_loop(0, 3000, lambda _, y: jnp.tanh(y @ y), x).sum()
 
     matrix = jnp.full((256, 256), 1e-3)

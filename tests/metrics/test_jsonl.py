@@ -1,4 +1,4 @@
-"""metrics.jsonl: bits, torn lines, resume, full disks; and what a kill leaves behind."""
+"""metrics.jsonl: exact floats, torn lines, resume, full disks, and the file after a kill."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_not_finite_is_valid_json_and_comes_back(tmp_path):
         (b"{", 2),
         (b"\0\0\0\0", 2),
         (b"12", 2),
-        (b'{"step": 3}', 3),  # whole but for its newline
+        (b'{"step": 3}', 3),  # complete except for its newline
         (b"", 2),
         (b'{"x": "' + b"y" * 200_000, 2),  # longer than one read
     ],
@@ -97,13 +97,13 @@ def test_resume_drops_later_rows_and_says_so_once(tmp_path):
     writer.write(5, {"train/loss": 0.5})
     writer.close()
     after = lines(path)
-    assert after[:4] == before[:4]  # not rewritten: the same bytes
+    assert after[:4] == before[:4]  # the same bytes: not rewritten
     assert [json.loads(line) for line in after[4:]] == [
         {"step": 4, "resumed_from": 4},
         {"step": 5, "train/loss": 0.5},
     ]
 
-    writer = JsonlWriter(path)  # a second resume, from an earlier step, takes the first one's mark with it
+    writer = JsonlWriter(path)  # a second resume, from an earlier step, also drops the first one's mark
     writer.resume(2)
     writer.close()
     assert [row.get("resumed_from") for row in read_metrics(path)] == [None, None, 2]

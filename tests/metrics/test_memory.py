@@ -1,4 +1,4 @@
-"""Memory in use on forced CPU devices, where there are no allocator statistics, and with a stand-in that has them."""
+"""Memory in use on forced CPU devices, which have no allocator statistics, and on a fake device that has them."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ from framework.metrics.memory import live_array_bytes, memory_in_use, rss_bytes
 
 @pytest.fixture(autouse=True)
 def collected():
-    """What earlier tests left in cycles does not go away in the middle of a measurement."""
+    """Collect reference cycles of earlier tests now, so that they are not freed during a measurement."""
     gc.collect()
 
 
@@ -49,7 +49,7 @@ def test_shards_that_were_looked_at_count_once(mesh):
     before = live_array_bytes()
     count = len(jax.devices())
     array = jax.device_put(np.ones((count * 16, 64), np.float32), NamedSharding(mesh, PartitionSpec("x")))
-    lookalike = jax.device_put(np.ones((16, 64), np.float32), jax.devices()[0])  # the shape of a shard, another buffer
+    lookalike = jax.device_put(np.ones((16, 64), np.float32), jax.devices()[0])  # a shard's shape, but another buffer
     looked = [shard.data for shard in array.addressable_shards]
     assert growth(before, jax.devices()[0], "device") == 2 * 16 * 64 * 4
     assert growth(before, jax.devices()[1], "device") == 16 * 64 * 4
@@ -77,9 +77,9 @@ def test_without_statistics_arrays_are_counted(mesh):
     on_host = jax.device_put(kept, NamedSharding(mesh, PartitionSpec("x"), memory_kind="pinned_host"))
     on_one = jax.device_put(np.ones(10 << 20, np.int8), jax.devices()[3])
     found = memory_in_use(jax.devices())
-    assert found.host_bytes - before.host_bytes == kept.nbytes  # of all devices
+    assert found.host_bytes - before.host_bytes == kept.nbytes  # sum over all devices
     sizes = live_array_bytes()
-    assert found.device_bytes == max(sizes.get((device, "device"), 0) for device in jax.devices())  # of the fullest
+    assert found.device_bytes == max(sizes.get((device, "device"), 0) for device in jax.devices())  # the fullest device
     assert found.device_bytes >= on_one.nbytes
     assert set(found.metrics()) == {"memory/device_bytes", "memory/host_bytes", "memory/rss_bytes"}
     assert memory_in_use([jax.devices()[2]]).device_bytes < found.device_bytes
@@ -110,7 +110,7 @@ def test_allocator_statistics_win(monkeypatch):
 
 @pytest.mark.pairs
 def test_resident_memory_grows_with_what_is_touched():
-    # A mapping of its own: what malloc gives may have been touched before.
+    # This uses its own mapping, because memory from malloc may have been touched before.
     with mmap.mmap(-1, 64 << 20) as block:
         before = rss_bytes()
         for page in range(0, len(block), mmap.PAGESIZE):

@@ -1,4 +1,4 @@
-"""The picture decodes, shows what was logged and survives what runs do to their metrics."""
+"""The loss plot decodes, shows the logged values, and handles everything that runs do to their metrics."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_full_run(tmp_path):
     assert picture.shape[1] > 900
     for color in (TRAIN_BLUE, VALIDATION_RED, EMA_TEAL):
         assert count(picture, color) > 500
-        assert count(picture[:, -300:], color) > 100  # also after the steps that were not finite
+        assert count(picture[:, -300:], color) > 100  # also after the non-finite steps
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "m.jsonl"]
 
 
@@ -93,7 +93,7 @@ def test_a_learning_rate_that_changes_has_a_panel(tmp_path, changes):
         writer.write(step, {"train/loss": 3.0 - step / 60, "train/learning_rate": rate})
     writer.close()
     picture = pixels(plot_losses(tmp_path / "m.jsonl", tmp_path / "loss.png", "tiny"))
-    below = picture[-200:, 200:]  # right of the axis and its numbers
+    below = picture[-200:, 200:]  # to the right of the axis and its numbers
     assert (count(below, RATE_GREY) > 500) == changes
     assert count(picture, TRAIN_BLUE) > 500
 

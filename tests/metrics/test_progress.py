@@ -1,4 +1,4 @@
-"""Progress in a real pseudo-terminal and through a real pipe."""
+"""Progress output in a real pseudo-terminal and through a real pipe."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def in_terminal(code, *args, columns="120"):
     while True:
         try:
             chunk = os.read(reader, 65536)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux raises this when the other end is closed
             break
         if not chunk:
             break
@@ -56,9 +56,9 @@ def test_terminal_shows_a_bar_and_messages_above_it(tmp_path):
     assert "━━━" in text
     for message in ("saved [100]", "from elsewhere"):
         assert re.search(rf"(^|[\r\n]){re.escape(message)}\r\n", text)
-    assert seen.rstrip().endswith("\x1b[?25h")  # the cursor is given back
+    assert seen.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
     log = (tmp_path / "log.txt").read_text().splitlines()
-    assert len(log) == 11  # the plain lines and the message, and no bar
+    assert len(log) == 11  # the plain lines and the message, but no bar
     assert "saved [100]" in log
     assert not any("━" in line or "\x1b" in line for line in log)
 

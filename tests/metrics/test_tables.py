@@ -1,4 +1,4 @@
-"""Units and tables: what is shown, and that columns line up."""
+"""Units and tables: the text shown, and the alignment of columns."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Rates on a clock that the test turns by hand."""
+"""Rates with a clock that the test advances by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TensorBoard event files read back with tensorboardX's own protos, W&B against a stand-in, several writers as one."""
+"""TensorBoard event files read with tensorboardX's protos, W&B and MLflow with fakes, and several writers as one."""
 
 import builtins
 import struct
@@ -17,7 +17,7 @@ from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWrite
 
 
 def read_events(directory):
-    """Events of all files, in the order in which the files were made (TFRecord framing: length, crc, data, crc)."""
+    """Return the events of all files, oldest file first (TFRecord framing: length, crc, data, crc)."""
     events = []
     for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data, at = path.read_bytes(), 0
@@ -29,7 +29,7 @@ def read_events(directory):
 
 
 def scalars(events):
-    """What TensorBoard shows: a session's start hides what came before it at its step or later."""
+    """Return what TensorBoard shows: the start of a session hides earlier events at its step or later."""
     shown = []
     for event in events:
         if event.HasField("session_log") and event.session_log.status == SessionLog.START:
@@ -45,7 +45,7 @@ def test_tensorboard_scalars(tmp_path):
     for step in range(3):
         writer.write(step, {"train/loss": np.float32(0.1) + step, "train/mfu": 1})
         if step == 0:
-            assert len(scalars(read_events(tmp_path))) == 2  # the first row is to be seen at once
+            assert len(scalars(read_events(tmp_path))) == 2  # the first row is visible immediately
     writer.close()
     losses = [row for row in scalars(read_events(tmp_path)) if row[1] == "train/loss"]
     assert losses == [(s, "train/loss", np.float32(0.1) + np.float32(s)) for s in range(3)]
@@ -61,7 +61,7 @@ def test_tensorboard_resume_hides_later_steps_only(tmp_path):
     writer.write(4, {"loss": 40.0})
     writer.close()
     assert scalars(read_events(tmp_path)) == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0), (4, "loss", 40.0)]
-    assert len(list(tmp_path.iterdir())) == 2  # within the same second, and yet not the same file
+    assert len(list(tmp_path.iterdir())) == 2  # two files, although opened within the same second
 
 
 def test_wandb_missing_names_the_package(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_service_without_its_package_is_refused_with_the_command():
 
 
 class Server:
-    """Stands in for MLflow's client: what is logged, and whether it answers."""
+    """A fake of MLflow's client that records what is logged and can stop answering."""
 
     def __init__(self):
         self.runs: list[str] = []

@@ -1,4 +1,4 @@
-"""The language model: what each option means, shown by what it must not change; documents, ties, evaluation."""
+"""The language model: the effect of each option, shown by what it must not change; documents, ties, evaluation."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(0).integers(0, small.VOCAB, (2, S)).astype(np.int
 
 
 def build(config, params=None):
-    """A model, its parameters, or those that are given, and its jitted logits."""
+    """Return a model, its initial or the given parameters, and its jitted logits."""
     model = config.instantiate()
     if params is None:
         params = jax.jit(lambda: initialize(model.parameter_specs(), jax.random.key(0)))()
@@ -32,18 +32,18 @@ def build(config, params=None):
 
 @cache
 def family(name):
-    """`build` of a family's model, for tests that only read it."""
+    """Return `build` of a family's model; cached, for tests that only read it."""
     return build(getattr(small, name)())
 
 
 @pytest.fixture(params=["gpt2", "llama"])
 def built(request):
-    """One of each family."""
+    """One model of each family."""
     return family(request.param)
 
 
 def difference(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The largest difference at each position, [B, S]."""
+    """Return the largest difference at each position, [B, S]."""
     return np.abs(left - right).max(axis=-1)
 
 
@@ -67,10 +67,10 @@ def test_packed_documents_are_as_if_each_were_alone(built):
         alone[0, : end - start] = TOKENS[row, start:end]
         expected = logits({"tokens": alone})[0, : end - start]
         np.testing.assert_allclose(packed[row, start:end], expected, rtol=1e-4, atol=1e-4)
-    # Positions are what the batch says they are (rotary ones matter by their distance only).
+    # Positions come from the batch (only the distance of rotary positions matters).
     stretched = logits({"tokens": TOKENS, "segments": segments, "positions": 2 * positions})
     assert difference(stretched, packed)[0, 1:5].min() > 1e-3
-    # Without the mask they do see each other.
+    # Without the mask, the documents do see each other.
     assert difference(packed, logits({"tokens": TOKENS}))[0, 5:].min() > 1e-3
 
 
@@ -79,7 +79,7 @@ def test_grouped_queries_equal_heads_of_their_own_with_equal_weights():
     model, params, logits = family("llama")
     grouped = logits({"tokens": TOKENS})
 
-    def repeat(weight):  # [L, D, K * H] -> [L, D, N * H]: each key head for both of its query heads
+    def repeat(weight):  # [L, D, K * H] -> [L, D, N * H], each key head once for both of its query heads
         heads = weight.reshape(*weight.shape[:2], 2, 8)
         return jnp.repeat(heads, 2, axis=2).reshape(*weight.shape[:2], 32)
 
@@ -130,13 +130,13 @@ def test_soft_caps_bound_the_output_and_reach_attention():
     _, _, capped = build(config, params)
     assert 0.1 < np.abs(plain({"tokens": TOKENS})).max() < 3.0
     assert difference(plain({"tokens": TOKENS}), capped({"tokens": TOKENS})).max() > 0.02
-    # Scores far below the cap stay as they are.
+    # Scores far below the cap do not change.
     tiny = with_query(params, 1e-3 * params["stack"]["block0"]["attention"]["query"]["weight"])
     np.testing.assert_allclose(capped({"tokens": TOKENS}, tiny), plain({"tokens": TOKENS}, tiny), rtol=1e-4, atol=1e-5)
 
 
 def with_query(params, weight):
-    """The parameters with another weight of the query projection."""
+    """Return the parameters with a different query projection weight."""
     copy = jax.tree.map(lambda p: p, params)
     copy["stack"]["block0"]["attention"]["query"] = {"weight": weight}
     return copy
@@ -156,7 +156,7 @@ def test_the_gradient_of_a_tied_table_is_the_sum_of_its_two_uses():
         return {**tree, "head": {**tree["head"], "table": tree["embed"]["token"]}}
 
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), apart.layout.abstract())
-    other = {**zeros, "counter": state["counter"]}  # which alone is read
+    other = {**zeros, "counter": state["counter"]}  # the only other group that is read
     untied_loss, parts = small.loss_and_grads(apart, {**other, "parameter": untie(state["parameter"])})
     np.testing.assert_allclose(loss, untied_loss, rtol=1e-6)
     summed = {path: value for path, value in parts.items() if path != "head/table"}
@@ -199,7 +199,7 @@ def test_parameters_and_operations_counted_by_hand():
     matrices = L * (2 * D * D + 2 * D * K + 3 * D * F)
     count = sum(spec.size for spec in jax.tree.leaves(model.parameter_specs()))
     assert count == 2 * V * D + matrices + L * 2 * D + D
-    # Forward: 2 per weight of a matrix product and 4 D per position attended to; backward: twice as much.
+    # Forward: 2 FLOPs per matmul weight and 4 D per attended position; backward: twice as many.
     assert model.flops_per_token(16) == 3 * (2 * (matrices + V * D) + L * 4 * D * 16)
     config = small.llama()
     small.block(config).attention.window = 4
@@ -224,7 +224,7 @@ def test_units_are_split_for_differentiation_and_joined_again():
 
 @pytest.mark.pairs
 def test_evaluation_sums_what_training_averages():
-    """Dropout is off; sums over counted targets; the averages are used where asked for."""
+    """Evaluation has no dropout, sums over counted targets, and uses the averages on request."""
     program = small.program(small.experiment(documents=True, ema=0.5))
     state, _ = small.run(program, 1)
     batch = small.host_batch(program, 5)

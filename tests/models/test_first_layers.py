@@ -1,4 +1,4 @@
-"""Layers before the stack: their first values, where they live, and what of them is refused."""
+"""Layers before the stack: their initial values, their memory settings, and invalid configs."""
 
 from unittest import mock
 
@@ -27,10 +27,10 @@ def test_random_values_are_scaled_by_the_depth_of_the_model():
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", "layer_programs"])
 def test_settings_of_layers_count_those_of_the_stack(update):
-    """The first layers go with the first one of the stack."""
+    """Layers before the stack use the settings of the stack's first layer."""
     memory = {"update": update, "optimizer_state": "pinned_host:2", "remat": "full:2,none"}
     config = small.experiment(with_latents(small.llama(stack__num_layers=4, dim=128)), memory=memory)
-    # Matrices of this size, too, go to the host.
+    # Also offload matrices of this small size.
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         program = Program(config.instantiate(), jax.devices()[:1])
         leaves = list(program.layout)

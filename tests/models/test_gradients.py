@@ -1,4 +1,4 @@
-"""Gradients of whole models in float64 against central differences of their loss, along random directions."""
+"""Gradients of whole models in float64, compared to central differences of the loss along random directions."""
 
 import jax
 import numpy as np
@@ -13,12 +13,12 @@ FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 
 
 def gpt2():
-    """Tied, learned positions, biases, dropout with fixed masks, chunks, full recomputation."""
+    """GPT-2 with tied tables, learned positions, biases, dropout with fixed masks, a chunked head, and full remat."""
     return small.gpt2(**FLOAT64, head__chunk_tokens=32), "full"
 
 
 def llama():
-    """Grouped queries, rotary, query and key norms, a window, both soft caps, z-loss, an unrolled stack."""
+    """Llama with grouped queries, rotary positions, QK norms, a window, both soft caps, z-loss, an unrolled stack."""
     model = small.llama(**FLOAT64, head__softcap=5.0, head__z_loss=0.01, stack__unroll=0)
     attention = small.block(model).attention
     attention.qk_norm, attention.window, attention.softcap = config_for(RMSNorm), 9, 3.0
@@ -32,7 +32,7 @@ def test_gradients_equal_central_differences(family):
         model, remat = family()
         program = small.program(small.experiment(model, documents=True, memory={"remat": remat}))
         state = jax.device_get(program.init())
-        # Away from the initial values: scales that are not 1, biases that are not 0.
+        # Move away from the initial values, so that scales are not 1 and biases are not 0.
         rng = np.random.default_rng(0)
         shake = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), state["parameter"])
         gradients = small.compiled_gradients(program)
@@ -44,7 +44,7 @@ def test_gradients_equal_central_differences(family):
 
         _, grads = evaluate(shake)
         assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float64")}
-        # Along every parameter at once, and along each kind of leaf alone: a small gradient is not lost in a large one.
+        # Test along all parameters together and along single leaves, so that a large gradient cannot hide a small one.
         paths = list(flatten(shake))
         chosen = [paths, paths, *([path] for path in paths if "bias" in path or "norm" in path or "embed" in path)]
         step = 1e-5

@@ -1,4 +1,4 @@
-"""Gradients that are sums over 16,384 tokens, in bfloat16 compute, against the same terms added in float64."""
+"""Gradients that are sums over 16,384 tokens in bfloat16 compute, compared to the same terms added in float64."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ from framework.schedules.step import training_context
 from tests.support import small
 
 ROWS, LENGTH, COMMON = 1024, 16, 3
-ROUNDED_ONCE = 4e-3  # a sum that was rounded to bfloat16 is off by 2^-9 at most
+ROUNDED_ONCE = 4e-3  # a sum rounded to bfloat16 is off by at most 2^-9
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """The length of the difference over the length of what was expected."""
+    """Return the norm of the difference divided by the norm of the expected array."""
     return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
 
 
@@ -71,7 +71,7 @@ def test_indices_outside_of_the_table_add_nothing():
 
 
 def model(param_dtype: str):
-    """One layer, tied, with learned positions."""
+    """Return a one-layer model with tied tables and learned positions."""
     return small.gpt2(
         **{"param_dtype": param_dtype, "compute_dtype": "bfloat16", "embed__dropout": 0.0},
         **{"stack__num_layers": 1, "stack__pattern__0__dropout": 0.0},
@@ -79,15 +79,17 @@ def model(param_dtype: str):
 
 
 def host_batch(program) -> dict[str, np.ndarray]:
-    """Documents as `small` makes them, and a token that is 10% of all."""
+    """Return a batch of documents as `small` makes them, in which one token is 10% of all tokens."""
     batch = small.host_batch(program)
     return {**batch, "tokens": with_a_common_token(batch["tokens"])}
 
 
 @pytest.fixture(scope="module")
 def expected_of():
-    """{path: gradient} of both tables by the dtype of the parameters: terms as bfloat16 compute makes them, added in
-    float64."""
+    """Return a cached function from the parameter dtype to {path: gradient} of both tables.
+
+    The terms are those of bfloat16 compute, added in float64.
+    """
     known = {}
 
     def expected(param_dtype: str) -> dict[str, np.ndarray]:
@@ -118,7 +120,7 @@ def expected_of():
 
 
 def experiment(param_dtype: str, mesh: dict | None = None, memory: dict | None = None):
-    """A step of plain descent: what it moves the (master) weights by is the gradient."""
+    """Return a config with plain SGD, so that the change of the (master) weights is the gradient times the rate."""
     return small.experiment(
         model(param_dtype),
         seq_len=LENGTH,
@@ -132,7 +134,7 @@ def experiment(param_dtype: str, mesh: dict | None = None, memory: dict | None =
     )
 
 
-RATE = 256.0  # steps that are large beside the rounding of float32 weights
+RATE = 256.0  # steps are large compared to the rounding of float32 weights
 SHARDED = {"data": 2, "fsdp": 2, "model": 2}
 HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 SCHEDULES = [
@@ -149,7 +151,7 @@ SCHEDULES = [
 @pytest.mark.pairs
 @pytest.mark.parametrize(("param_dtype", "memory", "mesh"), SCHEDULES)
 def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expected_of):
-    """A tied table of tokens, and positions under document masks, under every schedule."""
+    """Check a tied token table, and positions with document masks, under every schedule."""
     program = small.program(experiment(param_dtype, mesh, memory))
     state = program.init()
 
@@ -187,7 +189,7 @@ def test_the_gradient_of_a_bias_is_the_sum_of_its_terms(stored):
 
 
 def test_uses_of_a_parameter_in_a_loop_are_added_up_in_float32():
-    """In bfloat16 a sum of equal terms stays where it is after 256 of them."""
+    """In bfloat16, a sum of equal terms stops growing after 256 of them."""
     weight, terms = jnp.full(4, 2.0, jnp.bfloat16), jnp.ones((2048, 4), jnp.bfloat16)
 
     def total(params, terms):
@@ -206,7 +208,7 @@ def test_uses_of_a_parameter_in_a_loop_are_added_up_in_float32():
 
 @component
 class Shift(Layer):
-    """x + w: the gradient of w is the same at every use."""
+    """Layer x + w; the gradient of w is the same at every use."""
 
     def __init__(self, *, dim: int):
         self.dim = dim
@@ -228,7 +230,7 @@ UNITS = 512
     ids=str,
 )
 def test_gradients_of_shared_layers_are_added_up_in_float32(memory):
-    """Every unit has a weight of its own and one that all share, whose gradient is the sum of the others'."""
+    """Every unit has its own weight and a shared one; the shared gradient is the sum of the units' own gradients."""
     shared = model("bfloat16")
     shared.stack.pattern, shared.stack.shared = [config_for(Shift), config_for(Shift)], [1]
     shared.stack.num_layers = 2 * UNITS
@@ -252,12 +254,12 @@ def test_gradients_of_shared_layers_are_added_up_in_float32(memory):
 
 @pytest.mark.pairs
 def test_microbatches_are_added_up_in_float32():
-    """Equal ones, so that their sum is known; beside bfloat16 weights without a master copy."""
+    """The microbatches are equal, so their sum is known; the weights are bfloat16 without a master copy."""
     count = 512
 
     def gradients(accumulate: int):
         config = small.experiment(model("bfloat16"), seq_len=4, batch=count, accumulate=accumulate)
-        config.model.compute_dtype = "float32"  # what each microbatch computes is not what is compared
+        config.model.compute_dtype = "float32"  # compare only the sums, not the microbatches
         program = small.program(config)
         row = {name: np.repeat(x[:1], count, 0) for name, x in small.host_batch(program).items()}
         row["weights"][:] = 1.0
@@ -267,7 +269,7 @@ def test_microbatches_are_added_up_in_float32():
     expected, found = gradients(1), gradients(count)
     for path, grad in found.items():
         assert grad.dtype == np.float32, path
-        if not path.endswith("key/bias"):  # which is 0 but for rounding: all logits of a query move alike
+        if not path.endswith("key/bias"):  # zero except for rounding: it shifts all logits of a query equally
             assert distance(grad, np.asarray(expected[path], np.float64)) < 5 * ROUNDED_ONCE, path
 
 
@@ -275,7 +277,7 @@ SUMS = ("reduce_sum", "scatter", "cumsum", "psum", "reduce_window")
 
 
 def equations(jaxpr) -> list[Any]:
-    """All of a jaxpr and of those inside it."""
+    """Return all equations of a jaxpr, including nested ones."""
     found = []
     for eqn in jaxpr.eqns:
         found.append(eqn)
@@ -290,7 +292,7 @@ def equations(jaxpr) -> list[Any]:
 @pytest.mark.parametrize("memory", [{}, {"update": "in_backward"}], ids=str)
 @pytest.mark.parametrize("family", [small.gpt2, small.llama])
 def test_no_step_asks_for_a_sum_in_bfloat16(family, memory):
-    """What a compiler makes of such a sum is its own affair: some add in float32, some do not."""
+    """Compilers may or may not add a bfloat16 sum in float32, so no step may contain one."""
     config = small.experiment(
         family(param_dtype="bfloat16", compute_dtype="bfloat16"), documents=True, memory=memory, clip=None
     )

@@ -1,4 +1,4 @@
-"""stack.shared: one copy of a layer's parameters for all units, with the gradients of equal copies added up."""
+"""stack.shared: one copy of a layer's parameters for all units; its gradient is the sum over equal copies."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ UNITS = 4
 
 
 def config(shared=(1,), dtype="float32", unroll=1, remat="none", mesh=None, memory=(), **learner):
-    """Four units of a block with a window, and of one with other dropout, which is shared."""
+    """Return a model of four units, each a block with a window and a shared block with different dropout."""
     model = small.gpt2(stack__num_layers=2 * UNITS, stack__unroll=unroll)
     model.param_dtype = model.compute_dtype = dtype
     windowed, other = small.block(model).copy(), small.block(model).copy()
@@ -29,7 +29,7 @@ def config(shared=(1,), dtype="float32", unroll=1, remat="none", mesh=None, memo
 
 @pytest.fixture(scope="module")
 def by_copies():
-    """(state, loss, gradients of the stack with equal copies), on one device."""
+    """Return (state, loss, gradients of the stack with equal copies) on one device."""
     with jax.enable_x64(True):
         program, state = small.program(config((), "float64")), small.program(config((1,), "float64")).init()
         own = dict(state["parameter"])
@@ -80,7 +80,7 @@ def test_schedules_agree(memory):
 
 @pytest.mark.pairs
 def test_evaluation_rules_and_checkpoints_know_them(tmp_path):
-    """For sampling see tests/generation, where a model has them."""
+    """Sampling with shared layers is tested in tests/generation."""
     rules = [config_for(Rule, pattern="^shared/block1/mlp", freeze=True)]
     program = small.program(config(rules=rules, ema=0.9))
     state = program.init()

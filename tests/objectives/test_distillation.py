@@ -1,4 +1,4 @@
-"""Distillation against its formulas in plain float64, torch's kl_div as recorded, and the same under every schedule."""
+"""Distillation compared to its formulas in float64; every schedule gives the same result."""
 
 import math
 import re
@@ -27,7 +27,7 @@ SETTINGS = [
 
 
 def teacher_arrays(logits_BSV: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
-    """The arrays of a batch, of a teacher with these logits; the tail by its definition, and finite."""
+    """Return the batch arrays of a teacher with these logits; the tail follows its definition but is always finite."""
     log_probs = log_softmax(logits_BSV, axis=-1)
     order = np.argsort(-log_probs, axis=-1, kind="stable")
     sorted_log_probs = np.take_along_axis(log_probs, order, -1)
@@ -41,7 +41,7 @@ def teacher_arrays(logits_BSV: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
 
 
 def parts_of(probs_BSV: np.ndarray, ids_BSK: np.ndarray) -> np.ndarray:
-    """Probabilities of the K tokens, and where these are not all, of the others."""
+    """Return the probabilities of the K tokens and, if there are others, the sum of the others."""
     picked = np.take_along_axis(probs_BSV, ids_BSK, -1)
     if ids_BSK.shape[-1] == probs_BSV.shape[-1]:
         return picked
@@ -49,7 +49,7 @@ def parts_of(probs_BSV: np.ndarray, ids_BSK: np.ndarray) -> np.ndarray:
 
 
 def expected_loss(logits_BSV: np.ndarray, teacher_BSV: np.ndarray, batch: dict, top_k: int, fields: dict) -> dict:
-    """The loss and its metrics from probabilities, by the formulas of the docstring."""
+    """Return the loss and its metrics, computed from probabilities by the formulas of the objective's docstring."""
     fields = {"beta": 0.5, "temperature": 1.0, **fields}
     order = np.argsort(-teacher_BSV, axis=-1, kind="stable")[..., :top_k]
     temperature, beta, alpha = fields["temperature"], fields["beta"], fields["alpha"]
@@ -70,7 +70,7 @@ def expected_loss(logits_BSV: np.ndarray, teacher_BSV: np.ndarray, batch: dict, 
 
 
 def drawn(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(x_BSD, table_VD, the teacher's logits_BSV, targets and weights), float64."""
+    """Return (x_BSD, table_VD, the teacher's logits_BSV, targets and weights), float64."""
     rng = np.random.default_rng(seed)
     batch = {
         "targets": rng.integers(0, V, (B, S)).astype(np.int32),
@@ -80,7 +80,7 @@ def drawn(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, 
 
 
 def head_loss(fields: dict, batch: dict, chunk_tokens: int = 3):
-    """(table, x) -> (loss, metrics) by the head, and (table, x) -> logits; call both where float64 exists."""
+    """Return (table, x) -> (loss, metrics) and (table, x) -> logits, both of the head; call both with x64 enabled."""
     objective = config_for(Distillation, **fields)
     head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, objective=objective).instantiate()
     arrays = {name: jnp.asarray(value) for name, value in batch.items()}
@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
 
 @pytest.mark.pairs
 def test_the_bucket_keeps_its_digits_where_it_is_all_but_empty():
-    """float32: a student that gives the other tokens 1e-9 together still has their gradient."""
+    """In float32, a student that gives the other tokens a total of 1e-9 still gets their gradient."""
     x, table, _, batch = drawn()
     sharp = np.full((B, S, V), -30.0)
     sharp[..., 0] = 0.0
@@ -187,7 +187,7 @@ def test_batches_without_a_teacher_are_refused():
 
 
 class DrawnTeacher(Companion):
-    """Adds the arrays of a teacher whose logits are drawn, by the first token of the batch."""
+    """Adds the arrays of a teacher with random logits, seeded by the first token of the batch."""
 
     def __init__(self, *, top_k: int = 3):
         self.top_k = top_k
@@ -211,7 +211,7 @@ class DrawnTeacher(Companion):
 
 
 def trained(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, **learner):
-    """(losses, last weights) of a few steps of a distilled llama."""
+    """Train a distilled llama for a few steps and return (losses, final weights)."""
     model = small.llama(head__objective=config_for(Distillation, divergence="jsd", temperature=2.0))
     config = small.experiment(model, documents=True, memory=memory, mesh=mesh, **learner)
     config.companion = config_for(DrawnTeacher)
@@ -242,7 +242,7 @@ def test_every_way_of_training_gives_the_same(way):
 
 
 def test_logits_never_exist_whole():
-    """Neither of the student, with their gradient, nor of the teacher: no buffer has an element of each position's."""
+    """No buffer holds all logits: not for the student with its gradient, and not for the teacher."""
     length, vocab, width, top_k = 64, 101, 8, 5
     head = config_for(
         LMHead,

@@ -1,7 +1,7 @@
-"""Losses over preferences under every schedule, against plain optax on one device, in float64.
+"""Preference losses under every schedule, compared to plain optax on one device, in float64.
 
-The reference makes all logits at once, and knows no chunks, no schedule, no mesh and no microbatches but for KTO's
-estimate of KL. Four steps, of which a bad batch spoils one, with a clip that some steps reach; then an evaluation.
+The reference computes all logits at once, without chunks, schedules, meshes or microbatches, except for KTO's estimate
+of KL. A run has four steps, one of them with a poisoned batch, and a clip that some steps reach, then an evaluation.
 """
 
 from functools import cache, partial
@@ -45,7 +45,7 @@ OPTIMIZER = config_for(optax.adamw, learning_rate=1e-2, eps=1e-4, weight_decay=0
 
 
 class Case(NamedTuple):
-    """One way to train."""
+    """A combination of objective, schedule, mesh, model and microbatches."""
 
     objective: str
     schedule: str
@@ -54,14 +54,14 @@ class Case(NamedTuple):
     microbatches: int = 1
 
     def clip(self) -> float | None:
-        """Between the norms of the first two steps, where the schedule has an exact clip."""
+        """Return a clip between the norms of the first two steps, or None if the schedule sets its own clip."""
         if "clip" in SCHEDULES[self.schedule][1]:
             return None
         _, _, norms = reference(self.objective, self.model, self.microbatches, None)
         return (norms[0] + norms[1]) / 2
 
     def program(self, clip: float | None = None) -> Program:
-        """The experiment on one device or on all eight; chunks of 8 tokens' logits."""
+        """Return the experiment's program on one device or on all eight, with logits in chunks of 8 tokens."""
         objective = OBJECTIVES[self.objective]
         memory, learner = SCHEDULES[self.schedule]
         model = small.llama(head__tied=self.model == "tied", head__chunk_tokens=8, head__objective=objective)
@@ -94,7 +94,7 @@ ONCE = [
 
 
 def covering() -> list[Case]:
-    """Each loss with each schedule; meshes, models and microbatches take turns, so that all meet both."""
+    """Return each loss with each schedule; meshes, models and microbatches rotate over the losses and schedules."""
     cases = []
     for i, objective in enumerate(COMPARED):
         for j, schedule in enumerate(SCHEDULES):
@@ -106,7 +106,7 @@ def covering() -> list[Case]:
 
 
 class GivenLogProbs:
-    """Stands for a head: what it is given are log-probabilities."""
+    """A fake head whose inputs already are log-probabilities."""
 
     softcap = None
 
@@ -116,7 +116,7 @@ class GivenLogProbs:
 
 @cache
 def simplest(objective: str, model: str) -> tuple[Program, Any]:
-    """A program on one device, and the first state of all cases, on the host; adapters matter in it."""
+    """Return a program on one device and the initial state of all cases, on the host; adapters have an effect."""
     program = Case(objective, "after_backward", model=model).program()
     first = jax.device_get(program.init())
     rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def simplest(objective: str, model: str) -> tuple[Program, Any]:
 
 
 def host_batch(case: Case, step: int) -> dict[str, np.ndarray]:
-    """The batch of a step; that of one step is poisoned."""
+    """Return the batch of a step; one step's batch is poisoned with NaN."""
     batch = random_batch(case.objective, SHAPE, small.VOCAB, step)
     if "reference" not in OBJECTIVES[case.objective].instantiate().arrays:
         del batch["reference"]
@@ -136,7 +136,7 @@ def host_batch(case: Case, step: int) -> dict[str, np.ndarray]:
 
 
 def log_probs_of(program: Program, params: Any, batch: Any) -> jax.Array:
-    """f64[B, S] of all targets, by way of all logits."""
+    """Return the log-probabilities f64[B, S] of all targets, computed from all logits."""
     ctx = Context(batch, compute_dtype=jnp.float64)
     logits_BSV = program.experiment.language_model.logits(params, ctx, {})
     log_probs_BSV = jax.nn.log_softmax(logits_BSV)
@@ -147,7 +147,7 @@ def log_probs_of(program: Program, params: Any, batch: Any) -> jax.Array:
 def reference(
     objective: str, model: str, microbatches: int, clip: float | None
 ) -> tuple[Any, list[float], list[float]]:
-    """(parameters, losses, norms) of plain optax."""
+    """Train with plain optax and return (parameters, losses, norms)."""
     _, first = simplest(objective, model)
     case = Case(objective, "after_backward", model=model)
     gradients = gradients_of(objective, model, microbatches)
@@ -169,12 +169,12 @@ def reference(
 
 @cache
 def gradients_of(objective: str, model: str, microbatches: int) -> Any:
-    """(parameters, frozen ones, batch) -> (loss, gradients), compiled."""
+    """Return a compiled function (parameters, frozen parameters, batch) -> (loss, gradients)."""
     program, _ = simplest(objective, model)
     loss_over = OBJECTIVES[objective].instantiate()
 
     def loss_of(params: Any, frozen: Any, batch: Any) -> jax.Array:
-        # The step's counts, which the test of formulas checks.
+        # test_formulas.py checks these counts.
         counts = loss_over.counts(batch)
         log_probs_BS = log_probs_of(program, merge(params, frozen), batch)
         losses = []
@@ -216,7 +216,7 @@ def test_steps_equal_plain_optax(case: Case):
         sums = program.evaluate(state, program.put(host_batch(case, STEPS)))
         summary = program.experiment.language_model.summary({name: float(value) for name, value in sums.items()})
         trained = jax.device_get(program.stored(state))
-    np.testing.assert_allclose([losses, norms], expected_metrics, rtol=3e-6)  # float32
+    np.testing.assert_allclose([losses, norms], expected_metrics, rtol=3e-6)  # metrics are float32
     assert int(trained["counter"]["skipped"]) == 1
     for path, error in exact.differences(trained["parameter"], expected).items():
         assert error <= 1e-11, f"{path}: off by {error:.1e}"
@@ -226,7 +226,7 @@ def test_steps_equal_plain_optax(case: Case):
 
 
 def evaluation_loss(case: Case, params: Any) -> float:
-    """By the formulas of the papers, at the reference's weights."""
+    """Return the evaluation loss by the papers' formulas, at the reference's weights."""
     program, first = simplest(case.objective, case.model)
     batch = host_batch(case, STEPS)
     with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""Losses over preferences as functions of log-probabilities, in float64, against their papers' formulas."""
+"""Preference losses as functions of log-probabilities, compared in float64 to the formulas of their papers."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SHAPE, VOCAB = (4, 16), 32
 
 
 class GivenLogProbs:
-    """Stands for a head: what it is given are log-probabilities."""
+    """A fake head whose inputs already are log-probabilities."""
 
     softcap = None
 
@@ -23,14 +23,14 @@ class GivenLogProbs:
 
 
 def setup(name, seed=0):
-    """(objective, batch, float64 log-probabilities of all targets)"""
+    """Return (objective, batch, float64 log-probabilities of all targets)."""
     batch = random_batch(name, SHAPE, VOCAB, seed)
     noise = np.random.default_rng(seed + 100).normal(size=SHAPE)
     return OBJECTIVES[name].instantiate(), batch, np.minimum(-np.log(VOCAB) + noise, -0.1)
 
 
 def run(objective, log_probs, batch, counted=None):
-    """(loss, metrics) of a training step's microbatch; the counts are those of `counted`, the global batch."""
+    """Return (loss, metrics) of a microbatch in training; the counts come from `counted`, the global batch."""
     counted = batch if counted is None else counted
     counts = {name: jnp.maximum(count, 1.0) for name, count in objective.counts(counted).items()}
     ctx = Context(batch, num_sequences=jnp.sum(counted["ends"]), counts=counts, training=True)
@@ -44,7 +44,7 @@ def test_loss_and_gradient(name):
     with jax.enable_x64(True):
         (loss, _), grad = jax.value_and_grad(lambda x: run(objective, x, batch), has_aux=True)(jnp.asarray(log_probs))
     assert loss == pytest.approx(plain_loss(name, batch, log_probs), rel=1e-12)
-    # The formula's own differences: for KTO with the estimate of KL held, which has no gradient.
+    # Finite differences of the formula. KTO's estimate of KL is held constant, because it has no gradient.
     step, expected = 1e-6, np.zeros(SHAPE)
     for index in zip(*np.nonzero(batch["segments"]), strict=True):
         sides = []
@@ -70,7 +70,7 @@ def test_microbatches_add_up(name):
         _, whole = run(objective, log_probs, batch)
     assert sum(losses) == pytest.approx(plain_loss(name, batch, log_probs, microbatches=2), rel=1e-12)
     for metric, value in whole.items():
-        # KTO's estimate is one of each microbatch, see its docstring.
+        # KTO estimates KL per microbatch; see its docstring.
         if name != "kto" or metric not in ("kl", "preference", "accuracy"):
             assert sum(part[metric] for part in metrics) == pytest.approx(float(value), rel=1e-6, abs=1e-9), metric
 
@@ -92,7 +92,7 @@ def test_an_evaluation_of_two_batches_reports_the_means_of_both(name):
         all_log_probs.append(log_probs)
         losses.append(loss)
     summary = objective.summary(totals)
-    # KTO's estimate is one of each evaluated batch, as of each microbatch.
+    # KTO estimates KL per evaluated batch, as it does per microbatch.
     order = np.arange(2 * SHAPE[0]).reshape(2, -1).T.ravel()
     both = {key: np.concatenate([batch[key] for batch in batches])[order] for key in batches[0]}
     log_probs = np.concatenate(all_log_probs)[order]
@@ -118,7 +118,7 @@ def test_an_evaluation_of_two_batches_reports_the_means_of_both(name):
 
 
 def test_a_reference_that_is_stored_as_sums_is_the_same():
-    """The sum of a sequence may stand at one of its answer's positions."""
+    """The reference may be stored as the sum over a sequence, at one position of its answer."""
     objective, batch, log_probs = setup("dpo")
     stored = np.zeros(SHAPE, np.float32)
     for row, column in zip(*np.nonzero(batch["ends"]), strict=True):
@@ -132,7 +132,7 @@ def test_a_reference_that_is_stored_as_sums_is_the_same():
 
 @pytest.mark.pairs
 def test_odds_of_a_certain_answer_are_finite():
-    """Its log-probability rounds to 0 in float32, where neither loss nor gradient may be NaN."""
+    """If a log-probability rounds to 0 in float32, neither the loss nor the gradient is NaN."""
     batch = random_batch("orpo", SHAPE, VOCAB)
     objective = ORPO(beta=0.7)
     log_probs = jnp.zeros(SHAPE, jnp.float32)
@@ -144,7 +144,7 @@ def test_odds_of_a_certain_answer_are_finite():
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_of_padding_has_no_loss_and_no_nan(name):
-    """Rows of an evaluation beyond the end of a set: nothing is counted."""
+    """Padding rows after the end of an evaluation set do not count."""
     objective, batch, log_probs = setup(name)
     empty = {key: np.zeros_like(array) for key, array in batch.items()}
     (loss, metrics), grad = jax.value_and_grad(

@@ -1,4 +1,4 @@
-"""A loss over preferences that does not fit its data or has no meaning is refused in one line, before any compile."""
+"""A preference loss that does not match its data or has no meaning fails with one line, before any compilation."""
 
 import jax
 import pytest

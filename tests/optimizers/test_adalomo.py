@@ -1,4 +1,4 @@
-"""AdaLomo against the paper's equations in float64, its state, and what an update of a large matrix needs on a TPU."""
+"""AdaLomo compared to the paper's equations in float64, its state, and its locality."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ SHAPES = {"wide/weight": (6, 20), "high/weight": (20, 6), "row/weight": (1, 20),
 
 
 def paper(p, grads, *, rate, decay, clip, min_scale):
-    """arXiv 2310.10195, algorithm 1 and section 3; vectors as in Adafactor, whose second moment it is."""
+    """Train by arXiv 2310.10195, algorithm 1 and section 3; vectors as in Adafactor, whose second moment it uses."""
     row = column = whole = 0.0
     for step, g in enumerate(grads, start=1):
         beta, square = 1 - step**-0.8, g**2 + 1e-30
@@ -36,7 +36,7 @@ def paper(p, grads, *, rate, decay, clip, min_scale):
 def test_the_papers_equations_in_float64(clip, start):
     rng = np.random.default_rng(0)
     draw = lambda size: {path: size * rng.normal(size=shape) for path, shape in SHAPES.items()}  # noqa: E731
-    # Sizes vary, so that beta and the clipping matter; zeros in the first gradients, whose moments are eps alone.
+    # Sizes vary, so that beta and the clipping matter. The first gradients contain zeros, whose moments are only eps.
     params, grads = draw(start), [draw(size) for size in (1e-3, 5.0, 0.1, 1.0, 30.0, 1e-4, 1.0)]
     grads[0]["wide/weight"][2] = 0.0
     with jax.enable_x64(True):
@@ -51,7 +51,7 @@ def test_the_papers_equations_in_float64(clip, start):
             expected = paper(
                 params[path], [tree[path] for tree in grads], rate=0.05, decay=0.2, clip=clip, min_scale=1e-3
             )
-            # optax has beta in float32
+            # optax computes beta in float32
             np.testing.assert_allclose(value, expected, rtol=2e-7, atol=2e-7 * start, err_msg=path)
 
 
@@ -62,7 +62,7 @@ def test_its_state_is_next_to_nothing_and_cut_like_the_weights():
     assert sum(leaf.num_bytes for leaf in leaves.values()) / spec.size < 0.01
     cut = {leaf.shape: leaf.mesh_axes for leaf in leaves.values() if leaf.size > 1}
     assert cut == {(4096,): ("fsdp",), (1024,): ("model",)}
-    assert probe(optimizer, {"weight": spec}) == "tensor"  # rows of it would each be clipped by themselves
+    assert probe(optimizer, {"weight": spec}) == "tensor"  # separate rows would each be clipped separately
 
 
 def test_a_schedule():

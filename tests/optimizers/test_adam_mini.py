@@ -1,4 +1,4 @@
-"""Adam-mini against the paper's algorithms in float64 numpy, and its blocks in a model of ours."""
+"""Adam-mini compared to the paper's algorithms in float64 numpy, and its blocks in one of our models."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def spec(*shape: int, roles: str, axes: tuple = (), heads: int | None = None) ->
     return ParameterSpec(shape, "float32", axes, roles=tuple(roles.split()), num_heads=heads)
 
 
-# What a block is, as labels of elements that broadcast to the shape: those of one label share a number.
+# LABELS defines the blocks: element labels that broadcast to the shape. Elements with one label share a second moment.
 SPECS = {
     "token": spec(11, 8, roles="vocab out", axes=("model", "fsdp")),
     "head/token": spec(11, 8, roles="vocab in", axes=("model", "fsdp")),
@@ -49,7 +49,7 @@ LABELS |= {path: np.zeros((), int) for path in SPECS.keys() - LABELS.keys()}
 
 
 def paper(p: np.ndarray, grads: list[np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """arXiv 2406.16793, algorithm 1; algorithms 2 and 3 are the labels."""
+    """Train by algorithm 1 of arXiv 2406.16793; the labels implement algorithms 2 and 3."""
     labels, mu = np.broadcast_to(labels, p.shape), np.zeros_like(p)
     nu = np.zeros(labels.max() + 1)
     for step, g in enumerate(grads, start=1):
@@ -67,7 +67,7 @@ def optimizer() -> Any:
 
 @pytest.mark.parametrize("roles", [True, False])
 def test_the_papers_equations_in_float64(roles):
-    """Without roles, blocks are columns of matrices."""
+    """Without roles, the blocks are the columns of matrices."""
     rng = np.random.default_rng(0)
     draw = lambda size: {k: size * rng.normal(size=s.shape) * rng.exponential(size=s.shape) for k, s in SPECS.items()}  # noqa: E731
     params, grads = draw(1.0), [draw(size) for size in (1e-3, 5.0, 0.1, 1.0, 30.0)]
@@ -109,7 +109,7 @@ def test_it_may_not_be_cut():
 
 
 def test_blocks_of_a_model():
-    """Grouped queries: as many blocks as there are heads; values, outputs and the MLP have one per output."""
+    """With grouped queries, queries and keys have one block per head; values, outputs and the MLP one per output."""
     config = small.llama()
     optimizer = config_for(adam_mini, learning_rate=0.1)
     specs = small.experiment(config, optimizer=optimizer).instantiate().learner.optimizer_specs()

@@ -1,4 +1,4 @@
-"""Arguments that an optimizer cannot work with are refused, with their path; those of every optimizer's own pass."""
+"""Arguments that an optimizer cannot work with are refused, with their path; every optimizer's defaults pass."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def optimizers() -> dict[str, Any]:
-    """Every public function of optax that returns a transformation and has a number among its defaults."""
+    """Return every public function of optax and optax.contrib that returns a gradient transformation, by name."""
     found = {}
     for module in (optax, contrib):
         for name, function in inspect.getmembers(module, inspect.isfunction):
@@ -26,7 +26,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def config(function: Any) -> Any:
-    """Its config, with a learning rate."""
+    """Return the optimizer's config, with a learning rate if it takes one."""
     made = config_for(function)
     if made.takes("learning_rate"):
         made.learning_rate = 1e-3
@@ -34,14 +34,14 @@ def config(function: Any) -> Any:
 
 
 def check(made: Any, **fields: Any) -> None:
-    """Sets fields and checks all: some are refused by their type hints, others by their range."""
+    """Set fields and check all: type hints refuse some values, ranges refuse others."""
     for name, value in fields.items():
         made[name] = value
     check_arguments(made, "learner.optimizer")
 
 
 @pytest.mark.pairs
-@pytest.mark.filterwarnings("ignore:optax.*deprecated")  # of the same names outside of contrib
+@pytest.mark.filterwarnings("ignore:optax.*deprecated")  # for the same names outside contrib
 @pytest.mark.parametrize("name", [*optimizers(), *OPTIMIZERS])
 def test_the_defaults_of_every_optimizer_are_taken(name: str):
     check_arguments(config(optimizers().get(name) or OPTIMIZERS[name]), "learner.optimizer")

@@ -1,4 +1,4 @@
-"""What the TPU's compiler needs for the update of a large matrix of bf16 weights, beside what is kept of it."""
+"""Temporary memory of the TPU compiler for the update of a large bf16 weight matrix, in addition to the state."""
 
 import math
 
@@ -13,11 +13,11 @@ from framework.optimizers.named import OPTIMIZERS
 from framework.optimizers.partition import partitioned
 from framework.plan import targets
 
-# Bytes per element. In 8 bits gradient and update are there whole, in f32, cut into blocks; were the blocks of a matrix
-# along its last axis, copies in another order would come to 20.
+# Bytes per element. In 8 bits, the whole gradient and update exist in f32, split into blocks. If the blocks were along
+# the last axis of a matrix, reordered copies would bring this to 20.
 TEMPORARIES = {"adamw": 0.1, "adalomo": 0.1, "adam_mini": 0.1, "adamw8bit": 8.1}
 STATE = {"adamw": 8, "adalomo": 0.00122, "adam_mini": 4.00024, "adamw8bit": 2.03125}
-SHAPE = (16384, 4096)  # more than fits into the 128 MiB on the chip
+SHAPE = (16384, 4096)  # more than the 128 MiB of on-chip memory
 
 
 @pytest.mark.parametrize("name", [*list(TEMPORARIES)[:-1], pytest.param("adamw8bit", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Optimizers for matrices on experts: each expert's matrix moves as if it were the only parameter."""
+"""Optimizers for matrices, applied to experts: each expert's matrix is updated as if it were the only parameter."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ MAKES = {
 
 
 def specs(shapes, experts):
-    """Of a unit's parameters: stacks of experts or one of them, and a matrix that is of no expert."""
+    """Return specs of a layer's parameters: stacks of experts or one expert, and a matrix outside the experts."""
     stack = (EXPERTS,) if experts else ()
     axes = ("expert",) if experts else ()
     roles = ("expert",) if experts else ()
@@ -57,7 +57,7 @@ def test_each_expert_moves_as_if_alone(name):
     rng = np.random.default_rng(0)
 
     def draw(spec):
-        # Experts whose gradients differ in size, so that nothing can be shared unseen.
+        # Gradients of different size per expert, so that shared state would be noticed.
         sizes = np.array([0.1, 1.0, 10.0]).reshape(-1, 1, 1) if len(spec.shape) == 3 else 1.0
         return (sizes * rng.standard_normal(spec.shape)).astype(np.float32)
 
@@ -66,7 +66,7 @@ def test_each_expert_moves_as_if_alone(name):
     grads = [jax.tree.map(draw, whole) for _ in range(5)]
     found, state = trained(MAKES[name], whole, params, grads)
     for expert in range(EXPERTS):
-        # All of a unit but the other experts.
+        # The layer without the other experts.
         def alone(tree, expert=expert):
             return jax.tree.map(lambda x: x[expert] if x.ndim == 3 else x, tree)
 
@@ -98,7 +98,7 @@ def test_states_of_experts_are_cut_as_experts_and_are_small(name):
 
 @pytest.mark.pairs
 def test_weight_decay_is_for_matrices_of_experts_and_the_router_and_for_no_bias():
-    """What named configs have, `no_decay("norm|bias")`: with gradients of nothing, only what decays becomes smaller."""
+    """The named configs use `no_decay("norm|bias")`; with zero gradients, only decayed parameters shrink."""
     model = small.llama()
     small.block(model).mlp = mixture(experts=4, top_k=2, hidden=24)
     small.block(model).attention.linear.bias = True
@@ -109,7 +109,7 @@ def test_weight_decay_is_for_matrices_of_experts_and_the_router_and_for_no_bias(
     before = small.arrays(program.init()["parameter"])
     batch = small.host_batch(program)
     batch["weights"][:] = 0.0
-    # Without a counted target there is no loss, and so no gradient.
+    # Without counted targets there is no loss, so gradients are zero.
     state, _ = program.step(program.init(), program.put(batch))
     after = small.arrays(state["parameter"])
     decayed = {

@@ -1,4 +1,4 @@
-"""APOLLO and APOLLO-Mini against the paper's equations in float64, their state, and what they must not do."""
+"""APOLLO and APOLLO-Mini compared to the paper's equations in float64, their state, and edge cases."""
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +28,23 @@ SPECS = unflatten(
     }
 )
 RATE, DECAY, B1, B2, EPS, INTERVAL, GROWTH = 0.05, 0.2, 0.8, 0.95, 1e-8, 7, 1.01
-STEPS = 24  # P is drawn four times
+STEPS = 24  # the projection P is drawn four times
 OPTIONS = {"learning_rate": RATE, "weight_decay": DECAY, "b1": B1, "b2": B2, "update_interval": INTERVAL}
 
 
 def draws(seed, steps=STEPS):
-    """Gradients of unlike sizes, so that the limiter and Adam's memory matter."""
+    """Return gradients of different sizes, so that the limiter and Adam's moments matter."""
     rng = np.random.default_rng(seed)
     sizes = np.exp(rng.normal(size=steps))
     return [{path: size * rng.normal(size=shape) for path, shape in SHAPES.items()} for size in sizes]
 
 
 def paper(path, p, grads, *, rank, alpha, per, side, seed, growth=GROWTH):
-    """Algorithm 1 of arXiv 2412.05270 for one parameter, with the paper's alpha; `side` is projected, None is Adam.
-    Also the projections, and in how many steps the limiter was active."""
+    """Train one parameter by algorithm 1 of arXiv 2412.05270, with the paper's alpha.
+
+    `side` is the projected axis; None means Adam. Return the parameter, the projections, and the number of steps in
+    which the limiter was active.
+    """
     m = v = last = 0.0
     projections, limited = [], 0
     for t, g in enumerate(grads):
@@ -66,7 +69,7 @@ def paper(path, p, grads, *, rank, alpha, per, side, seed, growth=GROWTH):
     return p, projections, limited
 
 
-# Name: the optimizer, and what the equations have for it: rank, alpha, and per (matrices, tables; None is Adam).
+# name: (the optimizer, then its rank, alpha, and `per` in the equations, for matrices and for tables; None is Adam).
 CASES = {
     "apollo": (apollo(rank=3, **OPTIONS), 3, 1.0, "channel", None),
     "full rank": (apollo(rank=256, scale=4.0, tables="same", **OPTIONS), 256, 2.0, "channel", "channel"),
@@ -78,7 +81,7 @@ CASES = {
 
 
 def adafactor(p, grads):
-    """arXiv 1804.04235, algorithm 4, with the decay of section 7.2 and a relative step of one."""
+    """Train by algorithm 4 of arXiv 1804.04235, with the decay of section 7.2 and a relative step of one."""
     row = column = 0.0
     for t, g in enumerate(grads, start=1):
         beta = 1 - t**-0.8
@@ -111,7 +114,7 @@ def test_the_papers_equations_in_float64(name):
         for path, value in flatten(jax.device_get(actual)).items():
             own, side = per_table if path == "token" else per, side_of(path, per_table)
             assert value.dtype == np.float64
-            if own == "factored":  # optax has its decay in float32
+            if own == "factored":  # optax computes its decay in float32
                 factored = adafactor(params[path], [g[path] for g in grads])
                 np.testing.assert_allclose(value, factored, rtol=1e-6, atol=1e-6)
                 continue
@@ -134,7 +137,7 @@ def trained(optimizer, grads):
 
 
 def test_a_projection_for_each_parameter_and_layer():
-    """The same gradient for parameters of another name, and under another seed, is projected otherwise."""
+    """The same gradient is projected differently for a parameter with another name and for another seed."""
     optimizer = apollo_mini(learning_rate=0.1, tables="same")
     grads = {name: jnp.arange(1.0, 121.0).reshape(6, 20) for name in ("one", "other")}
     state = optimizer.init(grads)
@@ -167,7 +170,7 @@ def test_the_same_projection_on_any_mesh():
 
 @pytest.mark.parametrize("width", [128, 1024, 4096])
 def test_minis_state_is_below_a_tenth_of_a_byte_per_parameter(width):
-    """Of a Llama with a vocabulary of 32k: embedding, head, and a layer's matrices and norms, times the layers."""
+    """Count a Llama with a vocabulary of 32k: embedding, head, and a layer's matrices and norms times the layers."""
     hidden, layers = 11 * width // 4, max(4, width // 128)
     matrix = {f"m{i}": (width, width) for i in range(4)} | {"up": (width, hidden), "down": (hidden, width)}
     layer = {path: ParameterSpec(shape, "float32", roles=("in", "out")) for path, shape in matrix.items()}
@@ -224,7 +227,7 @@ def test_gradients_of_zero_move_nothing_and_leave_no_trace(make, tables):
     nothing = {path: np.zeros(shape) for path, shape in SHAPES.items()}
     still = trained(optimizer, [nothing] * 3)
     assert all((x == 1).all() for x in still.values())
-    # A matrix whose gradients begin later is not held back by the limiter, and rows without any stay.
+    # The limiter does not hold back a matrix whose first gradient is zero, and rows without gradients do not move.
     late = [nothing, *grads]
     for tree in grads:
         tree["token"][3] = 0.0
@@ -236,7 +239,7 @@ def test_gradients_of_zero_move_nothing_and_leave_no_trace(make, tables):
 @pytest.mark.pairs
 def test_one_huge_element_makes_no_nan():
     made = (apollo(learning_rate=0.1, rank=2, tables="same"), apollo_mini(learning_rate=0.1))
-    fitted = [optimizer.of_specs(SPECS) for optimizer in made]  # whose updates are compiled once each
+    fitted = [optimizer.of_specs(SPECS) for optimizer in made]  # each update is compiled once
     for huge in (1e8, 1e15):
         grads = draws(0, 4)
         for path in SHAPES:
@@ -249,7 +252,7 @@ def test_one_huge_element_makes_no_nan():
 
 @pytest.mark.pairs
 def test_steps_are_as_large_as_adamws_without_a_scale():
-    """scale = None, rank below the width, gradients of noise: within a fifth."""
+    """With scale = None, a rank below the width and random gradients, step sizes agree within a fifth."""
     rng = np.random.default_rng(0)
     grads = [{"w": jnp.asarray(rng.normal(size=(64, 96)), jnp.float32)} for _ in range(30)]
 

@@ -1,4 +1,4 @@
-"""Muon and GaLore: matrices by role, optax.adamw for the rest, GaLore against galore-torch, and when it decomposes."""
+"""Muon and GaLore: matrices by role, optax.adamw for the rest, GaLore compared to galore-torch, and its SVDs."""
 
 import json
 from functools import cache
@@ -21,7 +21,7 @@ ROLES = {"weight": ("in", "out"), "bias": ("out",), "scale": ("channel",), "toke
 
 
 def with_roles():
-    """The specs of tests.support.updates, an embedding among them."""
+    """Return the specs of tests.support.updates, including an embedding, with roles."""
     flat = flatten(updates.specs())
     for path, spec in flat.items():
         roles = ROLES[path.split("/")[-1]]
@@ -39,7 +39,7 @@ def trained(make, **options):
 
 @cache
 def plain(optimizer):
-    """Of plain optax on unstacked leaves, all alike."""
+    """Return the weights after plain optax on unstacked leaves, with the same optimizer for all."""
     history, _ = updates.plain(optimizer, updates.draw(0), updates.gradients(10))
     return {path: np.asarray(x) for path, x in flatten(history[-1]).items()}
 
@@ -111,14 +111,14 @@ def test_galores_factors_are_cut_as_their_matrix_and_nothing_is_kept_for_the_res
 
 
 def test_galore_decomposes_when_it_is_due():
-    """Mapped over the layers, the decision stays one for all: a branch, not both of its sides."""
+    """Mapped over the layers, the decision stays a single branch; it does not compute both sides."""
     config = config_for(galore, learning_rate=0.02, rank=3)
     learner = config_for(Learner, optimizer=config, clip=None).instantiate(specs=with_roles())
     kept, grads = updates.start(learner, updates.draw(0)), updates.gradients(1)[0]
     step = jax.make_jaxpr(lambda *args: updates.stepper(learner)(*args))(kept, jnp.float32(1), grads)
 
     def found(jaxpr, branch=False):
-        """For each decomposition: whether it is in a branch."""
+        """Yield, for each decomposition, whether it is inside a branch."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "svd":
                 yield branch

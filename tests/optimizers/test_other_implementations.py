@@ -1,7 +1,7 @@
-"""Optimizers against other people's: torchao's 8-bit AdamW, the authors' adam-mini and AdaLomo (lomo-optim).
+"""Optimizers compared to other implementations: torchao's 8-bit AdamW, the authors' adam-mini and AdaLomo (lomo-optim).
 
-Compared with what tools/record_optimizers.py has recorded of them; live where they are installed (`make test-peers`).
-lomo-optim asks for a GPU to keep its moments; nothing else of it does, so they are left on the CPU.
+The tests use the results recorded by tools/record_optimizers.py, and run live if the packages are installed
+(`make test-peers`). lomo-optim needs a GPU only to store its moments, so the moments are left on the CPU.
 """
 
 import importlib
@@ -26,7 +26,7 @@ LIVE = [
 
 @pytest.fixture(params=["recorded", pytest.param("live", marks=LIVE)])
 def theirs(request: pytest.FixtureRequest) -> Any:
-    """name -> what they computed."""
+    """Return a function from a case's name to the other implementation's results."""
     if request.param == "recorded":
         return lambda name: dict(np.load(cases.FOLDER / f"{name}.npz"))
     missing = [one for one in ("torchao", "adam_mini", "lomo_optim") if importlib.util.find_spec(one) is None]
@@ -45,7 +45,7 @@ def test_parameters_after_training(name, theirs):
         moved = np.abs(expected[key] - cases.first(name)[key]).max()
         assert moved > 0.02
         errors = np.abs(value - expected[key]) / moved
-        # Two numbers of 10240 are halfway between two codes: each side rounds them its own way.
+        # Two of the 10240 numbers are halfway between two codes, and the implementations round them differently.
         assert np.mean(errors > 2e-5) <= (3e-4 if name == "adamw8bit" else 0), key
         assert errors.max() < 1e-2, key
 
@@ -55,7 +55,7 @@ def test_moments_in_8_bits(theirs):
     for part, moment in (("mu", state[0].mu["mlp.weight"]), ("nu", state[0].nu["mlp.weight"])):
         codes = np.asarray(unpack(moment.codes, rows=512)).T.astype(int)
         different = codes != expected[f"{part}/codes"]
-        # A number that lies halfway between two, and a last bit: it is rounded up by one side, and down by the other.
+        # A number halfway between two codes, up to its last bit, is rounded up by one side and down by the other.
         assert different.mean() < 1e-3
         assert np.abs(codes - expected[f"{part}/codes"]).max() <= 1
         np.testing.assert_allclose(np.asarray(moment.scale).T.ravel(), expected[f"{part}/scale"], rtol=1e-5)
@@ -64,7 +64,7 @@ def test_moments_in_8_bits(theirs):
 @pytest.mark.pairs
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes(signed, theirs):
-    """The same ones, but that a second moment which is not zero does not become zero."""
+    """The codes are the same, except that our nonzero second moments never become zero."""
     expected, x = theirs("adamw8bit"), cases.quantized_inputs(signed=signed)
     codes, theirs_too = np.asarray(encode(jnp.asarray(x), signed=signed)), expected[f"codes/{signed}"]
     assert len(np.unique(theirs_too)) > 200

@@ -1,6 +1,6 @@
-"""What holds for every optimizer that has a short name, and what for some: signs, scales, shapes, zeros, huge numbers.
+"""Properties of the optimizers that have a short name: signs, scales, shapes, zeros, huge numbers.
 
-A new name must state its properties here. What is said not to hold must not, so each test can fail.
+A new name must state its properties here. A property that is stated as absent must be absent, so each test can fail.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,18 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Properties:
-    """What holds for a matrix.
+    """Properties of an optimizer's update of a matrix.
 
     Args:
-        fields: how it is tried, so that it does with small parameters what it does with large ones.
-        odd: how far update(-g, -p) may be from -update(g, p).
-        scale: how far updates may change when all gradients are multiplied by 1024, by Adam's eps.
-        close: what is called equal where elements change places.
-        commutes: permutations that may come before or after: of rows and columns, of columns only, of the larger side.
-        transposes: whether a matrix may be transposed before or after.
-        momentum: whether it moves on after the gradients have become zero.
-        spreads: what a huge element of a gradient changes of later parameters.
+        fields: optimizer arguments for these tests, so that small parameters are treated like large ones.
+        odd: maximum relative difference between update(-g, -p) and -update(g, p).
+        scale: maximum relative change of updates, due to Adam's eps, if all gradients are multiplied by 1024.
+        close: tolerance of comparisons in which elements change places.
+        commutes: permutations that may come before or after the update: of rows and columns ("both"), of columns only,
+            or of the larger side.
+        transposes: whether a matrix may be transposed before or after the update.
+        momentum: whether the matrix still moves after the gradients become zero.
+        spreads: the elements that change if one element of a gradient is huge.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -60,12 +61,12 @@ PROPERTIES = {
     "lion": Properties(scale=0, spreads="element"),
     "adalomo": Properties(scale=1e-9, momentum=False),
     "adam_mini": Properties(scale=1e-6, transposes=False, spreads="column"),
-    # Its numbers have 1 and not -1, and its blocks are of rows.
+    # Its quantization map contains 1 but not -1, and its blocks run over rows.
     "adamw8bit": Properties(EIGHT, odd=0.05, commutes="columns", transposes=False, spreads="block"),
     "muon": Properties(),
-    # With one projection: singular vectors have no sign, so a new one would not fit the moments in the same way.
+    # Uses one projection: the sign of singular vectors is arbitrary, so the moments would fit a new one differently.
     "galore": Properties({"rank": 4}, close=1e-4, spreads="row"),
-    # Random directions of the smaller side; what is scaled is the gradient, without momentum.
+    # Projects the smaller side on random directions, and scales the gradient, without momentum.
     "apollo": Properties({"rank": 4, "update_interval": 2}, commutes="larger", momentum=False),
     "apollo_mini": Properties({"update_interval": 2}, commutes="larger", momentum=False),
 }
@@ -85,8 +86,10 @@ PARAMS, GRADS = draw(0), [draw(1 + step, 2.0**-step) for step in range(STEPS)]
 
 @cache
 def fitted(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., Any]]:
-    """The optimizer of these parameters, and its step, compiled: (updates, state, parameters). With extra arguments for
-    those that draw."""
+    """Return the optimizer of these parameters and its compiled step, which returns (updates, state, parameters).
+
+    Optimizers that draw random numbers also get the seed.
+    """
     shapes = TURNED if turned else SHAPES
     specs = {p: ParameterSpec(s, "float64", roles=ROLES.get(p, ("in", "out"))) for p, s in shapes.items()}
     weight_decay = {"weight_decay_rate" if name == "adafactor" else "weight_decay": decay} if decay else {}
@@ -104,7 +107,7 @@ def fitted(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., An
 def train(
     name: str, params: Flat, grads: list[Flat], *, decay: float = 0.0, turned: bool = False, dtype: str = "float64"
 ) -> list[Flat]:
-    """The updates of each step; parameters move."""
+    """Train for a step per gradient tree and return the updates of each step."""
     made, update = fitted(name, decay, turned)
     history = []
     with jax.enable_x64(True) if dtype == "float64" else nullcontext():
@@ -122,7 +125,7 @@ def change(tree: Flat, function: Callable[[str, np.ndarray], np.ndarray]) -> Fla
 
 
 def distance(actual: list[Flat], expected: list[Flat], paths: Any = SHAPES) -> float:
-    """The largest difference of a leaf in any step, relative to its largest element."""
+    """Return the largest difference of a leaf in any step, relative to its largest element."""
     pairs = [(a[path], b[path]) for a, b in zip(actual, expected, strict=True) for path in paths]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
@@ -133,18 +136,18 @@ every = pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.pairs
 @every
 def test_signs(name):
-    """Decay too: what is turned over stays turned over."""
+    """Negating parameters and gradients negates the updates, including weight decay."""
     plain = train(name, PARAMS, GRADS, decay=0.1)
     minus = train(name, change(PARAMS, lambda _, x: -x), [change(g, lambda _, x: -x) for g in GRADS], decay=0.1)
     error = distance([change(u, lambda _, x: -x) for u in minus], plain)
     assert error <= PROPERTIES[name].odd
-    assert PROPERTIES[name].odd < 1e-6 or error > 1e-6  # stated as it is
+    assert PROPERTIES[name].odd < 1e-6 or error > 1e-6  # a loose bound must be necessary
 
 
 @pytest.mark.pairs
 @every
 def test_scales(name):
-    """All of them are invariant, but for an eps."""
+    """All optimizers are invariant to the scale of gradients, up to an eps."""
     scaled = train(name, PARAMS, [change(g, lambda _, x: 1024 * x) for g in GRADS])
     assert distance(scaled, train(name, PARAMS, GRADS)) <= PROPERTIES[name].scale
 
@@ -178,7 +181,7 @@ def test_transposition(name):
 
 @every
 def test_zero_gradients(name):
-    """Nothing moves before the first gradient that is not zero; after the last, what has no momentum."""
+    """Nothing moves before the first nonzero gradient; after the last, only optimizers with momentum move."""
     zero = change(GRADS[0], lambda _, x: 0 * x)
     first, *_, last = train(name, PARAMS, [zero, *GRADS, zero])
     assert {path: np.abs(x).max() for path, x in first.items()} == dict.fromkeys(SHAPES, 0.0)
@@ -186,14 +189,14 @@ def test_zero_gradients(name):
     moves = any(np.abs(last[path]).max() > 0 for path in SHAPES if path.endswith("/weight"))
     assert moves == PROPERTIES[name].momentum
     decayed = train(name, PARAMS, [zero], decay=0.1)[0]
-    for path, x in decayed.items():  # toward zero, all elements of a tensor alike
+    for path, x in decayed.items():  # toward zero, equally for all elements of a tensor
         ratio = -x / PARAMS[path]
         assert 0 < ratio.min() <= ratio.max() < 0.2, path
         np.testing.assert_allclose(ratio, ratio.mean(), rtol=1e-6)
 
 
 def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[list[Flat], dict[str, np.ndarray]]:
-    """Updates with a huge element in the second gradient, and which elements of any are others than without."""
+    """Return the updates with a huge element in the second gradient, and masks of the elements that it changes."""
     spoiled = [{p: x.copy() for p, x in tree.items()} for tree in GRADS]
     spoiled[1][path][at] = huge
     runs = [train(name, PARAMS, grads, dtype="float32") for grads in (spoiled, GRADS)]
@@ -204,10 +207,10 @@ def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[lis
 @pytest.mark.pairs
 @every
 def test_one_huge_element(name):
-    """In float32: everything stays finite, and what it may touch is stated. (Squares are 1e30: they can be summed.)"""
+    """In float32, all stays finite and only stated elements change. (The squares, 1e30, can still be summed.)"""
     found, different = touched(name, 1e15, "wide/weight", (5, 7))
     assert all(np.isfinite(x).all() for tree in found for x in tree.values())
-    assert max(np.abs(x).max() for tree in found for x in tree.values()) < 10  # no step is as huge
+    assert max(np.abs(x).max() for tree in found for x in tree.values()) < 10  # the steps are not huge
     assert {path for path, where in different.items() if where.any()} == {"wide/weight"}
     where = different["wide/weight"]
     expected = np.zeros_like(where)
@@ -221,7 +224,7 @@ def test_one_huge_element(name):
 @pytest.mark.pairs
 @every
 def test_a_step_whose_norm_is_infinite_changes_nothing(name):
-    """1e30, whose square is none in float32. Some optimizers would make a tensor of NaN of it; the learner does not."""
+    """The square of 1e30 overflows float32: some optimizers would return a tensor of NaN, but the learner does not."""
     config = config_for(OPTIMIZERS[name], learning_rate=0.01, **PROPERTIES[name].fields)
     learner = config_for(Learner, optimizer=config).instantiate(specs=updates.specs())
     params, (before, spoiled) = updates.draw(0), updates.gradients(2)
@@ -236,7 +239,7 @@ def test_a_step_whose_norm_is_infinite_changes_nothing(name):
 @pytest.mark.pairs
 @every
 def test_layers_at_once_are_layers_one_by_one(name):
-    """Mapped over layers, each with noise of its own if it draws."""
+    """Mapped over layers, each layer has its own noise if the optimizer draws any."""
     made, _ = fitted(name, 0.1, False)
     single = fitted(name, 0.1, False)[1]
     with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""8-bit AdamW against the paper's map and blocks in float64 numpy; its state and its reach."""
+"""8-bit AdamW compared to the paper's map and blocks in float64 numpy; its state and its update locality."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from framework.optimizers.reach import probe
 from tests.support import updates
 
 B1, B2, EPS, RATE, DECAY = 0.9, 0.99, 1e-8, 0.05, 0.1
-# Two whole blocks and a short one; a block that is short alone; a table, whose blocks are along rows; precise ones.
+# Two whole blocks and a short one; only a short block; a table, with blocks along rows; parameters with float moments.
 SPECS = {
     "long/weight": ParameterSpec((600, 24), "float32", ("fsdp", "model"), roles=("in", "out")),
     "short/weight": ParameterSpec((40, 120), "float32", ("model", "fsdp"), roles=("hidden", "out")),
@@ -25,11 +25,11 @@ SPECS = {
     "small/weight": ParameterSpec((8, 8), "float32", ("fsdp", None), roles=("in", "out")),
     "norm/scale": ParameterSpec((5000,), "float32", roles=("channel",)),
 }
-AXES = {"long/weight": 0, "short/weight": 0, "kernel": 2, "token": 1}  # that blocks lie along
+AXES = {"long/weight": 0, "short/weight": 0, "kernel": 2, "token": 1}  # of the blocks
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
-    """float64[256], ascending: the paper's, section 2.2 and figure 2, without the sign bit for second moments."""
+    """Return the paper's map (section 2.2, figure 2), float64[256] ascending; unsigned for second moments."""
     positive = [0.0, 1.0]
     for decade in range(7):
         borders = np.linspace(0.1, 1.0, 2 ** (decade if signed else decade + 1) + 1)
@@ -58,7 +58,7 @@ def test_codes_are_of_the_nearest_number(signed, dtype):
 
 
 def rounded(x: np.ndarray, axis: int | None, block: int, signed: bool) -> np.ndarray:
-    """What is left of a moment that was stored."""
+    """Return a moment after it was stored and loaded."""
     if axis is None:
         return x
     blocks = [x.take(range(i, min(i + block, x.shape[axis])), axis) for i in range(0, x.shape[axis], block)]
@@ -82,7 +82,7 @@ def optimizer(**fields: Any) -> Any:
 
 
 def draw(rng: np.random.Generator, size: float) -> dict[str, np.ndarray]:
-    """Elements of very unlike sizes, as gradients have."""
+    """Return elements of very different sizes, like those of gradients."""
     return {k: size * rng.normal(size=s.shape) * 10 ** rng.uniform(-4, 0, size=s.shape) for k, s in SPECS.items()}
 
 
@@ -130,7 +130,7 @@ def test_its_state_is_two_bytes_cut_like_the_weights():
 def test_tables_keep_precise_moments_unless_asked():
     assert isinstance(optimizer(tables="8bit").of_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
     assert not isinstance(optimizer().of_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
-    assert isinstance(optimizer().partition(SPECS)[0].mu["token"], Moment)  # nobody has said that it is one
+    assert isinstance(optimizer().partition(SPECS)[0].mu["token"], Moment)  # no roles: not known to be a table
 
 
 def learner(**fields: Any) -> Learner:
@@ -139,7 +139,7 @@ def learner(**fields: Any) -> Learner:
 
 
 def test_it_may_not_be_cut_into_rows():
-    """Rows would be cut through blocks. What is tried out are toys, in which nothing is quantized."""
+    """A split into rows would cut blocks. The trial's small arrays cannot show this: nothing in them is quantized."""
     made = learner()
     assert [made.reach(group) for group in made.groups] == ["tensor", "element", "tensor"]  # embed, head, stack
     assert probe(adamw8bit(learning_rate=0.1), {"weight": SPECS["long/weight"]}) == "tensor"

@@ -1,4 +1,4 @@
-"""Which numbers count training steps, what scaling them does to a schedule, and schedules that follow the run."""
+"""Config fields that count training steps, schedules with scaled steps, and schedules that follow the run's length."""
 
 import inspect
 from typing import Any
@@ -25,7 +25,7 @@ from framework.optimizers.schedule_steps import (
 from framework.program.options import TrainerOptions
 from framework.program.run_length import changed_length, rate_course, rate_notes, set_length
 
-# A schedule of each kind, written for 1000 steps, and its length.
+# One schedule of each kind, written for 1000 steps, and its length.
 OF_OPTAX: dict[str, tuple[Config, int | None]] = {
     "constant": (config_for(optax.constant_schedule, value=0.1), None),
     "cosine": (config_for(optax.cosine_decay_schedule, init_value=0.1, decay_steps=1000), 1000),
@@ -142,20 +142,20 @@ def test_every_kind_is_tried():
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", OF_OPTAX)
 def test_a_scaled_schedule_is_the_same_curve(name: str):
-    """At a tenth of the steps: the rates of every tenth step, of which every third is compared."""
+    """With a tenth of the steps, the rates are those of every tenth step; the test compares every third of them."""
     schedule, length = OF_OPTAX[name]
     config = config_for(optax.adamw, learning_rate=schedule)
     assert own_length(config.learning_rate) == length
     assert scale(config, 100, 1000) == []
     assert own_length(config.learning_rate) == (None if length is None else length // 10)
-    compared = range(0, 1000, 30)  # not 500 and 800, where pieces meet
+    compared = range(0, 1000, 30)  # without 500 and 800, where segments meet
     expected = rates(schedule, compared)
     found = rates(config.learning_rate, [step // 10 for step in compared])
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-8)
 
 
 def test_only_training_steps_are_scaled():
-    """Muon's iterations and intervals of projections are no steps of the run, whatever they are called."""
+    """Muon's iterations and projection intervals do not count steps of the run, even if their names say steps."""
     muon = config_for(optax.contrib.muon, learning_rate=OF_OPTAX["warmup cosine"][0], ns_steps=5)
     galore = config_for(optax.contrib.galore, learning_rate=0.1, update_proj_gap=200)
     free = config_for(optax.contrib.schedule_free_adamw, warmup_steps=100)
@@ -196,7 +196,7 @@ def test_a_schedule_of_ones_own_says_what_counts_steps():
 
 
 def test_steps_as_keys_are_numbers_where_they_are_used():
-    """JSON has text keys alone; a schedule compares them with a count."""
+    """JSON keys are strings, but a schedule compares them to a count."""
     config = config_for(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales={5: 0.5, "8": 0.1})
     assert config.boundaries_and_scales == {"5": 0.5, "8": 0.1}
     assert Config.from_json(config.to_json()) == config
@@ -209,7 +209,7 @@ def test_steps_as_keys_are_numbers_where_they_are_used():
 
 
 def test_named_configs_have_the_rates_that_their_sources_say():
-    """At their own lengths, to the bit: (peak, warm-up, what is left of the peak at the end) of each schedule."""
+    """Compare each schedule bit for bit at the config's own length: (peak, warm-up, final fraction of the peak)."""
     expected = {
         "stdlib-tiny": [(0.02, 90, 0.0), (0.3, 90, 0.0), (0.02, 90, 0.0)],
         "nanogpt-cpu": [(1e-3, 100, 0.1)],
@@ -289,7 +289,7 @@ def test_an_experiment_fills_in_its_length():
 
 
 class Run:
-    """What `set_length` looks at."""
+    """The fields that `set_length` reads."""
 
     def __init__(self, *, learner: Config, trainer: Config):
         self.parts = learner, trainer
@@ -360,7 +360,7 @@ def test_a_run_has_an_end():
         config_for(TrainerOptions).instantiate()
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- notes to the user -----------------------------------------------------------------------------------------------
 
 
 def test_a_peak_that_is_never_reached_is_told():
@@ -374,7 +374,7 @@ def test_a_peak_that_is_never_reached_is_told():
     optimizer = config_for(optax.adamw, learning_rate=OF_OPTAX["warmup cosine"][0])
     (line,) = rate_notes(config_for(Learning, optimizer=optimizer), 50)
     assert "never to its peak of 0.1; set learner.optimizer.learning_rate.warmup_steps and " in line
-    assert rate_notes(config_for(Learning, optimizer=optimizer), 500) == []  # cut short after its peak: to go on later
+    assert rate_notes(config_for(Learning, optimizer=optimizer), 500) == []  # stops after its peak, to resume later
 
 
 def test_a_rate_that_ends_before_the_run_is_told():
@@ -394,7 +394,7 @@ def test_rates_that_are_no_rates_are_refused(end: float, shown: str):
 
 
 class Learning:
-    """A learner's config, for what looks at its schedules."""
+    """A stand-in for a learner's config, for functions that read its schedules."""
 
     def __init__(self, *, optimizer: Config):
         self.optimizer = optimizer

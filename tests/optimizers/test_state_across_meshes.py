@@ -1,4 +1,4 @@
-"""State that is not shaped as its weights: cut as they are on a mesh, saved, restored on another mesh, and counted."""
+"""Optimizer state with shapes unlike its weights: sharded like them, saved, restored on another mesh, and counted."""
 
 import jax
 import numpy as np
@@ -11,8 +11,8 @@ from framework.optimizers.named import OPTIMIZERS
 from tests.support import small
 
 EIGHT, OTHER = {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "model": 2}
-# Name: its options; then, of the state of two layers' queries [32, 32] (fsdp, model), each leaf's shape and what one of
-# eight devices has of it. The side that is projected away keeps its mesh axis, where r can be divided.
+# name: (options, {state leaf of the queries of two layers, [32, 32] over (fsdp, model): (its shape, its shape on one of
+# eight devices)}). The projected side keeps its mesh axis if the rank can be divided by it.
 CASES = {
     "apollo": (
         {"rank": 4, "update_interval": 2},
@@ -64,7 +64,8 @@ def test_state_is_cut_saved_restored_on_other_meshes_and_counted(name, tmp_path)
         shards = [s.data for x in found.values() for s in x.addressable_shards if s.device == device]
         assert sum(shard.nbytes for shard in shards) == first.layout.bytes_per_device("optimizer")
     weights = sum(leaf.spec.size for leaf in first.layout if leaf.group == "parameter")
-    # Vectors and tables are much of so small a model; all of it is AdamW's less what matrices save, cut in four.
+    # Vectors and tables are a large part of this small model. The bound is AdamW's state, over four devices, less what
+    # matrices save.
     assert first.layout.bytes_per_device("optimizer") < 0.8 * 8 * weights / 4
 
     before = jax.tree.map(np.array, state["optimizer"])

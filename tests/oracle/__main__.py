@@ -1,6 +1,6 @@
 """python -m tests.oracle --seeds 0:200: random experiments, the framework's numbers against float64 and plain optax.
 
-`--seed 17` runs one, and prints what was drawn first. Ends with 1 if any disagrees.
+`--seed 17` runs one experiment and prints its settings first. The exit code is 1 if any experiment disagrees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.oracle.generator import as_text, draw
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the experiments, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=_seed, help="one experiment; what was drawn is printed first")

@@ -1,4 +1,4 @@
-"""The batches of random experiments: tokens, packed documents and padding, rows without targets, a poisoned step."""
+"""Batches of random experiments: tokens, packed documents and padding, rows without targets, a step with NaN."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tests.oracle.drawn import Drawn
 
 
 def host_batch(drawn: Drawn, step: int) -> dict[str, np.ndarray]:
-    """The global batch of a step: arrays [B, S], as a DataPipeline's."""
+    """Return the global batch of a step: arrays [B, S] as from a DataPipeline."""
     data = drawn.data
     shape = (data.batch, data.seq_len)
     rng = np.random.default_rng([drawn.seed, step])
     stream = rng.integers(0, drawn.model.vocab, (data.batch, data.seq_len + 1)).astype(np.int32)
     weights = (rng.random(shape) < 0.8).astype(np.float32)
     if data.fractions:
-        # Their sums are exact in float32, and so is a division by way of the reciprocal.
+        # Sums of these are exact in float32, and so is division by multiplying with the reciprocal.
         weights *= rng.choice(np.array([0.25, 0.5, 1.0], np.float32), shape)
     batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:]}
     if data.documents:
@@ -30,7 +30,7 @@ def host_batch(drawn: Drawn, step: int) -> dict[str, np.ndarray]:
 
 
 def _documents(rng: np.random.Generator, batch: int, length: int) -> dict[str, np.ndarray]:
-    """Segments 1, 2, ... of a few positions each, and padding (0) behind them; a row may be nothing but padding."""
+    """Return segments 1, 2, ... of a few positions each, followed by padding (0); a row may be only padding."""
     segments, positions = np.zeros((2, batch, length), np.int32)
     for row in range(batch):
         used = int(rng.integers(length // 2, length + 1)) if rng.random() < 0.9 else 0

@@ -1,4 +1,4 @@
-"""Runs a random experiment twice, by the framework and by the reference, and says where they differ most."""
+"""Runs a random experiment with the framework and with the reference, and finds the largest difference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.oracle.drawn import Drawn
 from tests.oracle.parameters import first_values
 from tests.support import exact
 
-# By how much a tensor may differ after the last step, as a part of the most that any of its elements was moved.
-# A learning rate that is bounded by or scheduled is a float32, whose half ulp is 6e-8.
+# Tolerance of a tensor after the last step, relative to the largest change of any of its elements.
+# A learning rate from a schedule, or in a bound on updates, is a float32, whose half ulp is 6e-8.
 TOLERANCES = {"float64": 5e-7, "float32": 1e-3, "mixed": 5e-2}
 METRIC_TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "mixed": 2e-2}  # losses and norms, which are float32
 
 
 class Verdict(NamedTuple):
-    """What came of a seed. `error` is the largest, as a part of the tolerance."""
+    """Result of a seed. `error` is the largest error, relative to its tolerance."""
 
     seed: int
     outcome: Literal["agree", "refused", "disagree"]
@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def conditions() -> Iterator[None]:
-    """float64 exists in all threads (those of the checkpointer too), and small tensors go to the host and in blocks."""
+    """Enable float64 in all threads (also the checkpointer's), and offload and split even small tensors."""
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
     try:
@@ -45,7 +45,7 @@ def conditions() -> Iterator[None]:
 
 
 def judge(drawn: Drawn) -> Verdict:
-    """Runs both sides. A ValueError before anything runs is a refusal; any other error is a disagreement."""
+    """Run both sides. A ValueError before anything runs is a refusal; any other error is a disagreement."""
     start = time.monotonic()
 
     def verdict(outcome: Literal["agree", "refused", "disagree"], error: float, detail: str) -> Verdict:
@@ -59,7 +59,7 @@ def judge(drawn: Drawn) -> Verdict:
                 return verdict("refused", 0.0, str(error))
             actual = subject.train(drawn, programs)
             expected = training64.train(drawn)
-    except Exception:  # whatever the framework raises is a finding, and the next seed is to run
+    except Exception:  # any other exception is a finding, and the next seed should still run
         return verdict("disagree", float("inf"), traceback.format_exc())
     errors = differences(drawn, actual, expected)
     worst = max(errors, key=lambda name: errors[name])
@@ -67,7 +67,7 @@ def judge(drawn: Drawn) -> Verdict:
 
 
 def differences(drawn: Drawn, actual: training64.Result, expected: training64.Result) -> dict[str, float]:
-    """{what: difference as a part of the tolerance} of losses, norms, the number of skipped steps, and each tensor."""
+    """Return {name: difference relative to its tolerance} for losses, norms, skipped steps and each tensor."""
     precision = drawn.precision
     errors = {"skipped steps": float("inf") if actual.skipped != expected.skipped else 0.0}
     for kind in ("losses", "norms"):
@@ -84,8 +84,10 @@ def differences(drawn: Drawn, actual: training64.Result, expected: training64.Re
 
 
 def _of_tensors(drawn: Drawn, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    """By tensor: the largest difference, as a part of the largest change of an element; a tensor that hardly moved is
-    measured by the others."""
+    """Return the largest difference of each tensor, relative to the largest change of any of its elements.
+
+    For a tensor that hardly changed, the scale is 1% of the largest change of all tensors.
+    """
     first = first_values(drawn)
 
     def largest(a: np.ndarray, b: np.ndarray) -> float:
@@ -107,5 +109,5 @@ def _of_number(a: float, b: float) -> float:
 
 
 def forget() -> None:
-    """Compiled programs of this seed are of no use to the next."""
+    """Drop the compiled programs, which the next seed cannot reuse."""
     jax.clear_caches()

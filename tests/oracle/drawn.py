@@ -1,6 +1,6 @@
-"""What a random experiment is made of: plain numbers and names, which the reference and the framework each build from.
+"""Description of a random experiment in plain numbers and names, from which both reference and framework are built.
 
-Nothing of the framework is imported: the reference reads these alone.
+This module does not import the framework, because it is the only input of the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Fields = dict[str, Any]  # keyword arguments of a function of optax
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm or LayerNorm; `bias` is LayerNorm's, `zero_centered` RMSNorm's (what is stored is the scale less 1)."""
+    """RMSNorm or LayerNorm; `bias` is for LayerNorm, `zero_centered` (scale - 1 is stored) for RMSNorm."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
@@ -23,7 +23,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention; `rope_scaling` is linear or llama3, and its fields."""
+    """One attention layer; `rope_scaling` is (linear or llama3, its fields)."""
 
     heads: int
     kv_heads: int
@@ -50,8 +50,10 @@ class MLP:
 
 @dataclass(frozen=True)
 class Router:
-    """What gives each token to `top_k` of so many experts. `balance` and `z` are the coefficients of its losses; `bias`
-    is a learned bias of the logits."""
+    """A router that sends each token to `top_k` of `experts` experts.
+
+    `balance` and `z` are the coefficients of its losses; `bias` adds a learned bias to the logits.
+    """
 
     experts: int
     top_k: int
@@ -66,7 +68,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts of equal shape in the place of a feed-forward block, and perhaps a block that all tokens are given to."""
+    """Experts of equal shape instead of a feed-forward block, with an optional shared block for all tokens."""
 
     router: Router
     expert: MLP
@@ -85,8 +87,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters for the linear layers whose path `targets` matches, and for the experts whose path it matches if it has
-    the word `experts`; `base` int8 stores the weights of linear layers in 8 bits."""
+    """LoRA adapters for the linear layers whose path matches `targets`.
+
+    Experts whose path matches get adapters too, but only if `targets` contains the word `experts`. With `base` int8,
+    the weights of these linear layers are stored in 8 bits.
+    """
 
     rank: int
     alpha: float
@@ -96,7 +101,10 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Model:
-    """A language model: `units` times the pattern `layers`, of which those `shared` have one copy for all units."""
+    """A language model: the pattern `layers`, repeated `units` times.
+
+    Layers whose index is in `shared` have one copy of their weights for all repeats.
+    """
 
     dim: int
     vocab: int
@@ -116,7 +124,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A function of `tests.oracle.optimizers`; `rate` is a number, or a schedule of optax and its fields."""
+    """A function of `tests.oracle.optimizers`; `rate` is a number, or (an optax schedule, its fields)."""
 
     name: str
     rate: float | tuple[str, Fields]
@@ -125,7 +133,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Rule:
-    """What differs for parameters whose path matches; one of the three."""
+    """A change for parameters whose path matches: one of freeze, set and optimizer."""
 
     pattern: str
     freeze: bool = False
@@ -135,8 +143,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Learner:
-    """How parameters learn. `clip_mode` is global_norm (which stands for two_pass too: a schedule may need that
-    instead), previous_norm, update_rms or norm_growth."""
+    """Optimizer, rules, clipping and EMA.
+
+    `clip_mode` is global_norm, previous_norm, update_rms or norm_growth. global_norm also stands for two_pass, which
+    some schedules need instead.
+    """
 
     optimizer: Optimizer
     scope: Literal["unit", "model"] = "unit"
@@ -148,7 +159,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Data:
-    """The batches. `empty` are (step, count, index): rows whose number modulo `count` is `index` have no targets."""
+    """The batches. `empty` has entries (step, count, index): rows with number % count == index have no targets."""
 
     seq_len: int
     batch: int
@@ -160,8 +171,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a run from step `start` on: everything here may differ after a checkpoint. The words are those of
-    `framework.schedules.memory.Memory`."""
+    """The part of a run from step `start` on, with the settings that may change at a checkpoint.
+
+    The values are those of `framework.schedules.memory.Memory`.
+    """
 
     start: int = 0
     mesh: dict[str, int] = field(default_factory=dict)
@@ -176,7 +189,7 @@ class Phase:
 
     @property
     def updates_at_once(self) -> bool:
-        """Whether each unit is updated before all gradients are known."""
+        """True if each layer is updated before all gradients are known."""
         return self.update == "in_backward" or self.gradients == "none"
 
 
@@ -194,7 +207,7 @@ class Drawn:
 
 
 def settings(drawn: Any, path: str = "") -> dict[str, Any]:
-    """{dotted path: value} of all fields that have no default, or another value than it."""
+    """Return {dotted path: value} of all fields without a default or with a value that differs from it."""
     if is_dataclass(drawn):
         found: dict[str, Any] = {}
         for own in fields(drawn):

@@ -1,6 +1,6 @@
 """Draws a whole experiment from a seed: a model, a learner, batches, and one or more phases of a run.
 
-What is drawn is meant to be accepted: the rules that docs/memory.md and the errors name are kept here.
+The framework should accept every drawn experiment, so this module follows the rules in docs/memory.md and in errors.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from tests.oracle.generator_mixtures import hidden_widths, with_mixtures
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
-MIXTURES = 1  # The stream of random numbers that mixtures of experts are drawn from.
+MIXTURES = 1  # index of the random stream that mixtures of experts are drawn from
 _T = TypeVar("_T")
 
 
 class Dice:
-    """A random generator with the words of this file."""
+    """A random generator with helper methods for drawing settings."""
 
     def __init__(self, seed: int | tuple[int, ...]):
         self.rng = np.random.default_rng(seed)
 
     def chance(self, probability: float) -> bool:
-        """True so often."""
+        """Return True with this probability."""
         return bool(self.rng.random() < probability)
 
     def pick(self, values: Sequence[_T]) -> _T:
-        """One of them."""
+        """Return one of the values."""
         return values[int(self.rng.integers(len(values)))]
 
     def between(self, low: int, high: int) -> int:
-        """An integer, both ends included."""
+        """Return an integer from low to high, both included."""
         return int(self.rng.integers(low, high + 1))
 
     def log_uniform(self, low: float, high: float) -> float:
-        """A number of three digits, small ones as often as large ones."""
+        """Return a log-uniform number, rounded to three digits."""
         return float(f"{math.exp(self.rng.uniform(math.log(low), math.log(high))):.3g}")
 
 
 def draw(seed: int) -> plain.Drawn:
-    """The experiment of a seed."""
+    """Return the experiment of a seed."""
     dice = Dice(seed)
     precision = dice.pick(["float64"] * 8 + ["float32", "mixed"])
     optimizer = draw_optimizer(dice, {"float32": INSENSITIVE, "mixed": SMOOTH}.get(precision))
-    # What float32 rounds is 1e-8, not 1e-16: of that Adam makes a ten thousandth of an update, whatever its eps.
+    # Rounding errors are 1e-8 in float32, not 1e-16. Adam turns them into 1e-4 of an update even with a large eps.
     is_sensitive = optimizer.name not in INSENSITIVE or precision != "float64"
     model = _model(dice, precision=precision, is_sensitive=is_sensitive)
     if precision == "float64":
-        # What float32 rounds may change which experts a token is given to.
+        # float32 rounding could change which experts a token is sent to.
         model = with_mixtures(Dice((seed, MIXTURES)), model, is_sensitive=is_sensitive)
     shapes = parameter_shapes(model)
     paths = list(dict.fromkeys(path(name) for name in shapes))
@@ -103,7 +103,7 @@ def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
         chunk_tokens=dice.pick([0, 5, 16, 1024]),
         lora=_lora(dice, layers) if dice.chance(0.2) else None,
     )
-    # What float32 rounds differently may be another multiple of 2^-12.
+    # Different float32 rounding could give another multiple of 2^-12.
     return replace(model, streams="float32") if streams == "fixed" and precision != "float64" else model
 
 
@@ -135,8 +135,8 @@ def _attention(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Attent
             ("llama3", {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 20}),
         ]
     )
-    # The softmax does not see what is added to all keys alike: such a bias has a gradient of nothing but rounding, of
-    # which optimizers that divide by it make whole updates.
+    # The softmax is invariant to a bias that is added to all keys. The gradient of such a bias is only rounding error,
+    # which optimizers that divide by the gradient turn into full updates.
     has_key_bias = theta is not None or not is_sensitive
     qk_norm = dice.pick([None, None, plain.Norm("rms", 1e-5), plain.Norm("layer", 1e-5, bias=has_key_bias)])
     head_dim = dice.pick([4, 6, 8])
@@ -158,7 +158,7 @@ def _attention(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Attent
 def _lora(dice: Dice, layers: tuple[plain.Layer, ...]) -> plain.LoRA:
     inner = [layer.attention.heads * layer.attention.head_dim for layer in layers]
     bases = [None, None, "int8"]
-    # Four codes of 8 bits are a word.
+    # Four 8-bit codes are packed into a word.
     has_words = all(size % 4 == 0 for size in inner)
     return plain.LoRA(
         rank=dice.pick([1, 2, 4]),
@@ -192,7 +192,7 @@ def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, d
         "parameters": parameters,
         "activations": activations,
     }
-    # Groups of so many units would have to divide every section.
+    # The group size would have to divide the length of every layer range.
     has_groups = remat.startswith("sqrt:")
     if learner.scope == "unit" and model.units > 1 and not has_groups and dice.chance(0.5):
         places = {field: _of_some_layers(dice, model, place) for field, place in places.items()}
@@ -209,17 +209,17 @@ def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, d
 
 
 def _of_some_layers(dice: Dice, model: plain.Model, place: str) -> str:
-    """A placement of all layers, or of some."""
+    """Return the placement for all layers, or for the first few."""
     if place != "pinned_host" or dice.chance(0.3):
         return place
     units = dice.between(1, model.units)
-    # As a part of the layers, or as their number.
+    # Written as a fraction of the layers, or as their number.
     return f"{place}:{units / model.units:.6f}" if dice.chance(0.5) else f"{place}:{units * len(model.layers)}"
 
 
 def _of_some_units(dice: Dice, model: plain.Model, remat: str, update: str) -> str:
-    """A policy of all units, or of the first ones, with another one for the others."""
-    # Groups would have to divide the units that are left; programs of layers invert all or none.
+    """Return the policy for all layers, or for the first ones, with `full` for the others."""
+    # Groups would have to divide the remaining layers; layer_programs inverts all layers or none.
     if ":" in remat or ("invert" in remat and update == "layer_programs") or dice.chance(0.3):
         return remat
     units = dice.between(1, model.units - 1)
@@ -227,10 +227,10 @@ def _of_some_units(dice: Dice, model: plain.Model, remat: str, update: str) -> s
 
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
-    """Sizes of the axes that the sizes of the experiment are multiples of; of 1, 2, 4 or 8 devices."""
+    """Return axis sizes that divide the experiment's sizes, for 1, 2, 4 or 8 devices."""
     heads = math.gcd(*(layer.attention.kv_heads for layer in model.layers))
     hidden = math.gcd(*(width for layer in model.layers for width in hidden_widths(layer.mlp)))
-    # 0 without mixtures.
+    # gcd() of nothing is 0, which means that there are no mixtures.
     experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))
     expert_sizes = [size for size in (1, 2, 4) if experts % size == 0] if experts else [1]
     by_model, rows = math.gcd(heads, hidden, model.vocab), data.batch // accumulate
@@ -239,7 +239,7 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
         mesh: dict[str, int] = dict(zip(("expert", "data", "fsdp", "seq", "model"), sizes, strict=True))
         fits = rows % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
-        # Matrices this small are not cut where they are stored in words.
+        # Matrices this small are not sharded if their codes are packed into words.
         has_words = model.lora is not None and model.lora.base == "int8"
         fits &= not has_words or mesh["fsdp"] == mesh["model"] == 1
         if fits and math.prod(sizes) <= DEVICES:
@@ -260,7 +260,7 @@ def _remat(dice: Dice, model: plain.Model, update: str, activations: str) -> str
 def _bad_rows(
     dice: Dice, phases: Sequence[plain.Phase], steps: int
 ) -> tuple[tuple[tuple[int, int, int], ...], int | None]:
-    """(rows without targets: a whole microbatch or the whole batch, the step with NaN)."""
+    """Return (rows without targets, the step with NaN); the rows are whole microbatches or the whole batch."""
     empty: list[tuple[int, int, int]] = []
     ends = [phase.start for phase in phases[1:]] + [steps]
     for phase, end in zip(phases, ends, strict=True):
@@ -273,6 +273,6 @@ def _bad_rows(
 
 
 def as_text(experiment: plain.Drawn) -> list[str]:
-    """One line for each setting that is drawn, as far as it is no default."""
+    """Return one line for each drawn setting that differs from its default."""
     drawn_settings: dict[str, Any] = plain.settings(experiment)
     return [f"{name} = {value!r}" for name, value in drawn_settings.items()]

@@ -1,4 +1,4 @@
-"""Draws the learner of a random experiment: optimizer, schedule of the learning rate, rules, clipping, averaging."""
+"""Draws the learner of a random experiment: optimizer, learning-rate schedule, rules, clipping, EMA."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.oracle import drawn as plain
 if TYPE_CHECKING:
     from tests.oracle.generator import Dice
 
-# Learning rates that move weights by a few percent in a step, and fields. A large eps keeps Adam and its kin from
-# making whole updates of a gradient that is nothing but rounding.
+# name: (learning rate that moves weights by a few percent per step, choices of fields). A large eps keeps Adam and its
+# variants from turning a gradient that is only rounding error into a full update.
 _OPTIMIZERS: dict[str, tuple[float, list[dict[str, Any]]]] = {
     "sgd": (0.05, [{}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}]),
     "adam": (1e-2, [{"eps": 1e-4}]),
@@ -32,20 +32,20 @@ _OPTIMIZERS: dict[str, tuple[float, list[dict[str, Any]]]] = {
     "lars": (1.0, [{"weight_decay": 0.01}]),
     "muon": (1e-2, [{}, {"weight_decay": 0.1}]),
 }
-# Those that make nothing of a gradient of nothing but rounding.
+# Optimizers that make almost no update from a gradient that is only rounding error.
 INSENSITIVE = ("sgd", "adam", "adamw", "amsgrad", "yogi", "adagrad", "rmsprop", "adamaxw", "adan", "clipped_adamw")
-# Those that do not divide by a small gradient, whose relative error is large where gradients are bfloat16.
+# Optimizers that do not divide by small gradients, whose relative error is large in bfloat16.
 SMOOTH = ("sgd", "adagrad")
 _PATTERNS = ("norm", "embed", "head/", "bias", "attention", "mlp", "block0/mlp", "^shared", "query|key", "lora_b", "up")
 
 
 def draw_optimizer(dice: Dice, names: Sequence[str] | None = None) -> plain.Optimizer:
-    """An optimizer; AdamW as often as four others."""
+    """Return an optimizer; AdamW is four times as likely as any other."""
     known = [name for name in (names or _OPTIMIZERS) if name in _OPTIMIZERS]
     name = dice.pick(known + ["adamw"] * 3 * ("adamw" in known))
     rate, choices = _OPTIMIZERS[name]
     peak = dice.log_uniform(0.5 * rate, 1.5 * rate)
-    takes_schedule = name != "sm3"  # optax's negates the number
+    takes_schedule = name != "sm3"  # optax.sm3 negates the learning rate, which only works for a number
     rate = _schedule(dice, peak) if takes_schedule and dice.chance(0.5) else peak
     return plain.Optimizer(name, rate, dice.pick(choices))
 
@@ -67,7 +67,7 @@ def _schedule(dice: Dice, peak: float) -> tuple[str, dict[str, Any]]:
 def draw_learner(
     dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str], precision: str
 ) -> plain.Learner:
-    """A learner for a model with these paths."""
+    """Return a learner for a model with these parameter paths."""
     whole = precision != "mixed" and dice.chance(0.08)
     if whole:
         optimizer = plain.Optimizer("clipped_adamw", optimizer.rate, {"max_norm": 0.5, "weight_decay": 0.05})
@@ -89,11 +89,11 @@ def draw_learner(
 def _rules(
     dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str], precision: str
 ) -> tuple[plain.Rule, ...]:
-    """Up to two rules, each of which has something left to decide; they never freeze everything."""
+    """Return up to two rules. Each applies to some parameters, and together they never freeze everything."""
     trained = [path for path in paths if model.lora is None or re.search("lora_[ab]$", path)]
     left, learning, rules = set(trained), set(trained), []
     for _ in range(dice.pick([0, 0, 1, 2])):
-        # With adapters, a rule names what it may train: the rest is frozen anyway.
+        # With adapters, only their parameters count as matches, because the rest is frozen anyway.
         pattern = dice.pick(_PATTERNS)
         matched = {path for path in left if re.search(pattern, path)}
         freeze = dice.chance(0.5)

@@ -1,4 +1,4 @@
-"""Draws mixtures of experts in the place of some feed-forward blocks of a random model."""
+"""Replaces some feed-forward blocks of a random model with randomly drawn mixtures of experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 
 def with_mixtures(dice: Dice, model: plain.Model, *, is_sensitive: bool) -> plain.Model:
-    """The model, or in one of three cases the model with at least one mixture.
+    """Return the model, in one of three cases with at least one mixture.
 
-    `is_sensitive` says that the optimizer makes whole updates of gradients that are nothing but rounding.
+    Args:
+        dice: source of randomness.
+        model: model to change.
+        is_sensitive: the optimizer turns gradients that are only rounding error into full updates.
     """
     if not dice.chance(1 / 3):
         return model
@@ -24,7 +27,7 @@ def with_mixtures(dice: Dice, model: plain.Model, *, is_sensitive: bool) -> plai
     for index, layer in enumerate(model.layers):
         if index == always or dice.chance(0.6):
             assert isinstance(layer.mlp, plain.MLP)
-            # Most often as many experts in all layers, as a mesh must divide them all.
+            # Mostly the same count in all layers, because a mesh must divide all of them.
             count = experts if dice.chance(0.7) else dice.between(2, 5)
             layer = replace(layer, mlp=_mixture(dice, layer.mlp, count, is_sensitive=is_sensitive))
         layers.append(layer)
@@ -32,18 +35,18 @@ def with_mixtures(dice: Dice, model: plain.Model, *, is_sensitive: bool) -> plai
 
 
 def hidden_widths(mlp: plain.MLP | plain.Mixture) -> list[int]:
-    """The inner widths of all blocks that a layer has in the place of its MLP."""
+    """Return the hidden widths of a layer's feed-forward blocks: its MLP, or its experts and shared block."""
     blocks = [mlp] if isinstance(mlp, plain.MLP) else [mlp.expert, mlp.shared]
     return [block.hidden for block in blocks if block is not None]
 
 
 def _mixture(dice: Dice, expert: plain.MLP, count: int, *, is_sensitive: bool) -> plain.Mixture:
-    """Experts as the block that they take the place of."""
+    """Return a mixture whose experts are like the block that they replace."""
     top_k = dice.between(1, min(count, 3))
     score = dice.pick(["softmax", "softmax", "softmax_chosen", "sigmoid"])
     normalize = dice.chance(0.5)
     if top_k == 1 and is_sensitive:
-        # The share of a single expert would be 1 whatever the logits, and their gradient nothing but rounding.
+        # The share of a single expert would be 1 for any logits, whose gradient would then be only rounding error.
         normalize = False
         score = "softmax" if score == "softmax_chosen" else score
     shared = replace(expert, hidden=4 * dice.between(2, 4), gated=dice.chance(0.5)) if dice.chance(0.4) else None
@@ -62,8 +65,8 @@ def _mixture(dice: Dice, expert: plain.MLP, count: int, *, is_sensitive: bool) -
 
 
 def _lora(dice: Dice, lora: plain.LoRA) -> plain.LoRA:
-    """Adapters of experts sometimes, whose weights are then floats."""
-    # There may be no linear layer whose path has `mlp` left.
+    """Return the adapters, sometimes extended to experts; the base weights are then floats."""
+    # With the target `mlp`, there may be no linear layer left that matches.
     if lora.targets != "mlp" and dice.chance(0.5):
         return lora
     return replace(lora, targets=dice.pick(["experts|.", "experts/", "experts/(gate|up)|attention"]), base=None)

@@ -1,9 +1,9 @@
-"""One training step of Llama 2, written by hand with JAX alone: what the planner's figures are compared with.
+"""One handwritten training step of Llama 2 in plain JAX, as a reference for the planner's figures.
 
 The shape is from arXiv 2307.09288. Weights are bf16; master weights and AdamW's moments (arXiv 1711.05101) are f32, so
-14 bytes a parameter. Each matrix is cut along its side of size D over the chips, and gathered by the layer that needs
-it (arXiv 1910.02054); a layer keeps nothing but its input for the backward pass; the cross-entropy takes its gradient a
-chunk of positions at a time. `python tests/oracle/llama2.py` prints the bytes of the 7B step on 16 v5e chips.
+14 bytes per parameter. Each matrix is sharded over the chips along its side of size D, and gathered by the layer that
+needs it (arXiv 1910.02054). A layer saves only its input for the backward pass. The cross-entropy computes its gradient
+one chunk of positions at a time. `python tests/oracle/llama2.py` prints the bytes of the 7B step on 16 v5e chips.
 
 Axis letters: B sequences, S positions, N heads, H channels of a head, D width, F hidden width, V vocabulary, L layers.
 """
@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 Tree = dict[str, Any]
 CLIP, B1, B2, EPS, DECAY = 1.0, 0.9, 0.95, 1e-8, 0.1
-HEAD_CHUNK = 1024  # tokens of one chip whose logits exist at once
+HEAD_CHUNK = 1024  # tokens per chip whose logits exist at the same time
 
 
 @dataclass(frozen=True)
 class Llama:
-    """The model, the dtype of weights and activations, and the schedule of learning rates."""
+    """The model, the dtype of weights and activations, and the learning-rate schedule."""
 
     layers: int = 32
     dim: int = 4096
@@ -41,7 +41,7 @@ class Llama:
     steps: int = 500_000
 
     def state(self, mesh: Mesh) -> Tree:
-        """What a run keeps, as ShapeDtypeStructs: weights, master weights, two moments, updates made so far."""
+        """Return the state as ShapeDtypeStructs: weights, master weights, two moments, and the number of updates."""
         L, D, F, V = self.layers, self.dim, self.hidden, self.vocab
 
         def array(shape: tuple[int, ...], dtype: Any, cut: int | None = None) -> jax.ShapeDtypeStruct:
@@ -61,19 +61,19 @@ class Llama:
 
 
 def cut(mesh: Mesh, x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the partitioner how x lies on the chips; without axes, each has the whole."""
+    """Constrain the sharding of x over the chips; without axes, x is replicated."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / rms(x) * scale in f32, handed back in x's dtype."""
+    """Return x / rms(x) * scale, computed in f32 and cast to x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x_BSNH: jax.Array) -> jax.Array:
-    """Rotary positions (arXiv 2104.09864) in f32; element i turns with element i + H/2."""
+    """Apply rotary positions (arXiv 2104.09864) in f32; element i is paired with element i + H/2."""
     _, S, _, H = x_BSNH.shape
     angle = jnp.arange(S)[:, None, None] * 10_000.0 ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
     a, b = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
@@ -82,7 +82,7 @@ def rotate(x_BSNH: jax.Array) -> jax.Array:
 
 
 def attention(mesh: Mesh, q_BSNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Array) -> jax.Array:
-    """Causal attention: on TPU by the flash kernel that comes with JAX, each chip with its own sequences."""
+    """Causal attention; on TPU with the flash kernel that comes with JAX, each chip on its own sequences."""
     if mesh.devices.flat[0].platform != "tpu":
         return jax.nn.dot_product_attention(q_BSNH, k_BSNH, v_BSNH, is_causal=True)
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -101,7 +101,7 @@ def attention(mesh: Mesh, q_BSNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Arra
 
 
 def block(model: Llama, mesh: Mesh, x_BSD: jax.Array, w: Tree) -> jax.Array:
-    """One layer, with its slice of the weights."""
+    """Apply one layer, given its slice of the weights."""
     w = jax.tree.map(partial(cut, mesh), w)
     B, S, D = x_BSD.shape
     h = rms_norm(x_BSD, w["attention_norm"])
@@ -112,7 +112,10 @@ def block(model: Llama, mesh: Mesh, x_BSD: jax.Array, w: Tree) -> jax.Array:
 
 
 def head(mesh: Mesh, h_BSD: jax.Array, table_VD: jax.Array, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean cross-entropy, and its gradients with respect to h and the table: softmax less one-hot, chunk by chunk."""
+    """Return the mean cross-entropy and its gradients with respect to h and the table, chunk by chunk.
+
+    The gradient with respect to the logits is softmax minus one-hot.
+    """
     table = cut(mesh, table_VD)
     B, S, _ = h_BSD.shape
     chunks = max(1, B // mesh.size * S // HEAD_CHUNK)
@@ -137,7 +140,7 @@ def head(mesh: Mesh, h_BSD: jax.Array, table_VD: jax.Array, batch: Tree) -> tupl
 
 
 def train_step(model: Llama, mesh: Mesh, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-    """(new state, {"loss", "norm"}) from tokens, targets and weights, [B, S] each."""
+    """Return (new state, {"loss", "norm"}); the batch has tokens, targets and weights, [B, S] each."""
     weights = state["weights"]
 
     def body(embed: jax.Array, layer: Tree) -> jax.Array:
@@ -157,7 +160,7 @@ def train_step(model: Llama, mesh: Mesh, state: Tree, batch: Tree) -> tuple[Tree
 
 
 def adamw(model: Llama, state: Tree, grads: Tree, factor: jax.Array) -> Tree:
-    """The state after an update by `factor` times the gradients; the scales of norms do not decay."""
+    """Return the state after an AdamW update with `factor` times the gradients; norm scales have no weight decay."""
 
     def leaf(path: Any, g: jax.Array, master: jax.Array, mean: jax.Array, square: jax.Array) -> Tree:
         count = state["count"]
@@ -176,7 +179,7 @@ def adamw(model: Llama, state: Tree, grads: Tree, factor: jax.Array) -> Tree:
 
 
 def compile_step(model: Llama, mesh: Mesh, sequences: int, length: int) -> Any:
-    """The compiled step (state, batch) -> (state, metrics) for global batches [sequences, length]; it donates."""
+    """Compile the step (state, batch) -> (state, metrics) for global batches [sequences, length]; state is donated."""
     state, rows = model.state(mesh), NamedSharding(mesh, P("fsdp"))
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((sequences, length), dtype, sharding=rows) for name, dtype in dtypes.items()}
@@ -185,7 +188,7 @@ def compile_step(model: Llama, mesh: Mesh, sequences: int, length: int) -> Any:
 
 
 def main() -> None:
-    """Compiles the 7B step for 16 v5e chips without having them, a sequence of 4096 tokens each."""
+    """Compile the 7B step ahead of time for 16 v5e chips, with one sequence of 4096 tokens each; print its bytes."""
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import mesh_utils, topologies

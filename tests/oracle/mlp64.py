@@ -1,6 +1,6 @@
-"""The reference's feed-forward blocks and mixtures of experts, from the published formulas, with JAX alone.
+"""The reference's feed-forward blocks and mixtures of experts, from the published formulas, in plain JAX.
 
-Every expert is computed for every token, and counts by the token's share of it: rows are not sorted, nothing is cut.
+Every expert is computed for every token and weighted with the token's share. Rows are not sorted or sharded.
 
 Axis letters: B sequences, S positions, D width, E experts.
 """
@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from tests.oracle.drawn import MLP, LoRA, Mixture, Router
 
 Parameters = dict[str, jax.Array]
-Linear = Callable[[str, jax.Array], jax.Array]  # of a name and what the linear layer of that name is given
+Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, its input) -> its output
 
 
 def mlp(one: MLP, linear: Linear, x: jax.Array) -> jax.Array:
-    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+    """Return down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
     activation = {
         "gelu": lambda x: 0.5 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0))),
         "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
@@ -46,9 +46,9 @@ def mixture(
     x_BSD: jax.Array,
     batch: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """(shared(x) + sum_e share_e expert_e(x) [B, S, D], the router's losses).
+    """Return (shared(x) + sum_e share_e expert_e(x) [B, S, D], the router's losses).
 
-    Parameters have names that begin with `home`; `target` is what `lora.targets` is searched in.
+    The names of the parameters start with `home`; `lora.targets` is searched for in `target`.
     """
     logits_BSE = x_BSD @ params[f"{home}/router/weight"] + params.get(f"{home}/router/bias", 0.0)
     scores_BSE, is_chosen_BSE, shares_BSE = _routed(one.router, logits_BSE)
@@ -71,16 +71,16 @@ def mixture(
 
 
 def _routed(router: Router, logits_BSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(scores of all experts, which experts are chosen, shares of all experts, 0 of those that are not chosen)."""
+    """Return (scores of all experts, mask of the chosen experts, shares of all experts); other shares are 0."""
     exponentials_BSE = jnp.exp(logits_BSE)
     if router.score == "sigmoid":
         scores_BSE = 1.0 / (1.0 + jnp.exp(-logits_BSE))
     else:
         scores_BSE = exponentials_BSE / jnp.sum(exponentials_BSE, axis=-1, keepdims=True)
-    # An expert is chosen if fewer than top_k have a larger logit; all scores grow with it.
+    # An expert is chosen if fewer than top_k have a larger logit, because every score increases with the logit.
     num_larger_BSE = jnp.sum(logits_BSE[..., None, :] > logits_BSE[..., :, None], axis=-1)
     is_chosen_BSE = num_larger_BSE < router.top_k
-    # A softmax over the chosen ones is one over all, divided by its sum.
+    # A softmax over the chosen experts is the softmax over all, divided by its sum over the chosen.
     shares_BSE = jnp.where(is_chosen_BSE, scores_BSE, 0.0)
     if router.normalize or router.score == "softmax_chosen":
         shares_BSE = shares_BSE / jnp.sum(shares_BSE, axis=-1, keepdims=True)
@@ -90,12 +90,12 @@ def _routed(router: Router, logits_BSE: jax.Array) -> tuple[jax.Array, jax.Array
 def _losses(
     router: Router, logits_BSE: jax.Array, scores_BSE: jax.Array, is_chosen_BSE: jax.Array, batch: dict[str, Any]
 ) -> jax.Array:
-    """The z loss, logsumexp(logits)^2 (arXiv 2202.08906, equation 5), and the balance loss, E * sum_e(f_e * P_e) (arXiv
-    2101.03961, equations 4 to 6), by their coefficients, as means over targets by their weights.
+    """Return the sum of z loss and balance loss with their coefficients, as weighted means over targets.
 
-    f_e is the part of the choices that fell on expert e, P_e the mean of its score as a part of all experts' scores; of
-    each sequence, or of all sequences of a microbatch, which are those whose number modulo the number of microbatches
-    is the same.
+    The z loss is logsumexp(logits)^2 (arXiv 2202.08906, equation 5), the balance loss E * sum_e(f_e * P_e) (arXiv
+    2101.03961, equations 4 to 6). f_e is the fraction of choices that select expert e, and P_e the mean of its score as
+    a fraction of all experts' scores. Both are per sequence, or over all sequences of a microbatch: those with the same
+    index modulo the number of microbatches.
     """
     weights_BS, total = batch["weights"], batch["total"]
     sizes_BS = jnp.log(jnp.sum(jnp.exp(logits_BSE), axis=-1))

@@ -1,7 +1,7 @@
-"""The reference's language model, from the published formulas, with JAX alone: no layer of the framework is imported.
+"""The reference's language model, from the published formulas, in plain JAX: no layer of the framework is imported.
 
-Parameters are a flat dictionary by the names of tests.oracle.parameters. Each layer of each unit is written out: no
-scan, no blocks of rows, no chunks.
+Parameters are a flat dictionary with the names of tests.oracle.parameters. All layers are unrolled: there are no scans,
+row blocks or chunks.
 
 Axis letters: B sequences, S positions (T of keys), N heads, H channels of a head, D width, V vocabulary.
 """
@@ -24,10 +24,11 @@ Parameters = dict[str, jax.Array]
 
 
 def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What `loss` reads of a batch: tokens, targets, each target's share, positions, and who sees whom; the weights of
-    targets and their sum, 1 at least.
+    """Return the arrays of a batch that `loss` reads.
 
-    A share, weight / sum of weights (1 at least), is a float32, as `framework.layers.base.Context` documents of both.
+    These are tokens, targets, each target's share, positions, the attention mask, the weights of targets, and their sum
+    (at least 1). A share is weight / sum of weights in float32; `framework.layers.base.Context` documents this dtype
+    for both.
     """
     tokens, weights = batch["tokens"], batch["weights"]
     total = np.maximum(np.sum(weights, dtype=np.float32), np.float32(1.0))
@@ -43,9 +44,9 @@ def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def loss(model: Model, params: Parameters, batch: dict[str, Any], microbatches: int = 1) -> jax.Array:
-    """The sum over targets of share * (cross-entropy + z_loss * logsumexp^2), and the losses of routers.
+    """Return the sum over targets of share * (cross-entropy + z_loss * logsumexp^2), plus the losses of routers.
 
-    `batch` is as `prepared` makes it; of `microbatches`, each is balanced by itself.
+    `batch` is the result of `prepared`. Routers are balanced in each of the `microbatches` separately.
     """
     penalties: list[jax.Array] = []
     logits_BSV = _logits(model, params, {**batch, "microbatches": microbatches}, penalties)
@@ -55,12 +56,12 @@ def loss(model: Model, params: Parameters, batch: dict[str, Any], microbatches: 
 
 
 def _logits(model: Model, params: Parameters, batch: dict[str, Any], penalties: list[jax.Array]) -> jax.Array:
-    """[B, S, V]; the losses of routers are appended to `penalties`."""
+    """Return the logits [B, S, V], and append the losses of routers to `penalties`."""
     positions_BS = batch["positions"]
     x_BSD = params["embed/token"][batch["tokens"]] * (1.0 if model.embed_scale is None else model.embed_scale)
     if model.positions is not None:
         x_BSD = x_BSD + params["embed/position"][positions_BS]
-    branches: list[Callable[[jax.Array], jax.Array]] = []  # of all layers in order
+    branches: list[Callable[[jax.Array], jax.Array]] = []  # those of all layers, in order
     for unit in range(model.units):
         for index, layer in enumerate(model.layers):
             home = f"shared/block{index}" if index in model.shared else f"stack/{unit}/block{index}"
@@ -77,7 +78,7 @@ def _residual(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array
 
 
 def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array, kind: str) -> jax.Array:
-    """x1 += F(x2), x2 += G(x1), and so on (arXiv 1707.04585); the mean of both at the end."""
+    """Apply x1 += F(x2), x2 += G(x1), and so on (arXiv 1707.04585), and return the mean of both streams."""
     round_off = _rounded if kind == "fixed" else lambda x: x
     first = second = round_off(x_BSD)
     for attention, feed_forward in zip(branches[::2], branches[1::2], strict=True):
@@ -87,13 +88,16 @@ def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Ar
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """Multiples of 2^-12, with the gradient of x itself."""
+    """Round x to multiples of 2^-12, with the gradient of the identity."""
     nearest = jax.lax.stop_gradient(jnp.round(x * 4096.0) / 4096.0)
     return nearest + (x - jax.lax.stop_gradient(x))
 
 
 def _visible(batch: dict[str, Any]) -> np.ndarray:
-    """bool [B, S, T]: the past and itself; of its own document; padding sees itself alone."""
+    """Return the attention mask, bool [B, S, T] (or [1, S, T] without documents).
+
+    A position attends to itself and to earlier positions of its document; padding only to itself.
+    """
     length = batch["tokens"].shape[1]
     past_ST = np.tril(np.ones((length, length), bool))
     if "segments" not in batch:
@@ -111,7 +115,7 @@ def _branches(
     batch: dict[str, Any],
     penalties: list[jax.Array],
 ) -> list[Callable[[jax.Array], jax.Array]]:
-    """What a layer adds to the residual stream, as functions of it: attention, then the MLP."""
+    """Return a layer's branches, attention and MLP: functions from the residual stream to what is added to it."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
         return _linear(model.lora, params, f"{home}/{name}", f"{target}/{name}", x)
@@ -140,7 +144,7 @@ def _branches(
 
 
 def _linear(lora: LoRA | None, params: Parameters, home: str, target: str, x: jax.Array) -> jax.Array:
-    """x W + b, and beside it (alpha / rank) x A B (arXiv 2106.09685)."""
+    """Return x W + b, plus (alpha / rank) x A B with an adapter (arXiv 2106.09685)."""
     bias = params.get(f"{home}/bias", 0.0)
     if lora is None or not re.search(lora.targets, target):
         return x @ params[f"{home}/weight"] + bias
@@ -154,7 +158,7 @@ def _linear(lora: LoRA | None, params: Parameters, home: str, target: str, x: ja
 
 
 def _norm(norm: Norm, params: Parameters, home: str, x: jax.Array) -> jax.Array:
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last axis."""
+    """Apply RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last axis."""
     scale = params[f"{home}/scale"]
     if norm.kind == "rms":
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + norm.eps) * (scale + norm.zero_centered)
@@ -176,7 +180,7 @@ def _attention(
     positions_BS: jax.Array,
     mask_BST: jax.Array,
 ) -> jax.Array:
-    """Softmax attention; head n reads the keys of group n // (heads / kv_heads)."""
+    """Softmax attention; head n uses the keys of group n // (heads / kv_heads)."""
     batch, length, _ = x_BSD.shape
     channels = attention.head_dim
     queries, keys, values = (
@@ -200,7 +204,7 @@ def _attention(
 
 
 def _frequencies(attention: Attention) -> np.ndarray:
-    """Radians per position of each pair of channels (arXiv 2104.09864), scaled as Llama 3.1's or linearly."""
+    """Return radians per position for each pair of channels (arXiv 2104.09864), with linear or Llama 3.1 scaling."""
     assert attention.rope_theta is not None
     pairs = np.arange(0, attention.head_dim, 2)
     frequencies = 1.0 / attention.rope_theta ** (pairs / attention.head_dim)
@@ -225,7 +229,7 @@ def _frequencies(attention: Attention) -> np.ndarray:
 
 
 def _turned(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
-    """Channel i and channel i + H/2 are a complex number, turned by the angle."""
+    """Rotate channels i and i + H/2, as a complex number, by the angle."""
     half = x_BSNH.shape[-1] // 2
     turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half:]) * jnp.exp(1j * angles)
     return jnp.concatenate([turned.real, turned.imag], axis=-1)

@@ -1,4 +1,4 @@
-"""The optimizers of random experiments: optax's own, and one of a user that clips inside. Both sides call these."""
+"""Optimizers of random experiments: those of optax, and a custom one that clips. Both sides call these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import optax
 
 
 def clipped_adamw(*, learning_rate: Any, max_norm: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """AdamW behind a clip by the norm of all that it is given, which needs learner.scope = model."""
+    """AdamW after a clip by the norm of all gradients, which needs learner.scope = model."""
     adamw = optax.adamw(learning_rate, eps=1e-4, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_norm), adamw)
 

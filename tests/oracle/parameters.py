@@ -1,7 +1,8 @@
-"""Which parameters a random model has, by name and shape, and first values for them.
+"""The parameters of a random model by name and shape, and their initial values.
 
-A name is the framework's path, with the number of the unit where the stack has one tensor for all of them:
-stack/2/block0/attention/query/weight. Written beside the framework's own table, from docs and papers, not from it.
+A name is the framework's path plus the index in the stack, where the framework has one stacked tensor:
+stack/2/block0/attention/query/weight. This module is written from docs and papers, independently of the framework's
+parameter specs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 from tests.oracle.drawn import MLP, Drawn, LoRA, Mixture, Model, Norm
 
 Shapes = dict[str, tuple[int, ...]]
-# Weights in 8 bits are code / 127 * scale in float32, a compiler may make it code * (scale * (1 / 127)). With these
-# codes, and powers of two for scales, all orders give the same number: so they are compared as closely as others.
+# 8-bit weights are code / 127 * scale in float32, which a compiler may turn into code * (scale * (1 / 127)). With these
+# codes and scales that are powers of two, every order gives the same number, so the usual tolerances apply.
 _CODES = np.arange(-127, 128).astype(np.int8)
 _QUOTIENTS = _CODES.astype(np.float32) / np.float32(127)
 EXACT_CODES = _CODES[_CODES.astype(np.float32) * (np.float32(1) / np.float32(127)) == _QUOTIENTS]
@@ -24,7 +25,7 @@ PRECISE = {"float64": np.float64, "float32": np.float32, "mixed": ml_dtypes.bflo
 
 
 def parameter_shapes(model: Model) -> Shapes:
-    """{name: shape} of all parameters, one tensor per layer."""
+    """Return {name: shape} of all parameters, one tensor per layer."""
     shapes: Shapes = {"embed/token": (model.vocab, model.dim)}
     if model.positions is not None:
         shapes["embed/position"] = (model.positions, model.dim)
@@ -37,12 +38,12 @@ def parameter_shapes(model: Model) -> Shapes:
 
 
 def path(name: str) -> str:
-    """The framework's path of a name: without the number of the unit."""
+    """Return the framework's path for a name: without the index in the stack."""
     return re.sub(r"^stack/\d+/", "stack/", name)
 
 
 def _homes(model: Model) -> Iterator[tuple[str, int]]:
-    """(prefix of the names, index in the pattern) of every layer that has parameters of its own."""
+    """Yield (prefix of the names, index in the pattern) of every layer; a shared layer comes once."""
     for index in range(len(model.layers)):
         if index in model.shared:
             yield f"shared/block{index}", index
@@ -81,7 +82,7 @@ def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
 
 
 def _mlp_linears(home: str, mlp: MLP, dim: int) -> dict[str, tuple[int, int, bool]]:
-    """{name: (inputs, outputs, whether it has a bias)}."""
+    """Return {name: (inputs, outputs, whether it has a bias)}."""
     linears = {f"{home}/up": (dim, mlp.hidden, mlp.bias), f"{home}/down": (mlp.hidden, dim, mlp.bias)}
     if mlp.gated:
         linears[f"{home}/gate"] = (dim, mlp.hidden, mlp.bias)
@@ -89,7 +90,7 @@ def _mlp_linears(home: str, mlp: MLP, dim: int) -> dict[str, tuple[int, int, boo
 
 
 def _mixture_shapes(lora: LoRA | None, home: str, target: str, mixture: Mixture, dim: int) -> Shapes:
-    """Of the router, and of experts, whose matrices are stacked; adapters of experts are stacked as they are."""
+    """Return the shapes of the router and of the experts; matrices and adapters of experts are stacked."""
     router, count = mixture.router, mixture.router.experts
     shapes: Shapes = {f"{home}/router/weight": (dim, count)}
     if router.bias:
@@ -121,11 +122,11 @@ def _norm_shapes(home: str, norm: Norm, dim: int) -> Shapes:
     return shapes
 
 
-# --- their first values ----------------------------------------------------------------------------------------------
+# --- initial values --------------------------------------------------------------------------------------------------
 
 
 def first_values(drawn: Drawn) -> dict[str, np.ndarray]:
-    """{name: array}: nothing is zero or one, as biases, scales and adapters would be at the start of a real run."""
+    """Return {name: array}. Unlike in a real run, biases, scales and adapters do not start at zero or one."""
     values = {}
     for number, (name, shape) in enumerate(sorted(parameter_shapes(drawn.model).items())):
         rng = np.random.default_rng([drawn.seed, 1_000_000 + number])

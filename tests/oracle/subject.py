@@ -1,4 +1,4 @@
-"""A random experiment as the framework runs it: programs, steps, and checkpoints between the phases."""
+"""Runs a random experiment with the framework: programs, steps, and checkpoints between phases."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from tests.oracle.training64 import Result
 
 
 def program_of(drawn: plain.Drawn, phase: plain.Phase) -> Program:
-    """The program of a phase, on as many devices as its mesh has. Raises ValueError: the framework refuses it."""
+    """Return the program of a phase, on as many devices as its mesh has.
+
+    Raises:
+        ValueError: the framework refuses the experiment.
+    """
     devices = int(np.prod(list(phase.mesh.values()), dtype=int))
     return Program(experiment_config(drawn, phase).instantiate(), jax.devices()[:devices])
 
 
 def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
-    """All steps of all phases; from each phase to the next the state goes through a checkpoint on disk."""
+    """Run all steps of all phases. Between phases, the state is saved to a checkpoint on disk and restored."""
     losses, norms, state = [], [], _first_state(drawn, programs[0])
     ends = [phase.start for phase in drawn.phases[1:]] + [drawn.steps]
     with TemporaryDirectory() as folder:
@@ -50,7 +54,7 @@ def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
 
 
 def _first_state(drawn: plain.Drawn, program: Program) -> Any:
-    """The state at step 0, of the drawn values for weights; the learner makes the rest of them."""
+    """Return the state at step 0: the weights are drawn, and the learner initializes the rest from them."""
     specs, learner = program.checkpoint_layout.kept, program.experiment.learner
     layers: dict[str, list[np.ndarray]] = {}
     for name, value in first_values(drawn).items():
@@ -77,8 +81,11 @@ def _first_state(drawn: plain.Drawn, program: Program) -> Any:
 
 
 def _words(codes: np.ndarray) -> np.ndarray:
-    """Codes of 8 bits as the framework stores them, four to a word: those of every fourth part of 32 rows, if there are
-    so many (in memory the lowest byte of a word comes first)."""
+    """Pack 8-bit codes into words like the framework, four per word.
+
+    A word holds rows r, r + 8, r + 16 and r + 24 of a tile of 32 rows, lowest byte first. The tile is smaller if a
+    quarter of the rows is not a multiple of 8.
+    """
     rows, columns = codes.shape
     tile_rows = math.gcd(rows // 4, 8)
     tiles = codes.view(np.uint8).reshape(-1, 4, tile_rows, columns)
@@ -86,7 +93,7 @@ def _words(codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(words: np.ndarray) -> np.ndarray:
-    """The codes int8 [4 R, C] of `_words`."""
+    """Return the codes, int8 [4 R, C], that `_words` packed."""
     word_rows, columns = words.shape
     tile_rows = math.gcd(word_rows, 8)
     tiles = np.ascontiguousarray(words).astype("<u4").view(np.int8).reshape(-1, tile_rows, columns, 4)
@@ -94,7 +101,7 @@ def _codes(words: np.ndarray) -> np.ndarray:
 
 
 def _master_path(entry: str) -> str:
-    """Of stack/default/master/block0/... the parameter's path, stack/block0/...; "" for what is no master copy."""
+    """Return the parameter's path, stack/block0/..., for a master copy stack/default/master/block0/...; else ""."""
     found = re.fullmatch(r"([^/]+)/[^/]+/master/(.+)", entry)
     return f"{found[1]}/{found[2]}" if found else ""
 
@@ -112,7 +119,7 @@ def _through_checkpoint(folder: Path, before: Program, after: Program, state: An
 
 
 def _by_layer(tensors: dict[str, np.ndarray], names: list[str]) -> dict[str, np.ndarray]:
-    """{name: array}, one layer's of what is stacked."""
+    """Return {name: array}, with one layer's array of each stacked tensor."""
 
     def one(name: str) -> np.ndarray:
         found = re.match(r"stack/(\d+)/", name)

@@ -1,4 +1,4 @@
-"""The framework's config of a random experiment."""
+"""Builds the framework's config of a random experiment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from framework.schedules.memory import Memory
 from tests.oracle import drawn as plain
 from tests.oracle.optimizers import OPTIMIZERS
 
-DTYPES = {  # of parameters, computing, the master copy, and adapters
+DTYPES = {  # precision: dtypes of parameters, computation, master copy, and adapters
     "float64": ("float64", "float64", None, "float64"),
     "float32": ("float32", "float32", None, "float32"),
     "mixed": ("bfloat16", "float32", "float32", "float32"),
@@ -30,7 +30,7 @@ DTYPES = {  # of parameters, computing, the master copy, and adapters
 
 
 def experiment_config(drawn: plain.Drawn, phase: plain.Phase) -> Config:
-    """The config of one phase of the run."""
+    """Return the config of one phase of the run."""
     return config_for(
         Experiment,
         model=_model(drawn, phase),

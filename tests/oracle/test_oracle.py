@@ -1,4 +1,4 @@
-"""The framework's step beside one written by hand: the same numbers on CPU, the same bytes from the TPU's compiler."""
+"""The framework's step against a handwritten one: the same numbers on CPU, the same bytes from the TPU compiler."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ from tests.oracle import llama2
 
 ROOT = Path(__file__).parents[2]
 LAYERS, DIM, HEADS, HIDDEN, VOCAB, ROWS, LENGTH, CHUNK = 3, 32, 4, 48, 96, 4, 64, 16
-NAMES = {"embed": "embed/token", "norm": "head/norm/scale", "head": "head/table"}  # the oracle's, the framework's
+NAMES = {"embed": "embed/token", "norm": "head/norm/scale", "head": "head/table"}  # oracle's name: framework's path
 NAMES |= {f"layer/{name}_norm": f"stack/block0/{name}_norm/scale" for name in ("attention", "mlp")}
 NAMES |= {f"layer/{name[0]}": f"stack/block0/attention/{name}/weight" for name in ("query", "key", "value", "output")}
 NAMES |= {f"layer/{name}": f"stack/block0/mlp/{name}/weight" for name in ("gate", "up", "down")}
@@ -37,7 +37,7 @@ def test_the_oracle_imports_nothing_of_what_it_checks():
 
 
 def small(dtype: str) -> Program:
-    """llama2-7b on two devices with other sizes, and weights so large that every part matters."""
+    """Return llama2-7b on two devices with smaller sizes, and weights so large that every part matters."""
     config = configs.load("llama2-7b")
     block, rate = config.model.stack.pattern[0], config.learner.optimizer.learning_rate
     config.model.dim, config.model.stack.num_layers, config.model.vocab_size = DIM, LAYERS, VOCAB
@@ -51,7 +51,10 @@ def small(dtype: str) -> Program:
 
 
 def renamed(state: Any) -> dict[str, np.ndarray]:
-    """{"weights/layer/q": f32 array, ...} of the framework's state: weights, mean, square, and master if there is."""
+    """Return the framework's state under the oracle's names, {"weights/layer/q": f32 array, ...}.
+
+    It has weights, mean, square, and master if there is a master copy.
+    """
     found = {f"weights/{path}": leaf for path, leaf in flatten(state["parameter"]).items()}
     kinds = {"state/0/mu": "mean", "state/0/nu": "square", "master": "master"}
     for path, leaf in flatten(state["optimizer"]).items():
@@ -61,7 +64,7 @@ def renamed(state: Any) -> dict[str, np.ndarray]:
     return {re.sub("/.*", "/", p) + ours[p.split("/", 1)[1]]: np.array(x, np.float32) for p, x in found.items()}
 
 
-# f32 differs by rounding alone. In bf16 two orders of summation differ by some percent of what four steps change.
+# In f32 only rounding differs. In bf16, two orders of summation differ by several percent of the change of four steps.
 @pytest.mark.pairs
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
 def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
@@ -96,7 +99,7 @@ def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # two compiles of a 7B step
+@pytest.mark.timeout(1800)  # compiles a 7B step twice
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU's compiler")
 def test_it_needs_what_the_plan_says(tmp_path):
     def run(*command: str) -> str:

@@ -1,4 +1,4 @@
-"""Random experiments: the framework's losses, norms and weights are those of float64 and plain optax.
+"""Random experiments: the framework's losses, norms and weights match a float64 reference with plain optax.
 
 More seeds: `python -m tests.oracle --seeds 0:200`.
 """
@@ -35,8 +35,8 @@ from tests.oracle.drawn import (
 
 FOLDER = Path(generator.__file__).parent
 REFERENCE = ("drawn", "optimizers", "batches", "parameters", "mlp64", "model64", "training64")
-# Mixtures on two shards of experts, and adapters of weights in 8 bits; one layer, with gradients in host memory; one
-# with an update in the backward pass.
+# In this order: mixtures on two shards of experts, and adapters on 8-bit weights; one layer with offloaded gradients;
+# an update in the backward pass.
 QUICK = (1, 28, 53)
 SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
@@ -81,7 +81,7 @@ def test_the_reference_imports_nothing_of_the_framework(name: str):
 @pytest.mark.once("53")
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
 def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: pytest.CaptureFixture[str]):
-    """By the command that people use. These seeds are none that the framework refuses."""
+    """This runs the command line. The framework refuses none of these seeds."""
     code = command.main([f"--seeds={seed}:{seed + 1}"])
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -96,7 +96,7 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         values = {str(getattr(phase, name)) for phase in phases}
         kinds = {value.partition(":")[0] for value in values}
         assert len(kinds) == {"update": 4, "gradients": 3, "accumulate": 4}.get(name, 2), name
-        # Placements are of all layers, of a number of them, or of a part.
+        # Placements are for all layers, for a number of layers, or for a fraction of them.
         assert (len(values) > len(kinds)) == (name not in ("update", "accumulate")), name
     for axis in ("data", "fsdp", "expert", "seq", "model"):
         assert {phase.mesh[axis] for phase in phases} >= {1, 2, 4}, axis
@@ -129,7 +129,7 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
     ids=lambda phase: phase.update,
 )
 def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: Phase):
-    """It is an argument of a unit's backward pass: under full, only the unit's input is kept."""
+    """The shared weights are an argument of each backward pass: under full, only a layer's input is saved."""
     layer, mesh = PLAIN.model.layers[0], PLAIN.phases[0].mesh
     shared_layer = replace(layer, mlp=MLP(hidden=28))
     model = replace(PLAIN.model, layers=(layer, shared_layer), units=3, shared=(1,))
@@ -145,7 +145,7 @@ def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: 
 
 @pytest.mark.pairs
 def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
-    """Rotary frequencies are kept for the backward pass as they are, and not cut like the rows of a batch."""
+    """Rotary frequencies are saved whole for the backward pass, not sharded like the rows of a batch."""
     layer = replace(PLAIN.model.layers[0], attention=Attention(heads=1, kv_heads=1, head_dim=4, rope_theta=10.0))
     phase = Phase(mesh={"data": 4, "fsdp": 1, "seq": 1, "model": 1}, update="layer_programs", remat="full")
     verdict = compare.judge(replace(PLAIN, model=replace(PLAIN.model, layers=(layer,)), phases=(phase,), steps=1))
@@ -154,7 +154,7 @@ def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
 
 @pytest.mark.pairs
 def test_microbatches_of_a_shared_layer_run_by_layers_donate_what_can_be_donated():
-    """JAX warns where a donated array's place cannot be taken, and warnings are errors."""
+    """JAX warns if a donated buffer cannot be reused, and warnings are errors."""
     model = replace(PLAIN.model, layers=PLAIN.model.layers * 2, units=1, shared=(0,))
     phase = Phase(mesh=PLAIN.phases[0].mesh, update="layer_programs", accumulate=2)
     verdict = compare.judge(replace(PLAIN, model=model, phases=(phase,), steps=1))
@@ -171,7 +171,7 @@ def expected() -> training64.Result:
 
 
 def without_the_tie(self: Chain, params: dict, stage: str, original=Chain.stage_params) -> dict:
-    """What the stage reads; a table that lives elsewhere gets no gradient."""
+    """Return the weights that the stage reads; a table that belongs to another stage gets no gradient."""
     own = original(self, params, stage)
     return {name: x if name in params.get(stage, {}) else jax.lax.stop_gradient(x) for name, x in own.items()}
 

@@ -1,7 +1,7 @@
 """The reference's training: gradients of the whole batch in float64, clipping by the documented formulas, plain optax.
 
-One tensor per layer, one optimizer per rule, no schedule, no mesh, no checkpoint, and no microbatches but those that
-routers are balanced in.
+There is one tensor per layer and one optimizer per rule, without schedules, meshes or checkpoints. Microbatches matter
+only to the balance loss of routers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FROZEN, DEFAULT = "frozen", "default"
 
 
 class Result(NamedTuple):
-    """What both sides are compared by: per step, and of each tensor after the last step, by name."""
+    """Results to compare: losses and norms per step, and each tensor by name after the last step."""
 
     losses: list[float]
     norms: list[float]
@@ -38,8 +38,10 @@ class Result(NamedTuple):
 
 
 def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
-    """Which optimizer each parameter has, or "frozen": the first rule whose pattern its path matches. With LoRA only
-    the adapters are trained."""
+    """Return the label of each parameter's optimizer, or "frozen".
+
+    The first rule whose pattern matches the path decides. With LoRA, only the adapters are trained.
+    """
 
     def label(name: str) -> str:
         if drawn.model.lora is not None and not re.search("lora_[ab]$", name):
@@ -53,7 +55,7 @@ def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
 
 
 def train(drawn: Drawn) -> Result:
-    """All steps of the experiment."""
+    """Run all steps of the experiment."""
     learner, values = drawn.learner, first_values(drawn)
     labelled = labels(list(values), drawn)
     frozen = {name: jnp.asarray(value) for name, value in values.items() if labelled[name] == FROZEN}
@@ -63,7 +65,7 @@ def train(drawn: Drawn) -> Result:
     states = {label: one.init(_of(params, labelled, label)) for label, (one, _) in optimizers.items()}
     gradients = jax.jit(partial(_gradients, drawn, frozen), static_argnums=2)
     update = jax.jit(partial(_update, drawn, optimizers, labelled))
-    tensor_norms = {name: jnp.float32(0.0) for name in params}  # of clip_mode norm_growth
+    tensor_norms = {name: jnp.float32(0.0) for name in params}  # for clip_mode norm_growth
     losses, norms, skipped, last_norm = [], [], 0, 0.0
     for step in range(drawn.steps):
         value, grads = gradients(params, prepared(host_batch(drawn, step)), _microbatches(drawn, step))
@@ -88,7 +90,7 @@ def _of(tensors: Tensors, labelled: dict[str, str], label: str) -> Tensors:
 
 
 def _microbatches(drawn: Drawn, step: int) -> int:
-    """By how many parts of the batch, each by itself, routers are balanced in a step. No other loss knows of them."""
+    """Return the number of microbatches in which routers are balanced separately; no other loss depends on it."""
     mixtures = [layer.mlp for layer in drawn.model.layers if isinstance(layer.mlp, Mixture)]
     if all(one.router.balance_over == "sequence" for one in mixtures):
         return 1
@@ -96,7 +98,10 @@ def _microbatches(drawn: Drawn, step: int) -> int:
 
 
 def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors, microbatches: int) -> Any:
-    """Of the loss; in mixed precision at the weights that are read, bfloat16, whose gradients are bfloat16 too."""
+    """Return the loss and its gradients.
+
+    In mixed precision, weights (except adapters) and their gradients are rounded to bfloat16.
+    """
 
     def read(name: str, x: jax.Array) -> jax.Array:
         is_narrow = drawn.precision == "mixed" and not re.search("lora_[ab]$", name)
@@ -110,7 +115,7 @@ def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors, m
 
 
 def _clip_factor(learner: Learner, norm: float, last_norm: float) -> float:
-    """What all gradients are multiplied by."""
+    """Return the factor that multiplies all gradients."""
     if learner.clip is None:
         return 1.0
     if learner.clip_mode == "global_norm":
@@ -131,7 +136,7 @@ def _update(
     factor: Any,
     count: Any,
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """One update by optax: (parameters, optimizer states, norms of clip_mode norm_growth)."""
+    """Make one optax update, and return (parameters, optimizer states, tensor norms for clip_mode norm_growth)."""
     learner = drawn.learner
     grads = {name: grad * factor for name, grad in grads.items()}
     if learner.clip is not None and learner.clip_mode == "norm_growth":
@@ -147,7 +152,7 @@ def _update(
 
 
 def _limited_rms(change: jax.Array, bound: Any) -> jax.Array:
-    """Adafactor's update clipping (arXiv 1804.04235, section 6): the change has the learning rate in it."""
+    """Adafactor's update clipping (arXiv 1804.04235, section 6); `change` includes the learning rate."""
     rms = jnp.sqrt(jnp.mean(change**2))
     return jnp.where(rms > bound, change * (bound / jnp.where(rms > 0, rms, 1.0)), change)
 
@@ -164,7 +169,7 @@ def _limited_growth(grads: Tensors, before: Tensors, growth: float) -> tuple[Ten
 
 
 def _optimizers(learner: Learner) -> dict[str, tuple[optax.GradientTransformation, Callable[[Any], Any]]]:
-    """{label: (transformation, learning rate as a function of the number of updates)}."""
+    """Return {label: (transformation, learning rate as a function of the number of updates)}."""
     drawn = {DEFAULT: learner.optimizer}
     for index, rule in enumerate(learner.rules):
         if not rule.freeze:

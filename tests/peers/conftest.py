@@ -1,4 +1,4 @@
-"""The libraries that are compared with. Where one is missing these tests are skipped, unless they are asked for."""
+"""The libraries to compare to. If one is missing, these tests are skipped, or fail if `-m peers` selects them."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def libraries(request: pytest.FixtureRequest) -> None:
-    """torch, transformers and peft are there. Not importorskip: it also skips where one is installed and broken."""
+    """Require torch, transformers and peft. importorskip would also skip if one is installed but broken."""
     missing = [name for name in ("torch", "transformers", "peft") if importlib.util.find_spec(name) is None]
     if missing:
         refuse = pytest.fail if request.config.option.markexpr == "peers" else pytest.skip
@@ -17,5 +17,5 @@ def libraries(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def theirs(libraries: None):
-    """tools.peers.theirs; imported here, so that collecting these tests costs nothing and needs nothing."""
+    """The module tools.peers.theirs, imported here so that collecting these tests is cheap and needs no packages."""
     return importlib.import_module("tools.peers.theirs")

@@ -1,6 +1,6 @@
-"""Directories with one thing altered, of each family: transformers and we compute the same, or it is refused by name.
+"""Directories of each family with one alteration: we compute what transformers does, or refuse the alteration by name.
 
-A sample: `python -m tools.check_altered` runs all of them.
+This is a sample; `python -m tools.check_altered` runs all alterations.
 """
 
 import collections

@@ -1,6 +1,6 @@
-"""Chat templates against transformers' own: ids and masks of `apply_chat_template`, live.
+"""Chat templates compared to transformers: ids and masks of `apply_chat_template`, live.
 
-What it computes is kept as tests/data/recorded_chats.json for those who do not have transformers; anew by
+tests/data/recorded_chats.json stores the results for users without transformers. To record them again, run
 `python -m tests.peers.test_chats`.
 """
 
@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parents[1] / "data" / "recorded_chats.json"
 
 
 def of_transformers(folder: Path) -> dict[str, Any]:
-    """{family: [ids and masks of each chat]}, and whose they are."""
+    """Return {family: [ids and masks of each chat]} and the version of transformers."""
     import transformers
 
     found: dict[str, Any] = {"versions": {"transformers": transformers.__version__}}

@@ -1,4 +1,4 @@
-"""Directories that transformers and peft write and read: what comes in computes the same, and so does what goes out."""
+"""Directories that transformers and peft write and read: imported and exported models compute the same."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def loaded(folder: Path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    # As in `theirs.build`: experts one after the other, whose sums are rounded alike.
+    # As in `theirs.build`: experts run one after the other, so that their sums are rounded equally.
     model.config._experts_implementation = "eager"
     return model
 
@@ -71,17 +71,17 @@ def test_in_and_out(name, theirs, tmp_path):
         again = loaded(out)
         assert type(again) is type(model) or published is None
         ours, before = dict(again.named_parameters()), dict(model.named_parameters())
-        # A model of Phi-3 that another family has too is written with its matrices apart.
+        # A Phi-3 model that is also a model of another family is exported with separate matrices.
         assert ours.keys() == before.keys() or published is None
         for key in before.keys() & ours.keys():
             assert bool((ours[key] == before[key]).all()), key
-        limit = 0.0 if published else 1e-6  # the same function by another name may round differently
+        limit = 0.0 if published else 1e-6  # the same function in another family may round differently
         assert np.abs(their_logits(again) - expected).max() <= limit * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("named", ["dtype", "torch_dtype"])
 def test_they_read_the_dtype_that_the_tensors_have(named, theirs, tmp_path):
-    """Whatever dtype the published config.json named, and by whichever name."""
+    """This holds for any dtype in the published config.json, under either name."""
     import torch
 
     model = theirs.build(FAMILIES["llama"], SEED)

@@ -1,4 +1,4 @@
-"""Divergences of teacher and student against TRL's GKD as recorded, and live against it and torch's kl_div."""
+"""Teacher-student divergences compared to recorded results of TRL's GKD, and live to TRL and torch's kl_div."""
 
 import importlib.util
 

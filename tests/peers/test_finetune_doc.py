@@ -1,4 +1,4 @@
-"""docs/finetune.md, run as it is written; what it exports is what we have trained, says peft."""
+"""docs/finetune.md, run as written; peft loads the exported adapter and computes what we trained."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_from_a_directory_to_an_adapter(libraries, tmp_path, monkeypatch):
     from framework.program.program import Program
     from launch import weights
 
-    tokens = np.arange(1, 25)[None].repeat(8, 0)  # a row a device
+    tokens = np.arange(1, 25)[None].repeat(8, 0)  # one row per device
     loaded = weights.load(*weights.parse(weights.parser("mine", None), ["--workdir=runs/tuned"]))
     program: Program = loaded.program
     context = program.evaluation_context({"tokens": tokens})

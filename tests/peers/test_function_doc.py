@@ -1,4 +1,4 @@
-"""The page on plans of functions, live: models of equinox and flax, as their users write them."""
+"""The docs page on plans of functions, live: models of equinox and flax, as their users write them."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ENDS_BYTES = 2 * 256 * 1024 * 4
 @pytest.mark.parametrize(
     ("file", "package", "argument", "names"),
     [
-        # Three layers between the first and the last.
+        # The model has three layers between the first and the last.
         ("eqx_model.py", "equinox", "model", ["model.layers[1].weight", "state"]),
         ("flax_model.py", "flax", "params", ["params['params']['layer2']['kernel']", "Net/layer1/"]),
     ],
@@ -34,7 +34,7 @@ def test_a_model_of_another_library_is_planned_unchanged(
     mib = (3 * LAYER_BYTES + ENDS_BYTES + biases) / 2**20
     (row,) = [line.split() for line in printed.splitlines() if line.startswith(f"  {argument} ")]
     assert float(row[1]) == pytest.approx(mib, abs=0.01)
-    # Two moments, and the count.
+    # Two moments and the step count.
     (row,) = [line.split() for line in printed.splitlines() if line.startswith("  moments ")]
     assert float(row[1]) == pytest.approx(2 * mib, abs=0.01)
     assert names[0] in printed

@@ -1,4 +1,4 @@
-"""Greedy generation against transformers' own, token for token, with and without its cache, alone and padded."""
+"""Greedy generation compared to transformers token by token, with and without its cache, unpadded and padded."""
 
 import jax
 import pytest

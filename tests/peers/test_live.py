@@ -1,6 +1,6 @@
-"""The comparisons of test_recorded.py with torch and transformers themselves, on other weights and tokens.
+"""The comparisons of test_recorded.py, live with torch and transformers, on other weights and tokens.
 
-In float64 both sides agree to fifteen digits: what is left in float32 is rounding, and nothing else.
+In float64 both sides agree to fifteen digits, so the difference in float32 is only rounding.
 """
 
 import jax

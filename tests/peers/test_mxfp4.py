@@ -1,4 +1,4 @@
-"""MXFP4 against transformers: its conversion of random codes, and the logits of a directory that it reads."""
+"""MXFP4 compared to transformers: its conversion of random codes, and the logits of a directory that it reads."""
 
 import json
 

@@ -1,6 +1,7 @@
-"""GRPO beside TRL's GRPOTrainer: recorded (`python -m tools.record_policy`), and live on other weights and samples.
+"""GRPO compared to TRL's GRPOTrainer: recorded (`python -m tools.record_policy`), and live on other data.
 
-Log-probabilities of the samples are far from the model's, so a third of the ratios is clipped.
+The live comparison uses other weights and samples. Log-probabilities of the samples are far from the model's, so a
+third of the ratios are clipped.
 """
 
 import importlib
@@ -31,7 +32,7 @@ def test_recorded(name: str):
 
 @pytest.fixture(scope="module")
 def policy_theirs(theirs, request: pytest.FixtureRequest):
-    """tools.peers.policy_theirs; TRL is in the same extra as torch and transformers."""
+    """The module tools.peers.policy_theirs; TRL is in the same extra as torch and transformers."""
     if importlib.util.find_spec("trl") is None:
         refuse = pytest.fail if request.config.option.markexpr == "peers" else pytest.skip
         refuse("not installed: trl")
@@ -67,14 +68,14 @@ def test_live(name: str, policy_theirs):
 @_marked
 @pytest.mark.parametrize("name", CASES)
 def test_float64(name: str, policy_theirs):
-    """Both sides in float64, but for the advantages, which are float32 in both."""
+    """Both sides use float64, except for the advantages, which are float32 in both."""
     case = CASES[name]
     theirs = policy_theirs.compute(case, SEED, wide=True)
     with jax.enable_x64(True):
         samples = policy_theirs.Samples.draw(SEED)
         loss, grads, _ = policy_ours.loss_and_gradients(case, samples, theirs, dtype="float64")
     assert loss.dtype == np.float64
-    # Advantages are rounded to float32 along different ways.
+    # The two sides round advantages to float32 at different points.
     assert loss == pytest.approx(float(theirs.loss), rel=1e-6)
     errors = policy_ours.relative_errors(grads, theirs)
     assert {path: error for path, error in errors.items() if not error <= 1e-6} == {}

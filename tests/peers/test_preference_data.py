@@ -1,6 +1,6 @@
-"""Tokens of pairs and judged answers against those that TRL's trainers make of the same rows, live.
+"""Tokens of pairs and rated answers, compared live to those that TRL's trainers make of the same rows.
 
-What they make is kept as tests/data/recorded_preferences.json for those who do not have TRL; anew by
+tests/data/recorded_preferences.json stores TRL's tokens for users without TRL. To record them again, run
 `python -m tests.peers.test_preference_data`.
 """
 
@@ -21,7 +21,7 @@ RECORDED = Path(__file__).parents[1] / "data" / "recorded_preferences.json"
 
 
 def of_trl(folder: Path) -> dict[str, Any]:
-    """{family: {rows: [ids of each row's prompt and answers]}}, and whose they are."""
+    """Return {family: {rows: [ids of each row's prompt and answers]}} and the versions of the libraries."""
     import torch
     import transformers
     import trl

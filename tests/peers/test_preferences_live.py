@@ -1,4 +1,4 @@
-"""The comparisons of test_preferences_recorded.py with TRL itself, on other weights and examples."""
+"""The comparisons of test_preferences_recorded.py, live with TRL, on other weights and examples."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::transformers"),
     pytest.mark.filterwarnings("ignore:::trl"),
     pytest.mark.filterwarnings("ignore:::accelerate"),
-    # TRL says so of all that is in trl.experimental.
+    # TRL warns about everything in trl.experimental.
     pytest.mark.filterwarnings("ignore:.*experimental"),
 ]
 SEED = 46
@@ -23,7 +23,7 @@ LIMIT = 1e-5
 
 @pytest.fixture(scope="module")
 def preference_theirs(libraries, request):
-    """tools.peers.preference_theirs, where TRL is installed."""
+    """The module tools.peers.preference_theirs, which needs TRL."""
     if importlib.util.find_spec("trl") is None:
         refuse = pytest.fail if request.config.option.markexpr == "peers" else pytest.skip
         refuse("not installed: trl; it comes with: pip install -e '.[peers]'")

@@ -1,6 +1,6 @@
-"""Each loss over preferences against what TRL computed (`python -m tools.record_preferences`): padded and packed.
+"""Preference losses compared to recorded results of TRL (`python -m tools.record_preferences`), padded and packed.
 
-The limit is the promise, 1e-5 relative; what is left is the rounding of float32, about 1e-6.
+The limit is the promised 1e-5 relative; the actual difference is float32 rounding, about 1e-6.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_recorded_files_are_of_these_losses_and_small():
 
 
 def test_nothing_is_trivial_in_the_recorded_losses():
-    """No gradient is zero, the reference is another model, and KTO's estimate of KL counts."""
+    """No gradient is zero, the reference is a different model, and KTO's estimate of KL has an effect."""
     for name in CASES:
         results = load(PREFERENCES / f"{name}.npz")
         for tensor, gradient in results.gradients.items():

@@ -1,8 +1,8 @@
-"""Each family of models against what transformers and torch computed (`python -m tools.record_peers`).
+"""Each model family compared to recorded results of transformers and torch (`python -m tools.record_peers`).
 
 The promise is 1e-4 relative. float32 rounding costs about 2e-6 (torch's own: recorded.json), so the limits are tighter:
-a small mistake, an eps say, should show. Each family runs once as a loop over layers and once without, and with and
-without chunks of logits; which of the two gives the gradients and which trains differs by family.
+a small mistake, such as a wrong eps, should show. Each family runs once as a loop over layers and once unrolled, and
+with and without chunks of logits; which variant computes the gradients and which one trains differs by family.
 """
 
 import json
@@ -28,7 +28,7 @@ TRAINING = {name: FLAT if variant is LOOP else LOOP for name, variant in GRADIEN
 
 
 def setup(name, **options):
-    """(program, our parameters, recorded inputs, recorded results)"""
+    """Return (program, our parameters, recorded inputs, recorded results)."""
     inputs, results = load(FOLDER / f"{name}.npz")
     program = ours.program_of(ours.experiment(FAMILIES[name], **options))
     return program, ours.parameters(FAMILIES[name], program.experiment.model, results.weights), inputs, results
@@ -63,7 +63,7 @@ def test_each_packed_document_is_as_if_alone(name):
     logits = ours.logits(program, params, batch)
     assert np.isfinite(logits).all()
     assert np.abs(logits - theirs.packed_logits)[used].max() <= LIMIT * np.abs(theirs.packed_logits).max()
-    # And the masks matter: without them the second document would be told apart.
+    # The masks matter: without them, the logits of the second document differ.
     causal = ours.logits(program, params, {name: batch[name] for name in ("tokens", "targets", "weights")})
     second = used & (batch["segments"] > 1)
     assert np.abs(causal - theirs.packed_logits)[second].max() > 1000 * LIMIT * np.abs(theirs.packed_logits).max()
@@ -76,7 +76,7 @@ def test_ten_steps_of_adamw(name, variant):
     losses, moved = ours.train(program, params, inputs)
     np.testing.assert_allclose(losses, theirs.losses, rtol=LIMIT)
     assert theirs.losses[0] - theirs.losses[-1] > 0.5, "a loss that hardly moves would say little about the updates"
-    # Adam divides a gradient by its own size: where it is zero but for rounding, the update is rounding too.
+    # Adam divides a gradient by its own size, so if a gradient is only rounding error, the update is too.
     compared = sorted(set(moved) - set(FAMILIES[name].no_gradient))
     np.testing.assert_allclose(
         [moved[path] for path in compared], [theirs.update_norms[path] for path in compared], rtol=20 * LIMIT
@@ -93,16 +93,16 @@ def test_rotary_tables(name):
     with jax.enable_x64(True):
         exact = ours.rotated(head_dim, theta, scaling, positions, query)
     assert exact.dtype == np.float64
-    # An angle of 1e5 radians has 1.5e-11 of rounding.
+    # An angle of 1e5 radians has a rounding error of 1.5e-11.
     np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-10)
     rounded = ours.rotated(head_dim, theta, scaling, positions, query.astype(np.float32))
     assert rounded.dtype == np.float32
-    # float32 angles lose digits as positions grow; ours no more than transformers'.
+    # float32 angles lose digits as positions grow; ours lose no more than those of transformers.
     assert (np.abs(rounded - expected).max(axis=1) <= 2 * their_error + 1e-6).all()
 
 
 def test_scaled_tables_differ_from_plain_ones():
-    """All three branches of the scaling are in what is compared: kept, interpolated and slowed frequencies."""
+    """The comparison covers all three branches of the scaling: unchanged, interpolated and divided frequencies."""
     for name, (head_dim, theta, scaling) in ROTARY.items():
         if scaling is None:
             continue
@@ -129,7 +129,7 @@ def test_recorded_files_are_of_these_families_and_small():
 
 
 def test_nothing_is_trivial_in_the_recorded_weights():
-    """No gradient is zero but those that must be, no norm all ones, no bias all zeros; else agreement is cheap."""
+    """Only gradients that must be zero are zero, no norm is all ones, no bias all zeros; else agreement is cheap."""
     for name, family in FAMILIES.items():
         _, results = load(FOLDER / f"{name}.npz")
         for tensor, weight in results.weights.items():

@@ -1,4 +1,4 @@
-"""Score heads against transformers and TRL themselves: logits, losses, gradients, ten steps, directories in and out."""
+"""Score heads compared live to transformers and TRL: logits, losses, gradients, ten steps, import and export."""
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ def test_float32(kind, name, theirs):
     assert {path: error for path, error in errors.items() if not error <= LIMIT} == {}
     steps = scored.training_sequences(SEED)
     losses, _ = scored.train(program, params, [step.batch(kind) for step in steps])
-    # What is left of a loss that has fallen from 7 to 0.003 is a difference of numbers of the first size.
+    # The loss falls from 7 to 0.003: the small losses are differences of numbers as large as the first loss.
     np.testing.assert_allclose(losses, scored.their_training(model, steps, kind), rtol=LIMIT, atol=LIMIT * losses[0])
 
 
@@ -93,7 +93,7 @@ def test_directories_in_and_out(name, theirs, tmp_path):
         facts, exported_family = families.of_model(config.model, published)
         out = tmp_path / f"out-{published is None}"
         export_model(out, program.experiment.model, program.weights(state), exported_family, facts)
-        # Several rows at once need to know what is padding.
+        # A batch of several rows needs to know the padding token.
         again = AutoModelForSequenceClassification.from_pretrained(out, attn_implementation="eager", pad_token_id=0)
         again.config._experts_implementation = "eager"
         assert again.config.num_labels == expected.shape[1]
@@ -102,7 +102,7 @@ def test_directories_in_and_out(name, theirs, tmp_path):
 
 
 def test_a_head_that_is_new_beside_adapters_is_what_peft_loads(theirs, tmp_path):
-    """From the directory of a language model; merged it is one of its own, and the adapter goes beside the base."""
+    """Start from a language model's directory; the merged export loads by itself, and the adapter loads on the base."""
     import peft
     from transformers import AutoModelForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""A classifier and a reward model against what transformers and TRL computed (`python -m tools.record_scored`)."""
+"""A classifier and a reward model compared to what `python -m tools.record_scored` recorded of transformers and TRL."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""JAX starts with its eight CPU devices before a test names a target of fewer: that would be all it ever had."""
+"""Starts JAX with eight CPU devices, before a test resolves a smaller target, which would fix a smaller number."""
 
 import jax
 

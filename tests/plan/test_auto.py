@@ -1,4 +1,4 @@
-"""The load line: the fastest settings that fit, what they are allowed to change, and how they are told."""
+"""Autotuning: the fastest settings that fit, the fields that it may change, and how it reports them."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_llama(layers: int = 4) -> Config:
-    """A search on one chip with one microbatch or two is short."""
+    """Return a small Llama; with one or two microbatches on one chip the search is short."""
     config = configs.load("llama2-7b", shape_is_enough=True)
     config.model.stack.num_layers = layers
     config.model.dim = 512
@@ -52,7 +52,7 @@ def small_llama(layers: int = 4) -> Config:
 
 @cache
 def traces(config_text: str, target: str) -> dict[Any, Any]:
-    """The traces that all searches of a config on a target share: they take most of a search's time."""
+    """Return a dict of traces shared by all searches of a config on a target; tracing takes most of a search's time."""
     return {}
 
 
@@ -63,7 +63,7 @@ def chooser(config: Config, target: str, device_mib: int, host_bytes: int = 2**4
 
 
 def needs(config: Config, target: str) -> int:
-    """MiB of a device for the config as it is."""
+    """Return the MiB of device memory that the unchanged config needs."""
     return closed_form(config.instantiate(), targets.resolve(target)).peak_bytes // MIB
 
 
@@ -89,7 +89,7 @@ def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: st
     config = small_llama(layers=16)
     state = chooser(config, target, 10**6).forms.cost(())
     assert state is not None
-    # The state alone has no room.
+    # Not even the state fits.
     device_mib = int(0.8 * state.state) // MIB
     candidate = chooser(config, target, device_mib).propose()
     assert candidate is not None
@@ -119,7 +119,7 @@ def test_what_training_computes_is_not_changed():
 
 @pytest.mark.pairs
 def test_nothing_is_faster_in_a_whole_small_space():
-    """Every mesh, microbatch, policy and placement of a smaller space, one by one."""
+    """Compare the choice with an exhaustive search over meshes, microbatches, policies and placements."""
     config = small_llama()
     config.data.global_batch_size = 16
     target = targets.resolve("v5e-4")
@@ -151,7 +151,7 @@ def test_nothing_is_faster_in_a_whole_small_space():
 
 
 def small_mixture() -> Config:
-    """`small_llama` with six experts in each layer."""
+    """Return `small_llama` with six experts in each layer."""
     config = small_llama()
     config.model.stack.pattern[0].mlp = mixture(experts=6, top_k=2, hidden=512)
     config.data.global_batch_size = 16
@@ -206,7 +206,10 @@ def test_meshes_that_cut_experts_have_a_cost():
 
 @pytest.mark.pairs
 def test_experts_wait_for_their_weights_on_tpu():
-    """Two gathers and an all-reduce, which goes round twice, of all that a device has not; nothing of a dense model."""
+    """Steps wait for two all-gathers and an all-reduce (twice the traffic) of the experts' weights on other devices.
+
+    A dense model has no such waits.
+    """
     config = small_mixture()
     spec = targets.resolve("v5e-4").spec
     sizes = {"data": 1, "fsdp": 4, "expert": 1, "seq": 1, "model": 1}
@@ -329,7 +332,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     assert "data.global_batch_size=" in whole
 
 
-# --- how it is told --------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_choice_goes_through_json():
@@ -395,7 +398,7 @@ def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
 
 @pytest.mark.pairs
 def test_what_the_link_hides_costs_nothing():
-    """Seconds are no line between no layers and all of them: a part may move beside the products, and cost nothing."""
+    """Time is not linear in the number of offloaded layers: transfers that matrix products hide cost nothing."""
     config = configs.load("llama3-8b")
     config.data.global_batch_size = 8
     target = targets.resolve("h100")

@@ -1,4 +1,4 @@
-"""Live buffers at the peak: against programs whose memory is known by hand, and against XLA's own totals."""
+"""Live buffers at the peak, compared with hand-computed programs and with XLA's own totals."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def dump(tmp_path: Path, f, *shapes: tuple[int, ...], **options):
 
 
 def test_a_chain_of_products_holds_two(tmp_path: Path):
-    # a @ a -> b, b @ b -> c, c @ c -> out: while c is made, b is there; the argument and the result always are.
+    # a @ a -> b, b @ b -> c, c @ a -> out. While c is computed, b is alive; the argument and the result always are.
     dump(tmp_path, lambda a: ((a @ a) @ (a @ a)) @ a, (512, 512))
     found = buffers.read(tmp_path)
     assert list(found.parameters.values()) == [MIB]
@@ -42,7 +42,7 @@ def test_the_peak_is_the_sum_of_what_is_alive_and_xlas_total(tmp_path: Path):
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     assert found.live_bytes + found.gap_bytes == pytest.approx(total + stats.temp_size_in_bytes, abs=8192)
     assert 0 <= found.gap_bytes < 0.2 * found.heap_bytes
-    # The layers' inputs, [8, 1024, 256], are kept for the backward pass, and alive at the peak.
+    # The layers' inputs, [8, 1024, 256], are saved for the backward pass and alive at the peak.
     assert 8 * MIB in [block.size for block in found.blocks]
 
 

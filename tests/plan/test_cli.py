@@ -1,4 +1,4 @@
-"""`plimsoll plan` and the check in `plimsoll train`, as they are typed."""
+"""`plimsoll plan`, and the memory check of `plimsoll train`, through their command lines."""
 
 import json
 import re
@@ -17,7 +17,8 @@ from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
 TINY = f"--config={CONFIG}:tiny"
-# Where the closed form tries all settings: each is traced, so little is to be traced, and one row has no microbatches.
+# For tests in which the analytical estimate tries all settings. Each one is traced, so the model is small, and one row
+# rules out microbatches.
 ONE_LAYER = "--config.model.stack.num_layers=1"
 ONE_ROW = "--config.data.global_batch_size=1"
 
@@ -54,7 +55,7 @@ def test_a_plan_is_printed_and_written_and_asked_again_at_once(
 
 
 def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    # Another compiler than the one of this machine, if it has one.
+    # Overrides the compiler of this machine, if it has one.
     monkeypatch.setattr(targets, "cuda_here", lambda: 13)
     monkeypatch.setattr(target_table, "cuda_here", lambda: 13)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
@@ -65,7 +66,7 @@ def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pyte
     assert row_by_name["rtx4090"] == ["23.52", "GiB", "21.64", "GiB", "165.2", "1008", "-", "32", "CUDA", "13"]
     assert row_by_name["a40"][4:8] == ["149.7", "696", "pair", "56"]
     assert row_by_name["v100-16"][4:] == ["f16", "125", "898", "150", "16", "CUDA", "13,", "as", "7.5"]
-    # A core of v4, which is a device of its own where it is only compiled for, has no row.
+    # A v4 core, which is a separate device only in ahead-of-time compilation, has no row.
     assert [line[0] for line in lines].count("v4") == 1
     monkeypatch.setattr(targets, "cuda_here", lambda: None)
     plan.main(["--targets"])
@@ -170,9 +171,9 @@ def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_pa
     )
     assert code == 0
     assert report["fits"]
-    # Both commands of the page are for this data, too.
+    # Both commands on the page also use this data.
     assert page.read_text().count(f"--data={data}") >= 2
-    # The batch of pairs has the arrays of its objective and of the reference.
+    # The batch of pairs also has the arrays of its objective and of the reference model.
     _, plain = planned(tmp_path, "--target=cpu:1", "--estimate", "--step_only", ONE_LAYER)
     assert (report["device_peak_bytes"] > plain["device_peak_bytes"]) == is_larger
 
@@ -216,14 +217,14 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()  # libtpu does not complain about the machine
     said = [line.partition(" ...")[0] for line in lines]
-    # On a slow machine it also says that it starts, and that it reads what the compiler says.
+    # On a slow machine, stderr also shows that it is starting, and that it is reading the compiler's output.
     assert {"tracing the training step", "compiling the training step for v5e-4"} <= set(said)
     assert all(re.match("starting|tracing|compiling|reading what the compiler says", line) for line in said)
     report = json.loads(path.read_text())
     assert report["devices"] == 4
     assert report["device_limit_bytes"] == int(15.75 * 2**30)
     assert report["breakdown"]["other"] <= 0.05 * report["device_peak_bytes"]
-    # The table's two moments, f32[40000, 32], live on the host: XLA's program takes them in and out, once each.
+    # The table's two moments, f32[40000, 32], are offloaded. XLA's program moves each in and out once.
     assert report["host_argument_bytes"] == 2 * 40000 * 32 * 4 // 4
     assert report["host_transfer_bytes"] == 2 * report["host_argument_bytes"]
     refused = [*command, "--device_memory_gib=0.01"]

@@ -1,4 +1,4 @@
-"""The estimate: sums by hand, XLA's own count for programs whose fusion is not in doubt, and compiled steps."""
+"""The estimate, compared with hand-computed sums, XLA's count where fusion is predictable, and compiled steps."""
 
 import math
 
@@ -35,7 +35,7 @@ def layers(h, ws):
 def test_products_are_stored_and_what_is_elementwise_takes_their_place():
     two = held(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
     assert two.total() == 4 * (B * F + B * D)
-    # A residual stream: x + f(x) needs x, which nobody holds for us, and one result that is added in place.
+    # A residual stream: x + f(x) needs x, which is an argument and not counted, and one result that is added in place.
     assert held(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).total() == 4 * (B * F + B * D)
 
 
@@ -50,7 +50,7 @@ def test_the_backward_pass_holds_what_the_forward_keeps_of_every_layer():
     more = held(gradient, (B, D), (2 * L, D, D)).total() - held(gradient, (B, D), (L, D, D)).total()
     kept = more - L * D * D * 4  # the gradients, which have the weights' shape
     of_tanh = jax.tree.leaves(jax.vjp(jnp.tanh, jnp.ones((B, D)))[1])  # tanh; jax 0.10 also keeps 1 - tanh
-    assert kept == L * 4 * (1 + len(of_tanh)) * B * D  # besides, the product's input
+    assert kept == L * 4 * (1 + len(of_tanh)) * B * D  # 1: the product's input
 
 
 def test_xla_counts_the_same_for_products_in_a_row():
@@ -60,7 +60,7 @@ def test_xla_counts_the_same_for_products_in_a_row():
     shapes = (256, 64), (64, 512), (512, 1024), (1024, 64)
     stats = jax.jit(chain).lower(*(jnp.ones(shape) for shape in shapes)).compile().memory_analysis()
     assert stats is not None
-    assert held(chain, *shapes).total() == stats.temp_size_in_bytes  # at the second of them, before the result exists
+    assert held(chain, *shapes).total() == stats.temp_size_in_bytes  # at the second product, before the result exists
 
 
 def load(name, *settings):
@@ -77,10 +77,10 @@ def of(experiment, devices, machine):
 @pytest.mark.pairs
 def test_the_state_is_exact():
     found = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
-    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096  # split over fsdp
-    norms = 65 * 4096  # on every device
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096  # sharded over fsdp
+    norms = 65 * 4096  # replicated
     assert found.breakdown["parameters"] == 2 * matrices // 16 + 2 * norms
-    counters = 4 * (2 * (1 + 32 + 1) + 1 + 32 + 1)  # one optimizer to a stage and rule, layer by layer
+    counters = 4 * (2 * (1 + 32 + 1) + 1 + 32 + 1)  # one optimizer per stage, layer and rule
     assert found.breakdown["optimizer_state"] == pytest.approx(12 * matrices // 16 + 12 * norms, abs=4 * counters)
     assert found.breakdown["batch"] == 3 * 4 * 4096
     assert tuple(found.breakdown) == tuple(found.host_breakdown) == KEYS
@@ -97,15 +97,17 @@ def test_optimizer_state_in_host_memory_is_counted_there():
 
 @pytest.mark.pairs
 def test_what_would_not_fit_is_selected_one_after_the_other():
-    """Llama 2 7B on eight chips: the real compiler has 12.32 GiB (docs/plan.md), where the device has 15.75."""
+    """Llama 2 7B on eight chips: the real compiler needs 12.32 GiB (docs/plan.md) of the device's 15.75."""
     settings = ["memory.remat=full", "data.global_batch_size=8", "memory.optimizer_state=pinned_host"]
     assert of(load("llama2-7b", *settings), 8, "v5e").peak_bytes == pytest.approx(12.32 * 2**30, rel=0.2)
 
 
 @pytest.mark.pairs
 def test_weights_and_inputs_in_host_memory():
-    """Llama 2 7B on one chip: what is there at once is two layers' weights, one on its way, beside a table. The real
-    compiler has 1.231 GiB, and for 13B 1.635 (tools.bench.memory_table hosted-7b hosted-13b)."""
+    """Llama 2 7B on one chip holds the weights of two layers (one of them in transfer) and a table at the same time.
+
+    The real compiler needs 1.231 GiB, and 1.635 for 13B (tools.bench.memory_table hosted-7b hosted-13b).
+    """
     away = [f"memory.{field}=pinned_host" for field in ("gradients", "optimizer_state", "parameters", "activations")]
     settings = ["memory.update=streamed", *away, "memory.remat=full", "data.seq_len=2048", "data.global_batch_size=1"]
     for name, layers, width, compiled in (("llama2-7b", 32, 4096, 1.231), ("llama2-13b", 40, 5120, 1.635)):
@@ -175,7 +177,7 @@ def test_the_compiler_agrees(name, devices, settings):
 
 
 class Twice(Linear):
-    """A layer of somebody's own."""
+    """A custom layer of a user."""
 
     def __call__(self, weights, x, ctx):
         return super().__call__(weights, jnp.concatenate([x, x], -1)[..., : x.shape[-1]], ctx)
@@ -189,7 +191,7 @@ def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
     experiment = config.instantiate()
     layers = [layer for layer in experiment.model.stack.unit.walk() if isinstance(layer, attention.Attention)]
     num_heads = [layer.num_heads for layer in layers]
-    # On two shards of the heads the trace's own layers have half of them.
+    # With two shards, the trace's copies of the layers have half of the heads.
     jaxpr = trace(Sectioned(experiment), {**experiment.mesh.resolve(1), "model": 2}, "cpu")
     assert [layer.num_heads for layer in layers] == num_heads
     assert "concatenate" in str(jaxpr)
@@ -210,7 +212,7 @@ WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "d
 @pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
 def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
-    # XLA counts one iteration of a loop, so there is to be none: units one after the other.
+    # XLA counts a loop as one iteration, so the stack is unrolled.
     monkeypatch.setattr(Stack, "is_unrolled", lambda stack, policy: True)
     experiment = load("nanogpt-cpu", *WORK, "model.stack.num_layers=2", "model.stack.unroll=0", f"memory.remat={remat}")
     program = Program(experiment, jax.devices()[:1])
@@ -220,13 +222,13 @@ def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch)
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"expert": 4}, {"fsdp": 2, "expert": 2, "model": 2}])
 def test_of_a_mixture_the_active_experts_count(mesh):
-    """Whatever there is room for: rows that an even router fills."""
+    """Only the rows that an even router fills are counted, not the capacity."""
     devices = math.prod(mesh.values())
     settings = [f"mesh.{axis}={size}" for axis, size in {"data": 1, **mesh}.items()]
     experiment = load("moe-tiny", "data.global_batch_size=16", "model.stack.unroll=1", *settings)
     data = experiment.data
     expected = experiment.model.flops_per_token(data.seq_len) * data.global_batch_size * data.seq_len
-    # Every device of the axis `model` routes all tokens of its group; the formula has attention without its mask.
+    # Every device of the `model` axis routes all tokens of its group; the formula ignores the attention mask.
     assert of(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
 
 
@@ -237,13 +239,13 @@ def test_recomputation_is_the_products_of_the_stack_without_the_last():
         for remat in ("none", "full", "sqrt:2")
     }
     tokens, dim, hidden, units = 4 * 128, 256, 512, 4
-    # By hand: multiply-adds of a token in a unit's projections, attention over 128 positions (queries in two blocks, of
-    # which the first looks at the first half), and MLP.
+    # By hand: one token's multiply-adds in a layer's projections, attention over 128 positions (queries in two blocks;
+    # the first block attends to the first half only), and MLP.
     down = hidden * dim
     unit = 4 * dim * dim + 3 * 128 * dim // 2 + hidden * dim + down
-    # Nothing of the unit's backward pass needs what its last product gives.
+    # The layer's backward pass does not need the result of its last product.
     assert by_policy["full"] - by_policy["none"] == 2 * tokens * units * (unit - down)
-    # Besides, each group of two runs forward again, in a loop, so all of its units whole.
+    # In addition, each group of two layers is recomputed in a loop, so both layers completely.
     assert by_policy["sqrt:2"] - by_policy["full"] == 2 * tokens * units * unit
 
 
@@ -274,7 +276,7 @@ def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients(
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward", "layer_programs"])
 def test_the_least_is_never_more_than_the_estimate(update):
-    # Most of what this needs is state, so that a bound that counts anything twice is above the estimate.
+    # Most of the memory here is state, so a bound that counts anything twice would exceed the estimate.
     settings = ["data.global_batch_size=16", "data.seq_len=512", "memory.remat=full", "learner.clip=none"]
     for placed in ("device", "pinned_host"):
         placement = [f"memory.update={update}", f"memory.optimizer_state={placed}"]
@@ -289,8 +291,8 @@ def test_the_least_is_never_more_than_the_estimate(update):
 
 @pytest.mark.pairs
 def test_a_table_beside_layers_in_8_bits_is_updated_by_rows():
-    # The layers' optimizer looks at blocks of 256, that of the float32 tables at elements. Compiled for v5e-1, 7.22 GiB
-    # are alive at the peak; a table as one piece would be 19.57 GiB.
+    # The layers' optimizer works on blocks of 256 elements, that of the float32 tables elementwise. Compiled for v5e-1,
+    # 7.22 GiB are alive at the peak. If a table were one chunk, it would be 19.57 GiB.
     config = configs.load("llama3-8b")
     overrides = [
         ("data.global_batch_size", "1"),

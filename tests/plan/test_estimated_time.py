@@ -1,4 +1,4 @@
-"""The estimated time of a step: parts that add up, by rates that are measured or published."""
+"""The estimated time of a step: its parts add up, from measured or published rates."""
 
 import json
 import math
@@ -192,8 +192,10 @@ _EXPERTS = [
     ids=["in pieces", "by the unit", "Mixtral", "Qwen3"],
 )
 def test_the_closed_form_waits_as_long_as_the_compiled_step(tmp_path, words, part, waited, seconds):
-    """The last two numbers are seconds of the final programs, from the same commands without --estimate (2026-11-26,
-    jax 0.10.2, libtpu 0.0.42.1; Qwen3's of 2026-11-25)."""
+    """`waited` and `seconds` are seconds of the compiled programs, from the same commands without --estimate.
+
+    They were recorded on 2026-11-26 with jax 0.10.2 and libtpu 0.0.42.1 (Qwen3's on 2026-11-25).
+    """
     file = tmp_path / "plan.json"
     plan.main([*words, "--step_only", "--estimate", f"--json={file}"])
     time = json.loads(file.read_text())["time"]

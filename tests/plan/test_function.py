@@ -1,4 +1,4 @@
-"""The plan of any JAX function: bytes are the compiler's own, names the user's, and mistakes are one line."""
+"""Plans of any JAX function: bytes come from the compiler, names from the user, and errors are one line."""
 
 import functools
 import json
@@ -57,9 +57,9 @@ def test_bytes_are_those_of_the_compiler(donate: tuple[Any, ...]):
     assert groups["moments"] == 2 * params_bytes + 4
     assert groups["batch"] == 512 * 64 * 4
     assert list(groups)[:3] == ["params", "moments", "batch"]
-    # What is not donated is there a second time.
+    # Without donation, the results are a second copy.
     assert groups["results"] < 4096 if donate else groups["results"] > 3 * params_bytes
-    # Three products forward and backward of the first matrix, two of the second... by hand: 2 * rows * in * out each.
+    # By hand: 5 products of 2 * rows * in * out each, 2 with the first matrix (no input gradient), 3 with the second.
     assert planned.report["flops_per_step"] == 2 * 512 * 64 * 256 * 5
 
 
@@ -104,7 +104,7 @@ def test_one_donated_argument_is_itself():
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_a_mesh_that_the_function_closes_over_is_taken_as_it_is(is_jitted: bool):
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    # As somebody's own program makes one, in an order of its own.
+    # A mesh as user code makes it, with its own order of devices.
     devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=1, wrap=(False,) * 3).devices
     mesh = Mesh(np.array(devices[::-1]).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole = NamedSharding(mesh, P())
@@ -130,7 +130,7 @@ def test_a_mesh_of_no_devices_is_its_axes():
     matrix = SHAPE((64, 64), jnp.float32)
 
     def total(rows: jax.Array, others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Explicit axes are in the type.
+        # Explicit axes are part of the type.
         assert jax.typeof(rows).sharding.spec == P("data", None)
         return rows + 1, others + 1
 
@@ -153,7 +153,7 @@ def test_shardings_are_of_the_targets_devices(by_leaves: bool):
     given: tuple[Any, ...] = (params, batch)
     shardings: Any = specs
     if by_leaves:
-        # Shapes that were made for some other mesh with these axes.
+        # These shapes were made for another mesh with the same axes.
         elsewhere = AbstractMesh((2, 4), ("data", "model"))
         placed = {
             name: SHAPE(one.shape, one.dtype, sharding=NamedSharding(elsewhere, specs[0][name]))

@@ -1,4 +1,4 @@
-"""Points around a plan, what moves its groups, and the page of `plimsoll plan --html` that shows both."""
+"""Points around a plan, settings that change its groups, and the page of `plimsoll plan --html` that shows both."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_points_are_around_the_asked_one_and_allowed(fits: bool, limit: int | No
     report = quick("tiny", asked, target, limit, suggests=False) | {"settings": [], "estimated": False}
     assert report["fits"] == fits
     points = grid.grid(asked, target, report, seconds=600)
-    # Four devices share a batch, so 4 rows are the least.
+    # Four devices share a batch, so 4 rows are the minimum.
     assert sorted({point.batch for point in points}) == [4, 8, 16, 32, 64]
     assert {8, 16, 32, 64} <= {point.sequence for point in points}
     assert len({point[:2] for point in points}) == len(points)

@@ -1,4 +1,4 @@
-"""What grouped products cost, in the traced program and in the compiled ones, beside 2 N I O for each of three."""
+"""FLOPs of grouped products in traced and compiled programs, compared with 2 N I O for each of three products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = 3 * 2 * EVEN_ROWS * INPUTS * OUTPUTS
 
 
 def gradients(implementation: Chosen) -> Callable[..., tuple[jax.Array, ...]]:
-    """(rows, weights, sizes) -> the product and the gradients of both."""
+    """Return a function from (rows, weights, sizes) to the product and the gradients of rows and weights."""
 
     def compute(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, ...]:
         def product(x_NI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def compiled_flops(target: str, implementation: Chosen) -> int:
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU's compiler is not installed")
 def test_on_tpu_no_expert_is_multiplied_with_the_rows_of_others():
     assert compiled_flops("v5e-1", "megablox") == EXPECTED
-    # The reason why `ragged_dot` is not what TPUs get: one of its gradients takes every expert times all rows.
+    # This is why TPUs do not use `ragged_dot`: one of its gradients multiplies every expert by all rows.
     assert compiled_flops("v5e-1", "ragged") >= 2 * EXPERTS * ROWS * INPUTS * OUTPUTS
 
 

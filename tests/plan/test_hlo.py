@@ -1,4 +1,4 @@
-"""The compiler's text: against a small program written by hand, and against what XLA compiles here."""
+"""Parsing the compiler's text: a small handwritten program, and programs that XLA compiles here."""
 
 # ruff: noqa: E501  (lines of programs are long)
 import jax
@@ -58,7 +58,7 @@ def test_types():
 def test_tiles_are_padded_and_memory_spaces_read():
     text = "bf16[3,100,200]{2,1,0:T(8,128)(2,1)S(1)} f32[100,200]{0,1:T(8,128)} f32[100]{0:T(128)S(5)} s32[]{:T(128)}"
     sizes = [(one.space, one.padded_bytes) for one in placed(text)]
-    # 100 x 200 in tiles of 8 x 128; dimension 0 is the minor one of the second
+    # 100 x 200 in tiles of 8 x 128; in the second array, dimension 0 is the minor one.
     assert sizes == [(1, 3 * 104 * 256 * 2), (0, 128 * 200 * 4), (5, 128 * 4), (0, 4)]
 
 
@@ -104,7 +104,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     ("first", "step", "direction", "trips"),
     [
         (0, 1, "LT", len(range(0, 10))),
-        (1, 1, "LT", len(range(1, 10))),  # a loop whose first turn was peeled off
+        (1, 1, "LT", len(range(1, 10))),  # a loop whose first iteration was peeled off
         (0, 2, "LT", len(range(0, 10, 2))),  # collective matrix products
         (1, 2, "LT", len(range(1, 10, 2))),
         (0, 3, "LT", len(range(0, 10, 3))),
@@ -132,7 +132,7 @@ def test_a_loop_that_data_ends_counts_once():
 
 
 def test_an_instruction_over_several_lines():
-    """As a Pallas kernel's metadata is: one of its lines begins with a brace, as the end of a computation does."""
+    """The metadata of a Pallas kernel has a line that starts with a brace, like the end of a computation."""
     kernel = """  %kernel = f32[8]{0} custom-call(%row), custom_call_target="tpu_custom_call", frontend_attributes={metadata={
 "text":"{\\"block\\": 512}"
 }}, metadata={op_name="jit(step)/stack/attention/pallas_call"}
@@ -163,9 +163,9 @@ FRAMES
 """
 
 
-@pytest.mark.parametrize("shift", [0, 1])  # by version, callers are counted from 0 or from 1
+@pytest.mark.parametrize("shift", [0, 1])  # callers are numbered from 0 or 1, depending on the version
 def test_source_lines(shift: int):
-    """Frame 1 is line 7 of the model; 2 is optax, called there; 3 is line 9 of the model, called by optax."""
+    """Frame 1 is line 7 of the model, frame 2 is optax (called there), frame 3 is line 9 of the model (under optax)."""
     callers = [shift, 1 + shift, 2 + shift]
     frames = [f"{n} {{file_location_id={n} parent_frame_id={c}}}" for n, c in zip((1, 2, 3), callers, strict=True)]
     assert frames[0].endswith("parent_frame_id=1}" if shift else "parent_frame_id=0}")
@@ -211,7 +211,7 @@ def test_a_compiled_loop_of_collectives(trips: int):
     x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=split)
     module = Module(jax.jit(f, out_shardings=whole).lower(weights, x).compile().as_text())
     moved = module.collective_bytes()
-    # Each trip either gathers the weights or moves the 16 x 64 activations; the result is gathered once at the end.
+    # Each iteration either gathers the weights or moves the 16 x 64 activations; the result is gathered at the end.
     each = sum(moved.values()) - 16 * 64 * 4
     assert each > 0
     assert each % trips == 0

@@ -1,4 +1,4 @@
-"""FLOPs, bytes and collectives of instructions: against XLA's own cost analysis, and by hand."""
+"""FLOPs, bytes and collectives of instructions, compared with XLA's cost analysis and with hand-computed numbers."""
 
 # ruff: noqa: E501  (lines of programs are long)
 import jax
@@ -54,7 +54,7 @@ def test_products_as_xla_counts_them(spec: str):
     assert flops(Module(text)) == expected
 
 
-# A batch of products as the TPU's compiler writes one: each of 12 results meets one of 12 places of the window.
+# A batch of products as the TPU compiler writes it: each of 12 results uses one of 12 window positions.
 BATCHED = """
 ENTRY %main (x: bf16[12,64,32], y: bf16[12,32,16]) -> bf16[12,64,16] {
   %x = bf16[12,64,32]{2,1,0} parameter(0)
@@ -140,7 +140,7 @@ def test_collectives():
         ("all-to-all", "sync"): 7 / 8 * 64 * 128 * 2,
         ("reduce-scatter", "fused"): 3 / 4 * 1024 * 4,
     }
-    # Two fusions with one channel are steps of one collective.
+    # Two fusions with the same channel are steps of one collective.
     assert all(one.runs == 1 for key, one in found.items() if key[0] != "all-gather")
     assert [group_size(one.instruction) for one in found.values()] == [16, 1, 8, 4]
 

@@ -1,4 +1,4 @@
-"""What may live in host memory: what is set before JAX starts, and what is refused before anything is compiled."""
+"""Limits on host memory: the variable set before JAX starts, and refusals before anything is compiled."""
 
 import functools
 from pathlib import Path
@@ -21,14 +21,14 @@ STATE = 2 * 4 * (2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48))
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Its optimizer state is hosted, on eight devices, a copy each."""
+    """A program with offloaded optimizer state on eight devices, one copy each."""
     monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
     memory = {"optimizer_state": "pinned_host"}
     return small.program(small.experiment(small.llama(), mesh={"data": 8, "fsdp": 1}, memory=memory))
 
 
 def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOST_LIMIT, "")  # so that it is as before afterwards
+    monkeypatch.setenv(HOST_LIMIT, "")  # so that monkeypatch restores it afterwards
     monkeypatch.delenv(HOST_LIMIT)
     monkeypatch.setattr(accelerators, "machine_memory_bytes", lambda: 2000 * GIB)
     cli.prepare_jax()
@@ -55,8 +55,8 @@ def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program:
     text = r"config.memory puts 1.19 MiB into host memory \(optimizer 1.19 MiB\), and "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
         host_room.check_host(program, "gpu")
-    host_room.check_host(program, "tpu")  # nothing but GPUs has that limit
-    host_room.check_host(program)  # and on a CPU the host's memory is the device's
+    host_room.check_host(program, "tpu")  # only GPUs have that limit
+    host_room.check_host(program)  # on a CPU, host memory is the device memory
     monkeypatch.setenv(HOST_LIMIT, "1")
     host_room.check_host(program, "gpu")
     for room, fits in ((hosted - 1, False), (hosted, True)):

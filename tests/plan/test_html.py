@@ -1,4 +1,4 @@
-"""The page of plans, in a real browser: bars are as long as their bytes, nothing is fetched, text is only text."""
+"""The page of plans in a real browser: bar lengths match bytes, nothing is fetched, and text is escaped."""
 
 import itertools
 import re
@@ -26,7 +26,7 @@ class Text(HTMLParser):
 
 
 @needs_browser
-@pytest.mark.once("400")  # where things are more likely not to fit
+@pytest.mark.once("400")  # the narrow page is more likely to overflow
 @pytest.mark.parametrize("width", [1200, 400])
 def test_bars_are_as_long_as_their_bytes(tmp_path, width):
     seen = measure(page(COMPARED), tmp_path, width)
@@ -70,7 +70,7 @@ def test_the_table_of_two_targets_names_both_and_is_not_cut(tmp_path):
 
 @needs_browser
 def test_a_browser_that_finds_fault_is_heard(tmp_path):
-    """The other tests can fail: an error on the console and a request are both seen."""
+    """Make sure that the other tests can fail: a console error and a request are both detected."""
     dom, said = browse(page(COMPARED) + "<img src=missing.png><script>nowhere()</script>", tmp_path)
     assert "missing.png" in dom
     assert any("nowhere is not defined" in line for line in said)
@@ -138,7 +138,7 @@ def test_text_is_text_and_nothing_is_fetched():
         (plan(time=TIME), "a third off", "nan"),
         (NONE, "✗ does not fit, 6.85 GiB over", 'class="verdict good"'),
         (NONE, "RESOURCE_EXHAUSTED:\nUsed 22.60G", "On the host"),
-        (plan(fits=False), ">✗ does not fit</p>", " over</p>"),  # another phase does not
+        (plan(fits=False), ">✗ does not fit</p>", " over</p>"),  # another phase does not fit
         (plan(host=4.0), "On the host, in one process", "✗"),
         (plan(phases={}, largest=[]), "all-gather 38.00 GiB", "Peak of each phase"),
         (plan(), "libtpu", "<details"),
@@ -163,7 +163,10 @@ def test_what_several_share_is_said_once():
 
 
 def test_colours_differ_for_every_kind_of_colour_vision():
-    """Machado, Oliveira and Fernandes 2009, severity 1.0; distance in CIELAB (76), 10 is plainly different."""
+    """Simulates color vision by Machado, Oliveira and Fernandes 2009, severity 1.0.
+
+    Distances are in CIELAB (76); 10 is clearly different.
+    """
     kinds = {
         "usual": np.eye(3),
         "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],

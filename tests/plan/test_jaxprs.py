@@ -1,4 +1,4 @@
-"""FLOPs and zeros read off a program, beside the compiler's count, formulas by hand, and computed gradients."""
+"""FLOPs and zero gradients read off a program, compared with the compiler, hand formulas and computed gradients."""
 
 import importlib.util
 from functools import partial
@@ -72,7 +72,7 @@ def test_what_holds_a_jaxpr_changes_no_count():
     for function in (chain, jax.jit(chain), jax.checkpoint(chain), ruled, jax.jit(one_axis)):
         assert count(function, (8, 16), (16, 16)) == once
     assert count(jax.grad(lambda x, w: ruled(x, w).sum(), argnums=(0, 1)), (8, 16), (16, 16)) == 3 * once
-    # Over axis "a" every device of a pair computes the same rows: that is work, too.
+    # Both devices along axis "a" compute the same rows; the count includes this duplicate work.
     assert count(rows, (8, 16), (16, 16)) == 2 * once
     assert (
         count(
@@ -131,7 +131,7 @@ B, S, N, K, H = 2, 1024, 4, 2, 64
 
 
 def attention_flops(kernel, sizes=None):
-    """(FLOPs of the forward pass, of forward and backward) in units of one product, 2 B N S S H."""
+    """Return [FLOPs of the forward pass, FLOPs of forward and backward] in units of one product, 2 B N S S H."""
     mesh = (
         None
         if sizes is None
@@ -149,15 +149,15 @@ def attention_flops(kernel, sizes=None):
 
 @pytest.mark.parametrize("sizes", [None, (1, 2, 1, 2, 2)])
 def test_splash_counts_its_products(sizes):
-    """q k and w v forward; q k, dw, dq and q k, dw, dk, dv in the two kernels of the backward: all blocks."""
+    """All blocks count: q k and w v forward; q k, dw, dq and q k, dw, dk, dv in the two backward kernels."""
     forward, both = attention_flops(kernels_splash, sizes)
     assert forward == 2
-    assert both == pytest.approx(9, abs=0.01)  # and the row sums of output times gradient
+    assert both == pytest.approx(9, abs=0.01)  # plus the row sums of output times gradient
 
 
 @pytest.mark.pairs
 def test_xla_attention_counts_the_keys_that_a_block_of_rows_sees():
-    """Eight blocks of 128 rows see 1/8, 2/8, ..., 8/8 of the keys: 9/16 of everything."""
+    """Eight blocks of 128 rows attend to 1/8, 2/8, ..., 8/8 of the keys, 9/16 in total."""
     assert attention_flops(kernels_xla) == [2 * 9 / 16, 6 * 9 / 16]
 
 
@@ -175,7 +175,7 @@ def test_cudnn_counts_its_products():
 
 
 def gradients_jaxpr(program):
-    """The jaxpr of the gradients as the training step takes them."""
+    """Return the jaxpr of the gradients as the training step computes them."""
     parts = program.experiment
 
     def gradients(state, batch):
@@ -190,7 +190,10 @@ def gradient_flops(model=None, **options):
 
 
 def hand_formula(S, pairs, *, L=2, D=32, N=4, K=2, H=8, F=48, V=small.VOCAB, B=8):
-    """Forward and backward of `small.llama`: three times each product. pairs: of query and key, a sequence and head."""
+    """Return the FLOPs of forward and backward of `small.llama`: three times each product.
+
+    `pairs` is the number of (query, key) pairs per sequence and head.
+    """
     weights = L * (D * N * H + 2 * D * K * H + N * H * D + 3 * D * F) + V * D
     return 3 * 2 * B * (S * weights + L * 2 * N * H * pairs)
 
@@ -200,9 +203,9 @@ def hand_formula(S, pairs, *, L=2, D=32, N=4, K=2, H=8, F=48, V=small.VOCAB, B=8
 def test_a_model_counts_as_by_hand(unroll):
     model = small.llama(stack__unroll=unroll)
     built = small.experiment(model).instantiate().model
-    # 16 positions are one block of rows: every pair is computed, and the model's own formula is exact.
+    # 16 positions are one block of rows, so every pair is computed and the model's own formula is exact.
     assert gradient_flops(model).flops == hand_formula(16, 16 * 16) == built.flops_per_token(16) * 16 * 8
-    # 128 positions are two blocks of 64 rows, the first against 64 keys: the formula has 64 * 64 pairs more.
+    # 128 positions are two blocks of 64 rows, and the first uses only 64 keys: the formula counts 64 * 64 pairs more.
     pairs = 128 * 128 - 64 * 64
     assert gradient_flops(model, seq_len=128).flops == hand_formula(128, pairs) < built.flops_per_token(128) * 128 * 8
 
@@ -220,7 +223,7 @@ def test_neither_loops_nor_microbatches_nor_meshes_change_the_count():
 @pytest.mark.pairs
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
-    """But for each layer's last product, whose result the backward pass does not read."""
+    """Each layer's last product is not recomputed, because the backward pass does not read its result."""
     model = small.llama(stack__unroll=unroll)
     stack = small.experiment(model).instantiate().model.stack
     last = stack.num_units * 2 * 48 * 32
@@ -230,7 +233,7 @@ def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
 
 @pytest.mark.pairs
 def test_the_whole_step_counts_the_optimizer_too():
-    """Muon: five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix, m its shorter side."""
+    """Muon takes five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix; m is its shorter side."""
     program = Program(configs.load("stdlib-tiny").instantiate(), jax.devices()[:1])
     jaxpr = program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs)).jaxpr
     matrices = [(128, 128)] * 4 + [(128, 344)] * 3
@@ -242,10 +245,10 @@ def test_the_whole_step_counts_the_optimizer_too():
 
 
 class StoppedLinear(Linear):
-    """A user's layer: its weight is not trained, though nobody told the learner."""
+    """A user's layer whose weight gets no gradient, although it is not frozen in the learner."""
 
     def __call__(self, weights, x, ctx):
-        """As Linear."""
+        """Return Linear's result with a `stop_gradient` on the weight."""
         return super().__call__({**weights, "weight": jax.lax.stop_gradient(weights["weight"])}, x, ctx)
 
 
@@ -294,7 +297,7 @@ def test_named_configs_train_every_weight(name):
 
 @pytest.mark.pairs
 def test_every_way_from_a_parameter_to_the_loss():
-    """Nothing passes a derivative from a to the loss, and b is found to: as the computed gradients say."""
+    """No derivative passes from a to the loss, but from b it does; `unreached` agrees with computed gradients."""
     mesh = Mesh(np.asarray(jax.devices()), ("a",))
     everywhere = PartitionSpec()
     stopped = jax.lax.stop_gradient
@@ -337,5 +340,5 @@ def test_every_way_from_a_parameter_to_the_loss():
     for name, loss in losses.items():
         assert [not gradient.any() for gradient in jax.device_get(computed[name])] == [True, False], name
         assert unreached(loss, (a, b)) == [True, False], name
-    # A rule of one's own may do anything: its zeros are not seen, and none is invented.
+    # A custom rule may do anything: its zeros are not detected, and no false zeros are reported.
     assert unreached(lambda params: jnp.sum(ruled(*params)), (a, b)) == [False, False]

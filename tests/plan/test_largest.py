@@ -1,4 +1,4 @@
-"""The largest model of a family: sizes by its own rule, the search among them, and the command."""
+"""The largest model of a family: sizes by the family's rule, the search over them, and the command."""
 
 import itertools
 import json
@@ -18,13 +18,13 @@ from launch import plan
 
 
 def choice(parameters: int, *, compiled: bool = False) -> Choice:
-    """The choice of a size that takes two bytes a parameter."""
+    """Return the choice for a size that takes two bytes per parameter."""
     machine = Machine("h100", 1, 80 << 30, None)
     return Choice(machine, (), (), (), 2 * parameters, 0, 1e-9 * parameters, 0.0, compiled)
 
 
 class Answers:
-    """Answers for a machine with room for so many parameters by the closed form, and for fewer by the compiler."""
+    """Fake answers for a machine with room for `most` parameters by the estimate, and fewer by the compiler."""
 
     def __init__(self, most: float, by_the_compiler: float | None = None):
         self._most = {True: most, False: most if by_the_compiler is None else by_the_compiler}
@@ -62,7 +62,7 @@ def test_width_and_depth_grow_together():
     attention = wide.model.stack.pattern[0].attention
     assert (wide.model.dim, attention.num_heads, attention.num_kv_heads) == (8192, 64, 8)
     assert wide.model.stack.pattern[0].mlp.hidden == 2 * 14336
-    # A size that is published under another name has its parameters, but for a wider MLP.
+    # This size is published under another name; its parameter count matches, except for a wider MLP.
     assert num_parameters(family.config_of(Size(64, 80))) == pytest.approx(70.6e9, rel=0.01)
 
 
@@ -108,7 +108,7 @@ def test_nothing_fits():
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     picture, file = tmp_path / "largest.png", tmp_path / "largest.json"
     flags = ["--config=gpt2-124m", "--target=rtx3060", "--largest", "--estimate", "--config.data.global_batch_size=1"]
-    # What is set is not searched, so each size takes a fraction of a second.
+    # Fields that are set are not searched, so each size takes a fraction of a second.
     flags += ["--config.data.seq_len=128", "--config.memory.remat=full", "--config.memory.update=after_backward"]
     flags += ["--config.memory.optimizer_state=device", "--device_memory_gib=2", "--allow=moments"]
     assert plan.main([*flags, f"--picture={picture}", f"--json={file}"]) == 0

@@ -1,4 +1,4 @@
-"""Several targets in one table, the smallest that carries a config, and models that are known by their shape alone."""
+"""Several targets in one table, the smallest that fits a config, and models that are known only by their shape."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ MODEL = "--config=hf:Qwen/Qwen2.5-1.5B"
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is in the cache of the Hub, and requests are forbidden."""
+    """Use an empty Hub cache and forbid requests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text")
     empty_cache(tmp_path, monkeypatch)
@@ -29,7 +29,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Words of the table's rows, by target."""
+    """Return the words of the table's rows, by target."""
     lines = [line.split() for line in text.splitlines() if line.startswith("  ")]
     return {words[0]: words[1:] for words in lines}
 
@@ -40,7 +40,7 @@ def test_candidates_are_sorted_and_each_is_a_target():
     assert sizes == sorted(sizes)
     assert len(set(names)) == len(names)
     assert {"rtx4090", "h100", "h100x8", "v5e-1", "v5e-256", "rtx3060x4"} <= set(names)
-    # A rented machine has one H200 or eight of them.
+    # Rented machines have one H200 or eight.
     assert "h200x2" not in names
 
 
@@ -60,7 +60,7 @@ def test_one_table_of_several_targets(own_folder: Path, capsys: pytest.CaptureFi
     assert "shape of Qwen/Qwen2.5-1.5B: from the table of published models" in captured.err
     reports = json.loads((own_folder / "plans.json").read_text())
     assert [report["target"] for report in reports] == ["4090", "v5e-8", "t4"]
-    # What is printed to be pasted is what that report says.
+    # The printed settings are those of the report.
     assert reports[0]["suggestions"][0]["setting"] in captured.out
 
 
@@ -83,7 +83,7 @@ def test_the_smallest_of_some_and_of_all(capsys: pytest.CaptureFixture):
 def test_where_none_carries_it_the_largest_is_shown(capsys: pytest.CaptureFixture):
     one_row = "--config.data.global_batch_size=1"
     big = "--config=hf:meta-llama/Llama-3.1-405B"
-    # With state and weights on the host a card would hold it: so little memory none has.
+    # With state and weights offloaded, a card would fit the model; the long sequence makes it too big for both.
     code = plan.main([big, "--target=t4,rtx3060", "--smallest", "--estimate", one_row, "--config.data.seq_len=65536"])
     assert code == ExitCode.TOO_BIG
     assert "none that was tried" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_training_needs_the_files(own_folder: Path):
 def test_an_unknown_name_has_the_nearest():
     with pytest.raises(OSError, match=r"has 135; did you mean meta-llama/Llama-3.1-8B"):
         configs.load("hf:meta-lama/Llama-3.1-8B", shape_is_enough=True)
-    # A revision is of the Hub, whose commits the table does not know.
+    # A revision refers to the Hub, and the table has no commits.
     with pytest.raises(OSError, match="not in the cache of the Hub"):
         configs.load("hf:meta-llama/Llama-3.1-8B@main", shape_is_enough=True)
 

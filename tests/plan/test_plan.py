@@ -1,4 +1,4 @@
-"""The whole plan, for CPU devices, against what really lives and what really runs."""
+"""The whole plan for CPU devices, compared with real arrays and real runs."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ GROUPS = "parameters frozen buffers gradients optimizer_state ema batch activati
 
 
 def config(**fields: Any) -> Config:
-    """The small Llama's experiment; fields by path, with __ for dots."""
+    """Return the small Llama's experiment; `fields` overrides config paths, with __ for dots."""
     built = small.experiment(small.llama())
     for path, value in fields.items():
         built.set_path(path.replace("__", "."), value)
@@ -73,7 +73,7 @@ def test_predicted_arguments_are_the_live_bytes(report: dict[str, Any]):
 
 
 def test_every_gradient_is_there_and_counted_once():
-    # One microbatch of many: all gradients are summed beside the state, in the master's dtype.
+    # With several microbatches, all gradients are accumulated in addition to the state, in the master's dtype.
     found = plan("small", config(mesh__data=1, learner__accumulate=4), resolve("cpu:1"), None, phases=False)
     assert found["breakdown"]["gradients"] >= 0.9 * found["breakdown"]["parameters"]
 
@@ -94,11 +94,11 @@ def test_more_layers_cost_what_they_keep():
 @pytest.mark.pairs
 def test_hosted_state_counts_on_the_host():
     trial = config(mesh__data=1, memory__optimizer_state="pinned_host")
-    trial.model.vocab_size = 8192  # two tables whose state is 1 MiB a leaf; smaller leaves stay
+    trial.model.vocab_size = 8192  # two tables with state leaves of 1 MiB; smaller leaves stay on the device
     found = plan("small", trial, resolve("cpu:1"), None, phases=False)
     layout = Program(trial.instantiate(), jax.devices()[:1]).layout
     assert found["host_argument_bytes"] == layout.bytes_per_device(memory_kind="pinned_host") == 4 << 20
-    # At the peak, the update's, hosted leaves are visiting: as they came, and as they leave.
+    # The peak is in the update, where offloaded leaves are on the device twice: as fetched, and as written back.
     resident = layout.bytes_per_device("optimizer", "device")
     assert resident < found["breakdown"]["optimizer_state"] <= resident + 2 * found["host_argument_bytes"]
     assert found["host_breakdown"]["optimizer_state"] == found["host_argument_bytes"]
@@ -107,10 +107,10 @@ def test_hosted_state_counts_on_the_host():
 
 
 class Forgetful(MLP):
-    """A user's own layer, whose gate nobody trains: its output is cut off from the gradient."""
+    """A user's layer whose gate weights get no gradient."""
 
     def apply(self, weights, carry, ctx, layer_state):
-        """As MLP's, with a `stop_gradient`."""
+        """Return MLP's result with a `stop_gradient` on the gate's weights."""
         return super().apply({**weights, "gate": jax.tree.map(jax.lax.stop_gradient, weights["gate"])}, carry, ctx, {})
 
 
@@ -131,7 +131,7 @@ def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
 @pytest.mark.pairs
 def test_too_big_is_a_report_and_what_fits_is_compiled():
     trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
-    trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiled fast, and five times
+    trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiles fast; the test compiles five times
     limit = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
     found = plan("small", trial, resolve("cpu:1"), limit, phases=False)
     assert not found["fits"]
@@ -146,7 +146,7 @@ def test_too_big_is_a_report_and_what_fits_is_compiled():
 
 
 def test_nothing_fits_into_less_than_the_state():
-    trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatches to think of
+    trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatch counts to try
     peak = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
 
@@ -154,7 +154,7 @@ def test_nothing_fits_into_less_than_the_state():
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
 def test_what_is_not_traced_would_not_have_fitted(monkeypatch, update):
-    """The least bytes of a placement leave out choices alone that the closed form would have refused."""
+    """The lower bound on a placement's bytes skips only choices that the analytical estimate would have refused."""
     target, trial = resolve("cpu:1"), config(mesh__data=1, memory__update=update, learner__clip=None)
     peak = quick("small", trial, target, None)["device_peak_bytes"]
     limits = [int(share * peak) for share in (0.9, 0.7, 0.5)]
@@ -165,7 +165,7 @@ def test_what_is_not_traced_would_not_have_fitted(monkeypatch, update):
 
 
 def test_weights_go_to_the_host_when_nothing_else_is_enough():
-    """Llama 2 13B on one chip, by the closed form alone."""
+    """Llama 2 13B on one chip, using only the analytical estimate."""
     target, trial = resolve("v5e-1"), configs.load("llama2-13b")
     for path, value in (("data.global_batch_size", 1), ("data.seq_len", 2048), ("memory.remat", "full")):
         trial.set_path(path, value)

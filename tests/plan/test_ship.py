@@ -1,4 +1,4 @@
-"""The ship of a page: loaded in proportion, moved by its slider through planned points alone, safe to pass around."""
+"""The memory chart of a page: proportional segments, a slider over planned points only, and escaped text."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.support.plan_pages import GIB, IN_EFFECT, TIME, browse, measure, need
 
 EVIL = "</script><script>document.title='broken'</script><img src=x onerror=\"alert(1)\">'; --\"$HOME`x`"
 ASKED = Asked("--config=llama2-7b", "--target=v5e-16", ["memory.remat=full"], ["--html=plan.html"])
-# What a reader does and sees: the slider is moved to its end, and back to what was asked.
+# Simulates a reader: moves the sliders, returns to the requested point, and records the page after each move.
 WATCH = """<script>
 const seen = () => ({
   heights: [...document.querySelectorAll('.stage .cargo')].map(e => Number(e.getAttribute('height'))),
@@ -44,7 +44,7 @@ def at(batch: int, sequence: int, activations: float, **more: Any) -> Point:
 
 
 def points() -> list[Point]:
-    """Three of four points: the config does not allow short sequences in small batches, say."""
+    """Return three of four points, as if the config did not allow short sequences in small batches."""
     closed = {"estimated": True, "settings": ["memory.remat=full"]}
     asked = at(16, 4096, 2.0, settings=["memory.remat=full"])
     return [asked, at(32, 4096, 40.0, **closed), at(32, 2048, 4.0, **closed)]
@@ -146,7 +146,7 @@ def test_a_name_breaks_out_of_nothing(tmp_path: Path):
     data = re.search(r'<script type="application/json" id="points">(.*?)</script>', text)
     assert data
     shown = json.loads(data[1])["points"]["32,2048"]["command.train"]
-    # A shell reads the very name.
+    # A shell parses the exact name.
     assert f"--config={EVIL}" in shlex.split(shown)
 
 
@@ -175,7 +175,7 @@ def test_the_ship_in_light_and_dark(tmp_path: Path):
         flags = [f"--screenshot={shot}", f"--blink-settings=preferredColorScheme={scheme}"]
         browse(sliding(time=TIME), tmp_path, 900 + scheme, *flags)
         image = matplotlib.image.imread(shot)[..., :3]
-        # The sky over the ship, under the heading.
+        # The sky above the ship and below the heading.
         brightness.append((image[2, 2].mean(), image[200, 850].mean()))
     assert max(brightness[0]) < 0.2
     assert min(brightness[1]) > 0.9

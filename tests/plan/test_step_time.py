@@ -1,4 +1,4 @@
-"""The count of a step's time: a small program of a v5e slice, recorded and (with libtpu) compiled anew, and by hand."""
+"""Step time from counted operations: a recorded v5e program, the same recompiled (with libtpu), and hand examples."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +19,14 @@ from framework.plan.step_time.attention import attention
 from framework.plan.step_time.count import Part
 from framework.plan.step_time.timeline import Cost, Span, play
 
-# What libtpu 0.0.42.1 made of `lowered_step`; of each backend_config only the estimated cycles are left.
+# The program that libtpu 0.0.42.1 compiled from `lowered_step`; each backend_config has only the estimated cycles.
 RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"
 LAYERS, DIM, ROWS, CHIPS = 6, 512, 256, 4
 V5E = Rates.of(spec_for("v5e"))
 
 
 def lowered_step() -> jax.stages.Lowered:
-    """Layers in a loop with weights over four chips, and an update of state that lives on the host."""
+    """Lower a loop over layers with weights sharded over four chips, and an update of offloaded state."""
     targets.environment("v5e-4")
     mesh = Mesh(np.array(targets.resolve("v5e-4").devices()), ("fsdp",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in [(None, "fsdp"), ()])
@@ -78,13 +78,13 @@ def test_host_transfers(recorded: Module):
     shard = LAYERS * DIM * DIM * 4 // CHIPS
     assert timeline.moved == {"to host": shard, "from host": shard}
     assert timeline.transfers == {"to host": 1, "from host": 1}
-    # What is written at the end has nothing to hide behind; what is read goes on under the layers.
+    # The write at the end has no computation to overlap with; the read overlaps with the layers.
     assert timeline.exposed["to host"] == pytest.approx(shard / V5E.pcie)
     assert timeline.exposed["from host"] == pytest.approx(shard / V5E.pcie - layers_seconds(recorded), rel=1e-2)
 
 
 def layers_seconds(module: Module) -> float:
-    """From the entry's first operation to the update."""
+    """Return the seconds from the entry's first operation to the update."""
     found = counted(module)
     update = [one.seconds for one in found.operations if one.instruction.name == "convert_add_fusion"]
     assert len(update) == 1
@@ -96,7 +96,7 @@ def test_times(recorded: Module):
     operations = {one.instruction.name: one for one in found.operations}
     (product,) = (one for one in found.operations if one.category == "matmul")
     assert product.estimate is not None
-    assert product.estimate * V5E.cycles == pytest.approx(4146)  # as the text has it; the MXU alone needs 1,024
+    assert product.estimate * V5E.cycles == pytest.approx(4146)  # as in the text; the MXU itself needs only 1,024
     assert product.seconds == product.estimate
     assert product.roof >= 2 * ROWS * DIM * DIM / V5E.flops
     update = operations["convert_add_fusion"]
@@ -110,7 +110,7 @@ def test_times(recorded: Module):
         received = sum(one.bytes_received * one.runs for one in found.collectives)
         assert timeline.collectives == pytest.approx(received / speed)
         assert timeline.seconds == timeline.compute + timeline.collectives + timeline.waits
-    # The read of the moments lasts longer than the layers, whatever their collectives take.
+    # Reading the moments takes longer than the layers, at either speed of their collectives.
     assert found.low == pytest.approx(found.high)
 
 
@@ -135,7 +135,7 @@ def test_the_compiler_still_writes_what_was_recorded(recorded: Module):
     assert fresh.at_all_links.moved == before.at_all_links.moved
     received = [sum(one.bytes_received * one.runs for one in found.collectives) for found in (fresh, before)]
     assert received[0] == pytest.approx(received[1], rel=0.01)
-    assert fresh.low == pytest.approx(before.low, rel=0.2)  # another version may fuse and tile otherwise
+    assert fresh.low == pytest.approx(before.low, rel=0.2)  # another version may fuse and tile differently
     assert {one.category for one in fresh.operations} >= {"matmul", "vector", "host transfer"}
     (product,) = (one for one in fresh.operations if one.category == "matmul")
     assert product.source is not None
@@ -143,7 +143,7 @@ def test_the_compiler_still_writes_what_was_recorded(recorded: Module):
     assert "h @ jax.lax.with_sharding_constraint(weight, whole)" in line
     assert compiled.buffers is not None
     with pytest.raises(ValueError, match="no estimated_cycles"):
-        counted(compiled.buffers.module)  # the text from before the code was generated
+        counted(compiled.buffers.module)  # this text is from before code generation
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -187,19 +187,19 @@ ENTRY %main (a: f32[1000], h: f32[1000]) -> f32[1000] {
 
 
 def test_transfers_share_the_link():
-    """4 kB in and again 4 kB in at 1 kB a second; 1 s of work, then three turns with 1 kB out under half a second."""
+    """The link moves 1 kB/s: two reads of 4 kB; after 1 s of work, three iterations write 1 kB during 0.5 s of work."""
     costs = {"before": Cost(1.0, 0.0), "work": Cost(0.5, 0.0), "sum": Cost(0.25, 10.0)}
     timeline = play(Module(TRANSFERS), costs, received_per_second=100.0, host_per_second=1000.0)
     assert timeline.moved == {"from host": 8000, "to host": 3000}
     assert timeline.compute == 1.0 + 3 * 0.5 + 0.25
     assert timeline.collectives == pytest.approx(0.1)
-    # The first read is through at 4 s, 3 s after the work before; the loop is 3 x 1 s, half of each waiting; the second
-    # read, behind the first, at 8 s, one second after the loop.
+    # The first read ends at 4 s, 3 s after the work before it. The loop takes 3 x 1 s, half of it waiting. The second
+    # read, queued behind the first, ends at 8 s, one second after the loop.
     assert timeline.waits == pytest.approx(3.0 + 3 * 0.5 + 1.0)
     assert timeline.seconds == pytest.approx(8.0 + 0.25 + 0.1)
     assert timeline.exposed["to host"] == pytest.approx(3 * 0.5)
     assert timeline.exposed["from host"] == pytest.approx(3.0 + 3 * 0.5 + 1.0)
-    # Alone on the link: 1 s of work for the first read, 1 + 1.5 for the second, half a second for each write.
+    # Without contention, work hides 1 s of the first read, 1 + 1.5 s of the second, and half a second of each write.
     assert timeline.hidden_alone == {"from host": pytest.approx(1000 + 2500), "to host": pytest.approx(3 * 500)}
 
 
@@ -228,14 +228,14 @@ ENTRY %main (a: f32[100]) -> f32[400] {
 
 
 def test_asynchronous_collectives_share_the_links():
-    """400 bytes are sent and 1,200 gathered by two fusions of one channel, at 400 bytes a second."""
+    """At 400 bytes/s, 400 bytes are sent, and 1,200 bytes are gathered by two fusions of one channel."""
     module = Module(EXCHANGES)
     found = {one.kind: one for one in collectives(module)}
     spans = [Span(one.scheduled.name, one.last.name, one.bytes_received) for one in found.values()]
     assert set(spans) == {("send", "sent", 400.0), ("one", "two", 1200.0)}
     costs = {"one": Cost(0.5, 0.0), "between": Cost(0.25, 0.0), "two": Cost(0.5, 0.0), "end": Cost(1.0, 0.0)}
     timeline = play(module, costs, spans, received_per_second=400.0, host_per_second=1.0)
-    # What is sent is through at 1 s, of which 0.75 s are worked; the gather, behind it, at 4 s, after 0.5 s more.
+    # The send ends at 1 s, 0.75 s of it during work. The gather, queued behind it, ends at 4 s, with 0.5 s more work.
     assert timeline.collective_waits == pytest.approx(0.25 + 2.5)
     assert timeline.seconds == pytest.approx(4.0 + 1.0)
     hidden = play(module, costs, received_per_second=400.0, host_per_second=1.0)
@@ -271,7 +271,7 @@ def test_attention_kernels(name: str, results: list[str], products: int):
     (operation,) = (one for one in counted(module).operations if one.category == "attention")
     assert operation.seconds == pytest.approx(
         flops / 2 / (V5E.flops / 4)
-    )  # causal; heads of 64 at a quarter of the peak
+    )  # causal; heads of 64 run at a quarter of the peak
 
 
 def test_rates_of_every_tpu():

@@ -1,4 +1,4 @@
-"""Targets: the figures that Cloud and NVIDIA publish, what the compilers say, and mistakes."""
+"""Targets: figures published by Google Cloud and NVIDIA, the compilers' numbers, and errors for wrong names."""
 
 import dataclasses
 import os
@@ -24,14 +24,14 @@ _MACHINE_GIB = (
 
 @pytest.fixture
 def tpu():
-    """The compiler of TPUs, on a machine without one."""
+    """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
     targets.environment("v5e-16")
 
 
 @pytest.mark.parametrize(
     ("name", "canonical", "devices", "hosts", "topology", "limit_gib", "host_gb"),
-    [  # devices and hosts as in the tables of Cloud's pages; memory of v5e VMs in GiB there
+    [  # devices and hosts are from the tables in the Cloud docs, where the memory of v5e VMs is in GiB
         ("v5e-1", "v5e-1", 1, 1, "1x1", 15.75, 48 * 1.024**3),
         ("v5e-8", "v5e-8", 8, 1, "2x4", 15.75, 384 * 1.024**3),
         ("v5e-16", "v5e-16", 16, 4, "4x4", 15.75, 192 * 1.024**3),
@@ -75,7 +75,7 @@ def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib
     )
     assert target.limit_bytes == (None if limit_gib is None else pytest.approx(limit_gib * GIB, rel=1e-3))
     assert target.host_limit_bytes == (None if host_gb is None else pytest.approx(host_gb * 1e9, rel=1e-6))
-    assert resolve(canonical) == target or ":" in name  # names are stable; a topology of one's own is not in the name
+    assert resolve(canonical) == target or ":" in name  # names are stable, but do not contain a custom topology
 
 
 def test_the_size_in_every_name_is_what_the_compiler_counts(tpu):
@@ -130,7 +130,7 @@ def test_a_cube_gathers_without_an_all_reduce(tpu: None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    # Each compute capability once, several hosts, and hosts that NVLink joins.
+    # Each compute capability once, several hosts, and hosts joined by NVLink.
     ["v100-16", "t4", "a30", "4090", "a6000", "h200", "b200", "5090", "h200x8", "h100x16", "a100-80x2", "gb200x8"],
 )
 def test_compiles_for_gpus(name):
@@ -152,19 +152,19 @@ def check_that_it_compiles(name: str) -> None:
         return loss, weight - gradient
 
     memory: Any = jax.jit(step, out_shardings=(everywhere, rows)).lower(weight, batch).compile().memory_analysis()
-    # Each device has its rows of the weight and its 8 rows of the batch, and to multiply them the whole weight.
+    # Each device has its rows of the weight and 8 rows of the batch, and gathers the whole weight for the product.
     arguments = (256 * 256 // target.num_devices + 8 * 256) * 2
     gathered = 256 * 256 * 2 if target.num_devices > 1 else 0
     assert memory.argument_size_in_bytes == arguments
-    # Before 8.0 a product of bfloat16 is one of float32, by cuBLAS, which takes 4 MiB to work in.
+    # Before compute capability 8.0, a bfloat16 product runs as float32 in cuBLAS, with a workspace of 4 MiB.
     workspace = 2**22 if (target.spec.compute_capability or "").startswith("7.") else 0
     assert arguments + gathered <= memory.peak_memory_in_bytes < 2**20 + workspace
 
 
 @pytest.mark.parametrize(
     ("name", "cuda_cores", "shared_kb", "l2_mb", "gb_per_s"),
-    # NVIDIA's whitepapers: CUDA cores of the SXM boards, KB of shared memory and L1 that a block may have, MB of L2,
-    # GB/s of HBM
+    # From NVIDIA's whitepapers: CUDA cores of the SXM boards, maximum KB of shared memory per block, MB of L2, GB/s of
+    # HBM.
     [
         ("h200", 16896, 227, 60, 4800),
         ("h100", 16896, 227, 50, 3350),
@@ -221,7 +221,7 @@ def test_the_report_says_when_a_newer_architecture_was_compiled_for(monkeypatch)
 
 def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-    for name in names:  # `plimsoll train` sets one, where the environment says nothing
+    for name in names:  # `plimsoll train` sets one of them if the environment does not
         monkeypatch.delenv(name, raising=False)
     for name in names:
         monkeypatch.setenv(name, "0.5")
@@ -236,7 +236,7 @@ def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
         ("v5e-24", r"'v5e-24': not a size; nearest: v5e-16, v5e-32$"),
         ("v5e-512", r"nearest: v5e-256$"),
         ("2xv5e-2", r"nearest: 2xv5e-1, 2xv5e-4$"),
-        ("v5p-4", r"nearest: v5p-8$"),  # cores: one host has 8
+        ("v5p-4", r"nearest: v5p-8$"),  # counted in cores; one host has 8
         ("h200x12", r"nearest: h200x8, h200x16$"),
         ("h200x0", r"nearest: h200x1$"),
         ("h200x1000000001", r"nearest: h200x1000000000, h200x1000000008$"),

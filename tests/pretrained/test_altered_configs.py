@@ -1,6 +1,6 @@
-"""Fields of config.json that change what transformers computes: read as it does, or refused by name.
+"""Fields of config.json that change what transformers computes: they are read the same way, or refused by name.
 
-What transformers 5.23 makes of each is what `python -m tools.check_altered` found; here neither it nor torch is needed.
+`python -m tools.check_altered` found the behavior of transformers 5.23; these tests need neither it nor torch.
 """
 
 import json
@@ -23,7 +23,7 @@ LAYERS, FULL, SLIDING = 2, "full_attention", "sliding_attention"
 
 
 def write(folder: Path, shape: str, **changes: Any) -> Path:
-    """config.json of a shape, with these fields."""
+    """Write the config.json of a shape, with these fields changed."""
     facts = {key: value for key, value in {**base_facts(shape), **changes}.items() if value is not ABSENT}
     (folder / "config.json").write_text(json.dumps(facts))
     return folder
@@ -175,7 +175,7 @@ def windows(folder: Path) -> list[int | None]:
         ("mistral", {"use_sliding_window": False}, [7, 7]),  # Mistral has no such field
         ("mistral", {"sliding_window": ABSENT}, [4096, 4096]),
         ("mistral", {"sliding_window": None}, [None, None]),
-        ("llama", {"sliding_window": 7, "use_sliding_window": True}, [None, None]),  # nor has Llama
+        ("llama", {"sliding_window": 7, "use_sliding_window": True}, [None, None]),  # neither has Llama
         ("qwen2-tied", {"sliding_window": 7}, [None, None]),
         ("qwen2-tied", {"use_sliding_window": True, "max_window_layers": 1}, [None, 4096]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, [7, 7]),
@@ -219,7 +219,7 @@ def test_unscaled_attention_comes_in_and_goes_out(tmp_path):
 
 
 def places(folder: Path) -> None:
-    """Looks at all headers, as a start does."""
+    """Check all tensor headers, as startup does."""
     model, family = families.model_of(folder)
     checked(Directory(folder), family.instantiate(), model.instantiate())
 
@@ -239,7 +239,7 @@ def test_a_tied_head_is_the_embedding(tmp_path):
 
 
 def test_a_head_has_no_prefix(tmp_path):
-    """The rest may leave it out: `model.norm.weight` as `norm.weight`, but `weight` is no head."""
+    """Other tensors may omit the prefix, such as `norm.weight` for `model.norm.weight`, but `weight` is not a head."""
     write(tmp_path, "llama")
     tensors = {name.removeprefix("model."): array for name, array in tensors_of("llama").items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -250,7 +250,7 @@ def test_a_head_has_no_prefix(tmp_path):
 
 
 def test_a_single_file_goes_before_an_index(tmp_path):
-    """As in transformers: a model saved again leaves the shards of the first time behind."""
+    """As in transformers: saving a model again leaves the shards of the first save behind."""
     tensors = tensors_of("llama")
     write(tmp_path, "llama")
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Tensors of files that hold several of our parameters side by side: taken apart on reading, and joined on export."""
+"""Tensors in files that hold several of our parameters side by side: split on reading, and joined on export."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from framework.weights.export import export_adapters, export_model
 from framework.weights.source import layer_shape
 from tools.peers.families import FAMILIES
 
-# Four heads of queries and two of keys and values, of eight elements.
+# Four query heads, and two key and value heads, with eight elements each.
 QUERY_ROWS, KEY_ROWS = 32, 16
 
 

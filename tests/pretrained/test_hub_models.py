@@ -1,4 +1,4 @@
-"""Published models by the Hub's id: out of its cache, and from a server that answers as the Hub does."""
+"""Published models by Hub id: from the Hub's cache, and from a server that answers like the Hub."""
 
 import json
 import os
@@ -24,7 +24,7 @@ URL = f"hf://acme/tiny@{COMMIT}"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Repository:
-    """A Llama without a layer's worth of weights, and a tokenizer; enough for whatever does not compute with it."""
+    """A Llama directory with almost no weights, and a tokenizer; enough for tests that do not compute with it."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / ".gitattributes").write_text("*.safetensors binary")
@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cache; requests are forbidden."""
+    """The cache folder, empty; network requests fail."""
     return empty_cache(tmp_path, monkeypatch)
 
 
@@ -49,7 +49,7 @@ def test_a_config_keeps_the_commit(cache: Path, model: Repository):
     assert config.model == configs.load(f"hf:{model.folder}").model
     assert lines == [f"hub: acme/tiny at commit {COMMIT[:12]}, in {folder}"]
     assert Directory(config.pretrained.path).path == folder
-    # The branch moves on; what is kept stays.
+    # The config keeps its commit when the branch moves.
     (cache / "models--acme--tiny/refs/main").write_text("b" * 40)
     assert Directory(config.pretrained.path).path == folder
     for kind in ("hf", "lora", "qlora"):
@@ -81,7 +81,7 @@ def test_a_plan_needs_no_weights_and_a_run_says_so_before_it_compiles(
     ("cached", "lists", "message"),
     [
         (["tokenizer.json", "tokenizer_config.json"], True, "config.json is not in the cache of the Hub"),
-        # Its special tokens would be others.
+        # Without this file, the special tokens would be different.
         (["config.json", "tokenizer.json"], True, "tokenizer_config.json is not in the cache of the Hub"),
         (["tokenizer.json"], False, "config.json is not in the cache of the Hub"),
         (
@@ -145,7 +145,7 @@ def test_without_a_list_of_files_it_says_what_it_takes_as_not_there(cache: Path,
 
 
 def verb(server: HubServer, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a verb with an empty list of downloads."""
+    """Run a command after clearing the server's list of downloads."""
     server.downloads.clear()
     unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
@@ -167,7 +167,7 @@ def test_a_plan_downloads_no_weights(model: Repository, tmp_path: Path):
     with serving([model, gated]) as server:
         done = verb(server, tmp_path, "launch.plan", "--config=hf:acme/tiny", *flags, str(tmp_path / "plan.json"))
         assert done.returncode == 0, done.stderr
-        # The header of the weights says what dtype they are of, as config.json does not.
+        # config.json has no dtype, so it comes from the header of the weights.
         assert sorted(set(server.downloads)) == [".gitattributes", "config.json", "model.safetensors", *SMALL_NAMES[1:]]
         assert server.sent_bytes < 1_000_000, "of 4 MB"
         again = verb(server, tmp_path, "launch.configs", "show", "hf:acme/tiny", "--only=dtype")

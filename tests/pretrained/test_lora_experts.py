@@ -1,4 +1,4 @@
-"""Experts of published mixtures with adapters or in few bits: read, quantized, merged and written."""
+"""Experts of published mixtures with adapters or quantized weights: read, quantized, merged and exported."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def moved(state: Any) -> Any:
-    """A state whose adapters all matter: B is not zero."""
+    """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
@@ -26,7 +26,7 @@ def moved(state: Any) -> Any:
 @pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["nf4", "int8"])
 def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
-    """qlora: stores all matrices of a mixture in 4 bits but the router, tables and norms."""
+    """A `qlora:` config quantizes all matrices of a mixture except the router, tables and norms."""
     source = directory(tmp_path / "in", "mixtral", **SIZES)
     stored = program(f"qlora:{source}", model__lora__base=storage)
     state = stored.experiment.pretrained.init(stored)

@@ -1,5 +1,7 @@
-"""MXFP4 by its specification: every code with every scale, slices of a packed weight, and directories that contradict
-themselves. What transformers makes of the same bytes is in tests/peers/test_mxfp4.py."""
+"""MXFP4 by its specification: every code with every scale, slices of a packed weight, and inconsistent directories.
+
+tests/peers/test_mxfp4.py compares to transformers on the same bytes.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +25,7 @@ QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def write(folder: Path, quantization=QUANTIZED, drop: str = "", **changed: np.ndarray) -> Path:
-    """A directory of a small gpt-oss in MXFP4; without the tensor `drop`, and with these in the place of others."""
+    """Write a small gpt-oss directory in MXFP4, without the tensor `drop` and with `changed` tensors replaced."""
     facts = FACTS if quantization is None else FACTS | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(facts))
     tensors = packed_tensors() | changed
@@ -40,7 +42,7 @@ def test_every_code_with_every_scale_has_the_value_of_the_specification():
             for nibble in (code % 16, code // 16):
                 sign = -1.0 if nibble >= 8 else 1.0
                 expected.append(sign * magnitudes[nibble % 8] * 2.0 ** (scale - 127))
-        # The largest are beyond float32, whose range bfloat16 has; all others are exact in bfloat16.
+        # The largest values overflow float32 and bfloat16, which have the same range; all others are exact in bfloat16.
         with np.errstate(over="ignore"):
             narrow = np.asarray(expected).astype(np.float32)
         values = decode(codes, np.full(16, scale, np.uint8))
@@ -51,7 +53,7 @@ def test_every_code_with_every_scale_has_the_value_of_the_specification():
 
 
 class _Reader:
-    """An array as safetensors' readers of slices have it."""
+    """An array with the interface of safetensors' slices."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -83,7 +85,7 @@ def test_a_slice_is_that_of_the_whole():
 @pytest.mark.pairs
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_directory_comes_in_as_bfloat16_and_goes_out_as_floats(devices, tmp_path):
-    """On four devices each reads the experts and the halves of blocks that it has."""
+    """On four devices, each device reads only its own experts and its half of the blocks."""
     (tmp_path / "in").mkdir()
     folder = write(tmp_path / "in")
     config = configs.load(f"hf:{folder}")

@@ -1,4 +1,4 @@
-"""Directories of published weights: in, out, and every way in which they can be wrong. Logits: tests/peers."""
+"""Directories of published weights: import, export, and every kind of bad directory. tests/peers compares logits."""
 
 import json
 from itertools import pairwise
@@ -23,7 +23,7 @@ from tools.peers.families import FAMILIES
 
 
 def directory(folder: Path, name: str = "gemma2", *, dtype=np.float32, shards: int = 2, seed: int = 0, **facts) -> Path:
-    """A family's small shape with random weights."""
+    """Write a directory with a family's small shape and random weights."""
     folder.mkdir(exist_ok=True)
     facts = FAMILIES[name].facts | facts
     (folder / "config.json").write_text(json.dumps(facts))
@@ -57,7 +57,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_tensors(actual: Path, expected: Path) -> None:
-    """The same names in both directories, and the same values of each."""
+    """Assert that both directories have the same tensor names and values."""
     before, after = tensors(expected), tensors(actual)
     assert before.keys() == after.keys()
     for key in before:
@@ -72,7 +72,7 @@ def test_what_comes_in_goes_out(name, tmp_path):
     state = one.experiment.pretrained.init(one)
     one.layout.check(state)
     config = configs.load(f"hf:{source}")
-    for published in (config.pretrained.facts, None):  # config.json as it was, and as we would write it
+    for published in (config.pretrained.facts, None):  # the published config.json, and our own
         facts, family = families.of_model(config.model, published)
         to = tmp_path / f"out-{published is None}"
         export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=31_000)
@@ -80,7 +80,7 @@ def test_what_comes_in_goes_out(name, tmp_path):
         assert len(sizes) > 3
         assert all(size <= 31_000 for size in sizes)
         assert all(a + b > 31_000 for a, b in pairwise(sizes)), "two would have been one"
-        # Without the published file Phi-3's layers are Mistral's, whose files have them unfused.
+        # Without the published file, Phi-3's layers are exported as Mistral's, whose files do not fuse tensors.
         if published is not None or name != "phi3":
             assert_same_tensors(to, source)
         again = families.model_of(to)[0]
@@ -90,7 +90,7 @@ def test_what_comes_in_goes_out(name, tmp_path):
 @pytest.mark.pairs
 @pytest.mark.parametrize("scope", ["unit", "model", "layers"])
 def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks of state large enough for the host
+    sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks large enough to be offloaded
     source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16", **sizes)
     layers, scope = scope == "layers", "unit" if scope == "layers" else scope
     fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
@@ -111,7 +111,7 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
         np.testing.assert_array_equal(alone[path], together[path], err_msg=path)
     masters = [path for path in alone if "/master/" in path]
     assert masters
-    for path in masters if scope == "unit" else ():  # in one optimizer for all, layers are apart
+    for path in masters if scope == "unit" else ():  # one optimizer for the whole model has unstacked layers
         found = [p for p in alone if p.startswith("parameter/") and alone[p].shape == alone[path].shape]
         values = [np.asarray(alone[p], np.float32) for p in found]
         assert any(np.array_equal(np.asarray(alone[path]), value) for value in values), path
@@ -122,7 +122,7 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
-    """transformers reads `dtype`, and `torch_dtype` where that is absent: neither is left over from the source."""
+    """transformers reads `dtype`, or `torch_dtype` without it: the export keeps neither value of the source."""
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     one = program(f"hf:{directory(tmp_path / 'in', 'llama', torch_dtype=other)}", model__param_dtype=dtype)
     weights, published = one.weights(one.experiment.pretrained.init(one)), one.experiment.pretrained
@@ -138,7 +138,7 @@ def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
 @pytest.mark.pairs
 def test_adapters_start_at_nothing_on_a_base_of_any_storage(tmp_path):
     source = directory(tmp_path / "in", "llama", intermediate_size=64, hidden_size=64)
-    weights = {}  # the first one's, which are those of the directory
+    weights = {}  # the weights of the first program, equal to the directory's
     for spec, base in (("lora", None), ("qlora", "nf4")):
         lora = program(f"{spec}:{source}")
         state = lora.experiment.pretrained.init(lora)
@@ -175,7 +175,7 @@ def test_adapters_as_peft_wants_them(tmp_path):
     array = arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
     np.testing.assert_array_equal(array, state["parameter"]["stack"]["block0"]["mlp"]["down"]["lora_a"][1].T)
     fused = program(f"lora:{directory(tmp_path / 'gpt2', 'gpt2')}")
-    abstract = fused.layout.abstract()  # no value is read
+    abstract = fused.layout.abstract()  # reads no values
     with pytest.raises(ValueError, match=r"c_attn\.weight holds several"):
         export_adapters(
             tmp_path / "no", fused.experiment.model, fused.weights(abstract), fused.experiment.pretrained.family, "x"
@@ -309,7 +309,7 @@ def test_a_bad_directory_is_one_clear_error(case, tmp_path):
 def test_no_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"].facts))
     (tmp_path / "pytorch_model.bin").touch()
-    one = program(f"hf:{tmp_path}")  # which is enough for a plan
+    one = program(f"hf:{tmp_path}")  # enough for a plan
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"):
         one.experiment.pretrained.init(one)
     with pytest.raises(FileNotFoundError, match="no file"):
@@ -318,7 +318,7 @@ def test_no_weights(tmp_path):
 
 @pytest.mark.pairs
 def test_names_without_the_models_prefix(tmp_path):
-    """As in the directories of GPT-2 that OpenAI published, which hold masks besides."""
+    """OpenAI's published GPT-2 directories have such names, and also contain masks."""
     source = directory(tmp_path / "in", "gpt2", shards=1)
     before = tensors(source)
     arrays = {name.removeprefix("transformer."): x for name, x in before.items()}

@@ -1,4 +1,4 @@
-"""The shapes of published models: each has a source, our reader takes it, and the number of parameters is right."""
+"""The shapes of published models: each has a source, our reader accepts it, and its parameter count is right."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from configs.families.facts import Facts, refuse_unread
 from configs.families.published import NAME, published_model, published_models, sources
 
 MODELS = published_models()
-# What the published number may differ from ours by: sources round.
+# Maximum relative difference between the published number and ours, because sources round.
 TOLERANCE = 0.01
-# A name rounds its size down or up, as gemma-2-2b (2.6B) and CodeLlama-7b (6.7B) do.
+# Names round their sizes down or up, such as gemma-2-2b (2.6B) and CodeLlama-7b (6.7B).
 NAME_BOUNDS = (0.95, 1.32)
 
 
 def number_of_parameters(hub_id: str) -> int:
-    """By our config of the model, from specs; no array is made."""
+    """Return the parameter count of our config of the model, from specs, without arrays."""
     config = MODELS[hub_id].config
     refuse_unread(Facts(config))
     family = families.family_of(config)()
@@ -27,7 +27,7 @@ def number_of_parameters(hub_id: str) -> int:
 
 
 def number_in_the_name(hub_id: str) -> float | None:
-    """The largest size in a name, as 7B in Qwen/Qwen2.5-7B-Instruct-1M and in OLMoE-1B-7B, whose 1B are active."""
+    """Return the largest size in a name: 7B in Qwen/Qwen2.5-7B-Instruct-1M and in OLMoE-1B-7B (1B active)."""
     sizes = re.findall(r"-(\d+(?:\.\d+)?)([bBmM])(?=-|$)", hub_id)
     if not sizes:
         return None
@@ -90,7 +90,7 @@ def test_what_decides_memory_is_read(hub_id, rope_theta, window, tied):
 
 
 def test_a_model_is_a_directory_for_our_reader(tmp_path):
-    """hf:DIR takes the dictionary as it is."""
+    """`hf:DIR` accepts the dictionary unchanged."""
     model = published_model("qwen/qwen3-8b")
     assert model.hub_id == "Qwen/Qwen3-8B"
     (tmp_path / "config.json").write_text(json.dumps(model.config))

@@ -1,4 +1,4 @@
-"""Stores on this machine: S3 by moto's server, GCS by gcp-storage-emulator, each on a free port of 127.0.0.1."""
+"""Local object stores: S3 from moto's server and GCS from gcp-storage-emulator, each on a free port of 127.0.0.1."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ _ENVIRONMENT = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    # gcsfs would ask the bucket's kind by gRPC, which the emulator does not speak.
+    # Otherwise gcsfs would query the bucket type over gRPC, which the emulator does not support.
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "testing",
 }
@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 def _s3_server():
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs a line per request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -38,11 +38,11 @@ def _s3_server():
 def _gcs_server():
     from gcp_storage_emulator.server import Response, create_server
 
-    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # a line for each object that is not there
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs a line per missing object
     write_file = Response.write_file
 
     def with_generation(self, content, *args, **kwargs):
-        self["x-goog-generation"] = str(1 + zlib.crc32(content))  # as GCS does; tensorstore asks for it
+        self["x-goog-generation"] = str(1 + zlib.crc32(content))  # like GCS; tensorstore needs it
         return write_file(self, content, *args, **kwargs)
 
     Response.write_file = with_generation
@@ -65,7 +65,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def s3(environment, _s3_server):
-    """The URL of a new bucket."""
+    """The URL of a new S3 bucket."""
     import fsspec
 
     environment.setenv("AWS_ENDPOINT_URL", _s3_server)
@@ -76,7 +76,7 @@ def s3(environment, _s3_server):
 
 @pytest.fixture
 def gcs(environment, _gcs_server):
-    """A URL in the emulator's bucket under which there is nothing."""
+    """An empty URL in the GCS emulator's bucket."""
     environment.setenv("STORAGE_EMULATOR_HOST", _gcs_server)
     environment.setenv("TENSORSTORE_GCS_HTTP_URL", _gcs_server)
     return f"gs://plimsoll/{uuid.uuid4().hex[:12]}"
@@ -84,5 +84,5 @@ def gcs(environment, _gcs_server):
 
 @pytest.fixture(params=["s3", "gcs"])
 def store(request):
-    """Both, one after the other."""
+    """The URL of each of the two stores, one after the other."""
     return request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""The Hub's cache: read as huggingface_hub reads it, without that library and without a network."""
+"""The Hub's cache: we read it the way huggingface_hub does, without that library and without a network."""
 
 import runpy
 import shutil
@@ -29,7 +29,7 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cache; requests are forbidden."""
+    """The cache folder, empty; network requests fail."""
     return empty_cache(tmp_path, monkeypatch)
 
 
@@ -76,7 +76,7 @@ def test_the_folder_is_the_librarys(names: tuple[str, ...], monkeypatch: pytest.
     for name in names:
         monkeypatch.setenv(name, f"$PLACE/{name}")
     expected = runpy.run_module("huggingface_hub.constants")["HF_HUB_CACHE"]
-    # The library leaves a variable within XDG_CACHE_HOME to be replaced with those of HF_HOME around it.
+    # The library does not expand variables in XDG_CACHE_HOME itself, but together with those of HF_HOME around it.
     assert str(cache_folder()) == expected
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: the same promises as on a disk, without renames."""
+"""Checkpoints in object stores: the same guarantees as on a disk, without renames."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def check(found, expected):
 
 @pytest.fixture
 def small(s3):
-    """(a URL of checkpoints, of which there are 1 and 2; what is in the newer)."""
+    """(URL of a checkpoint directory with steps 1 and 2, the state in step 2)."""
     url, state = f"{s3}/run/checkpoints", {"parameter": {"w": placed(jnp.arange(32.0) + 1, 2, "x")}}
     with Checkpointer(directory=url) as checkpointer:
         checkpointer.save(1, state, {})
@@ -69,7 +69,7 @@ def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
             state = make(step)
             assert checkpointer.save(step, state, {"step": step})
             for leaf in jax.tree.leaves(state):
-                leaf.delete()  # as donation does
+                leaf.delete()  # like donation
         checkpointer.wait()
         assert checkpointer.steps() == [2, 3]
     assert not [name for name in names(url) if name.startswith("00000001/")]
@@ -145,7 +145,7 @@ def test_what_a_killed_save_left_is_ignored_and_removed(small):
     fs, path = connect(url)
     (arrays,) = {name.split("/")[1] for name in names(url) if name.startswith("00000002/state-")}
     fs.cp(f"{path}/00000002/{arrays}", f"{path}/00000003/state-0123", recursive=True)
-    fs.cp(f"{path}/00000002/{arrays}", f"{path}/00000002/state-0123", recursive=True)  # one that was to replace it
+    fs.cp(f"{path}/00000002/{arrays}", f"{path}/00000002/state-0123", recursive=True)  # an unfinished replacement
     looking = Checkpointer(directory=url, read_only=True)
     assert looking.steps() == [1, 2]
     assert "00000003: incomplete: manifest/data.json is missing" in looking.problems()[0]

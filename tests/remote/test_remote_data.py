@@ -1,4 +1,4 @@
-"""Data in object stores: the same batches, and errors of one line."""
+"""Data in object stores: the same batches as from a disk, and one-line errors."""
 
 import numpy as np
 import pytest

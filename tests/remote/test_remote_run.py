@@ -1,4 +1,4 @@
-"""Whole runs whose workdir and data are in an object store."""
+"""Complete runs with workdir and data in an object store."""
 
 import json
 import os
@@ -17,7 +17,7 @@ STEPS = ("--config.trainer.max_steps=40", "--config.trainer.save_every=5")
 
 @pytest.fixture
 def text(store, tmp_path):
-    """The flags of data in the store."""
+    """Command-line flags for text data in the store."""
     folder, (fs, path) = write_text(tmp_path / "text"), connect(f"{store}/text")
     for name in ("train.txt", "valid.txt"):
         fs.put_file(str(folder / name), f"{path}/{name}")
@@ -54,7 +54,7 @@ def wait_for(url, name, run, out):
 
 
 def both(workdir, *flags, outs):
-    """Two processes of one run, each with a workdir of its own."""
+    """Start two processes of one run; process i gets `workdir(i)` and writes its output to `outs[i]`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = (f"--coordinator=127.0.0.1:{probe.getsockname()[1]}", "--num_processes=2")
@@ -80,7 +80,7 @@ def test_a_killed_run_goes_on_and_equals_a_local_one(store, text, tmp_path):
     assert "lock.json" in names(url)
     run = start(url, *STEPS, *text, "--resume=must", out=out)
     assert run.wait() == 0, out.read_text()
-    if url.startswith("s3"):  # the emulator of GCS creates what is there already
+    if url.startswith("s3"):  # the GCS emulator also creates objects that already exist
         assert f"took over {url}: its lock was left behind by process {held['pid']}" in out.read_text()
     assert plain.wait() == 0
     assert losses_in(url) == losses(tmp_path / "plain")

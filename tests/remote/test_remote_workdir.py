@@ -1,4 +1,4 @@
-"""The workdir in an object store: what is mirrored, and the lock."""
+"""The workdir in an object store: mirrored files and the lock."""
 
 import json
 import os
@@ -17,14 +17,14 @@ OTHER = {"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+0000", "co
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Leases of two seconds (S3 tells times in whole seconds)."""
+    """Shorten leases to 2.5 seconds (S3 has a time resolution of one second)."""
     monkeypatch.setattr(remote, "INTERVAL", 0.1)
     monkeypatch.setattr(remote, "LEASE", 2.5)
 
 
 @pytest.fixture
 def ending(quick, monkeypatch):
-    """Leases that end sooner than S3 tells times: for locks that nobody refreshes."""
+    """Shorten leases below the time resolution of S3, for locks that no process refreshes."""
     monkeypatch.setattr(remote, "LEASE", 0.5)
 
 
@@ -58,7 +58,7 @@ def test_what_is_written_comes_back(url):
             file.write('{"step": 2}\n')
         folder = workdir.path
     assert not folder.exists()
-    assert read(f"{url}/metrics.jsonl") == b'{"step": 1}\n{"step": 2}\n'  # the last upload, by release
+    assert read(f"{url}/metrics.jsonl") == b'{"step": 1}\n{"step": 2}\n'  # release makes the last upload
     fs, path = fsspec.core.url_to_fs(url)
     assert sorted(name[len(path) :] for name in fs.find(path)) == [
         "/data/tokens/a.bin",
@@ -68,7 +68,7 @@ def test_what_is_written_comes_back(url):
     with Workdir(url) as again:
         assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
         assert (again.path / "data" / "tokens" / "a.bin").read_bytes() == b"12"
-        assert not again.tensorboard.exists()  # event files are added to, not read
+        assert not again.tensorboard.exists()  # event files are only written, so they are not downloaded
 
 
 def test_others_look_at_it_without_a_claim(url):

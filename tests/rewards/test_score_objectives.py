@@ -1,4 +1,4 @@
-"""The losses of scores against their formulas in numpy, in float64; and what a score head refuses."""
+"""Losses of score heads compared to their formulas in float64 numpy, and configs that a score head refuses."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ X = RNG.normal(size=(*SEGMENTS.shape, D))
 def loss_of(
     objective: Config, num_labels: int, labels: Any = None, bias: bool = False
 ) -> tuple[float, dict, np.ndarray]:
-    """(loss, metrics, the scores of all positions) in float64; the norm's scale is one."""
+    """Return (loss, metrics, scores of all positions) in float64; the norm's scale is one."""
     head = config_for(ScoreHead, dim=D, vocab_size=1, num_labels=num_labels, objective=objective, bias=bias)
     score = np.random.default_rng(1).normal(size=(num_labels, D))
     offset = np.arange(num_labels) / 2 if bias else np.zeros(num_labels)

@@ -1,4 +1,4 @@
-"""config.json of models that score sequences: labels as transformers reads them, and what is refused by name."""
+"""config.json of models that score sequences: labels as transformers reads them, and fields refused by name."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ LLAMA = {
 
 
 def directory(tmp_path: Path, **fields: Any) -> Path:
-    """A directory of a config.json alone."""
+    """Write a directory that contains only a config.json."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **fields}))
     return tmp_path
 
@@ -33,7 +33,7 @@ def directory(tmp_path: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        # transformers writes no labels where there are two without names.
+        # transformers writes no labels if there are two without names.
         ({}, ["LABEL_0", "LABEL_1"]),
         ({"num_labels": 3}, ["LABEL_0", "LABEL_1", "LABEL_2"]),
         ({"id2label": {"1": "yes", "0": "no"}}, ["no", "yes"]),

@@ -1,4 +1,4 @@
-"""Sequences that are scored: encoded as transformers does, packed whole, with their ends and labels; and bad rows."""
+"""Sequences to score: encoded as in transformers and packed without splitting, with ends and labels; and bad rows."""
 
 import json
 from pathlib import Path
@@ -23,13 +23,13 @@ SEPARATOR = 256
 
 
 def written(path: Path, *rows: Any) -> Path:
-    """Writes JSON lines."""
+    """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def pipeline(tmp_path: Path, source: Config, **fields: Any) -> DataPipeline:
-    """Bytes by default, 16 columns, two rows a batch; set up."""
+    """Return a data pipeline after setup; by default with bytes as tokens, 16 columns and one row per batch."""
     fields = {"tokenizer": config_for(ByteTokenizer), "seq_len": 16, "global_batch_size": 1, **fields}
     data = config_for(DataPipeline, source=source, **fields).instantiate()
     data.setup(tmp_path / "workdir")
@@ -37,7 +37,7 @@ def pipeline(tmp_path: Path, source: Config, **fields: Any) -> DataPipeline:
 
 
 def sequences_of(data: DataPipeline) -> list[tuple[list[int], float]]:
-    """(tokens, label) of each sequence of all rows, in order; checks positions, weights and targets on the way."""
+    """Return (tokens, label) of each sequence of all rows, in order, after checking positions, weights and targets."""
     found = []
     rows = data.train_leaves[0].rows
     for index in range(rows.num_rows):
@@ -82,7 +82,7 @@ def test_pairs_stand_in_one_row_the_chosen_one_first_and_long_ones_are_left_out(
     file = written(tmp_path / "a.jsonl", *rows)
     data = pipeline(tmp_path, config_for(RankedSource, paths=[str(file)]))
     found = [tokens for tokens, _ in sequences_of(data)]
-    # As TRL has it, a text ends with the token that ends texts; it is not added twice.
+    # As in TRL, a text ends with the end-of-text token, which is not added twice.
     texts = ["pc1", "pr1", "xa", "xb"]
     assert sorted(found) == sorted([[SEPARATOR, *text.encode(), SEPARATOR] for text in texts])
     assert all((found[i][1:2], found[i + 1][1:2]) in (([112],) * 2, ([120],) * 2) for i in (0, 2))

@@ -1,4 +1,4 @@
-"""Score heads under every schedule, on meshes, with adapters and microbatches: the same numbers everywhere."""
+"""Score heads give the same numbers under every schedule, on meshes, with adapters and with microbatches."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ STEPS = 3
 
 
 def trained(kind: str, steps: int = STEPS, **fields: Any) -> tuple[dict[str, np.ndarray], list[float]]:
-    """(weights, losses) after some steps; weights by the path at which the schedule has them."""
+    """Train for some steps and return (weights, losses), with the schedule's own weight paths."""
     program = small.program(scored.experiment(kind, **fields))
     state, metrics = scored.run(program, steps)
     return small.arrays(state["parameter"]), [step["loss"] for step in metrics]
@@ -22,7 +22,7 @@ def trained(kind: str, steps: int = STEPS, **fields: Any) -> tuple[dict[str, np.
 
 @pytest.fixture(scope="module", params=["reward", "classify"])
 def reference(request: pytest.FixtureRequest) -> tuple[str, Any]:
-    """(kind, what plain training gives)."""
+    """(kind, result of plain training)."""
     return request.param, trained(request.param)
 
 

@@ -1,4 +1,4 @@
-"""A reward model and a classifier from data to directory and back: train, evaluate, score --texts, export, refusals."""
+"""A reward model and a classifier from data to export and back: train, evaluate, score --texts, export, refusals."""
 
 import json
 import re
@@ -20,14 +20,14 @@ SMALL = [
 
 
 def written(path: Path, *rows: object) -> Path:
-    """Writes JSON lines."""
+    """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a tokenizer, as a directory of a language model."""
+    """A language model directory with a small Llama and a tokenizer."""
     from configs import families
     from framework.weights.export import export_model
 
@@ -42,7 +42,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(workdir, file) of a classifier of two kinds of text, a few words of each cut off."""
+    """(workdir, data file) of a classifier for two kinds of text, each truncated to a few characters."""
     folder = tmp_path_factory.mktemp("trained")
     rows = []
     for number in range(60):
@@ -107,7 +107,7 @@ def test_what_goes_out_comes_in_with_its_names(
 
 @pytest.mark.pairs
 def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    # Pairs of one prompt would be in one part of the split.
+    # The prompts differ, because all pairs of one prompt would be in one part of the split.
     rows = [{"prompt": f"def {n}", "chosen": "f(x): return 1", "rejected": "the fox"} for n in range(80)]
     file = written(tmp_path / "rows.jsonl", *rows)
     rate = "--config.learner.optimizer.learning_rate.peak_value=0.003"
@@ -121,7 +121,7 @@ def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path
     assert "80 pairs: accuracy 1.0000" in capsys.readouterr().err
     text = written(tmp_path / "text.jsonl", {"text": "def 0f(x): return 1"})
     assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={text}"]) == 0
-    # The chosen one of row 0, as one text.
+    # This is the chosen answer of row 0, as one text.
     assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The training step around the gradients: accumulation, skipped steps, frozen leaves, buffers, donation, leaks."""
+"""The training step apart from the gradients: accumulation, skipped steps, frozen leaves, buffers, donation, leaks."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SGD = config_for(optax.sgd, learning_rate=0.3, momentum=0.9)
 
 
 def eventful(accumulate: int = 1, mesh=None, dropout: float = 0.0):
-    """Everything a state can hold: frozen leaves, buffers, averages, a schedule, two optimizers."""
+    """An experiment with everything in its state: frozen leaves, buffers, EMA, a schedule, two optimizers."""
     model = small.gpt2(stack__num_layers=4, embed__dropout=dropout, head__z_loss=1e-3)
     block = small.block(model).copy()
     block.dropout = dropout
@@ -39,7 +39,7 @@ def program() -> Program:
 
 @pytest.fixture(scope="module")
 def three_steps(program):
-    """(first state, state after three good steps, their metrics), on the host."""
+    """(initial state, state after three finite steps, their metrics), as numpy arrays."""
     first = jax.device_get(program.init())
     state, metrics = small.run(program, 3, put(program, first))
     return first, jax.device_get(state), metrics
@@ -81,7 +81,7 @@ def test_metrics_of_a_step(program, three_steps):
     }  # fmt: skip
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [0.01, 0.015, 0.02], rtol=1e-6)
     assert [m["skipped"] for m in metrics] == [0.0, 0.0, 0.0]
-    # z-loss and the layers' own losses are part of the objective, not of the likelihood.
+    # The z-loss and the layers' auxiliary losses are part of the loss, but not of the likelihood.
     units = 2
     for values in metrics:
         assert values["loss"] > values["head/nll"] + units * values["stack/block1/penalty"]
@@ -98,7 +98,7 @@ def test_the_model_learns_a_batch(program):
     assert losses[-1] < 0.5 * losses[0]
 
 
-# --- steps that are not finite ---------------------------------------------------------------------------------------
+# --- nonfinite steps -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, three_steps):
@@ -116,7 +116,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, thr
     assert (int(after["counter"]["step"]), int(after["counter"]["skipped"])) == (2, 1)
     small.assert_same_bits(after["counter"]["rng"], before["counter"]["rng"])
 
-    # Without dropout, whose masks are keyed by the step, the next steps are those of a run that never saw the batch.
+    # There is no dropout, whose masks would depend on the step. So the next steps equal those of a run without the bad
+    # batch.
     for step in (1, 2):
         state, metrics = program.step(state, program.put(small.host_batch(program, step)))
     _, expected, expected_metrics = three_steps
@@ -156,7 +157,7 @@ def program_gradients(program: Program, state, batch):
 
 
 def by_hand(program: Program, state, batch, buffers):
-    """One forward pass, stage by stage and unit by unit, in Python: the buffers afterwards."""
+    """Run one forward pass stage by stage and layer by layer in Python, and return the new buffers."""
     model = program.experiment.model
     params = program.weights(state)
     ctx = Context(batch=batch, num_targets=jnp.sum(batch["weights"]), training=False)
@@ -183,7 +184,7 @@ def test_buffers_thread_through_the_loop_unit_by_unit(program, three_steps):
 
 @pytest.mark.pairs
 def test_buffers_thread_through_microbatches(program, three_steps):
-    """Each microbatch sees the buffers that the one before it left; rows are dealt out like cards."""
+    """Each microbatch sees the buffers of the previous one; rows are dealt to microbatches round-robin."""
     first, _, _ = three_steps
     accumulating = small.program(eventful(accumulate=2))
     state, _ = small.run(accumulating, 1, put(accumulating, first))

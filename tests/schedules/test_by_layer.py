@@ -1,4 +1,4 @@
-"""Placement and recomputation by the layer: what a setting means, what it moves, and what cannot be."""
+"""Placement and remat settings that differ by layer: their meaning, the bytes that they move, and invalid settings."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ UNITS = 4
 
 
 def sections(memory: dict[str, Any], model: Config | None = None) -> list[tuple[str, str, bool]]:
-    """(stage, policy, whether activations go to the host) of each section of a stack of four units."""
+    """Return (stage, remat policy, whether activations are offloaded) for each layer range of a four-layer stack."""
     model = model or exact.tied(None)
     found = sections_of(model.instantiate(), Memory(**memory))
     return [(section.name, section.remat, section.offloads) for section in found]
@@ -44,7 +44,7 @@ def test_a_stack_is_cut_where_memory_says_another_thing():
         ("stack.2-2", "full", True),
         ("stack.3-3", "full", False),
     ]
-    # A pattern's layers stay together: 8 layers are 4 units.
+    # A pattern's layers stay together: the loop over 8 layers has 4 iterations.
     assert sections({"optimizer_state": "pinned_host:2"}, exact.tied(None, None))[0][0] == "stack.0-0"
 
 
@@ -89,7 +89,7 @@ def program_of(case: Case) -> Program:
 
 @pytest.mark.pairs
 def test_first_values_and_checkpoints_do_not_show_it():
-    """The same bits as without, at the start and after a step that is stored and read into another division."""
+    """The initial state has the same bits as without layer ranges, and a stored state can be restored and trained."""
     plain = program_of(Case(memory="streamed", precision="float32"))
     cut = program_of(Case(memory="hosted_gradients", placement="all", layers="unlike", precision="float32"))
     with exact.conditions():
@@ -118,8 +118,11 @@ def test_first_values_and_checkpoints_do_not_show_it():
 @pytest.mark.pairs
 @pytest.mark.parametrize("field", PLACED)
 def test_the_bytes_moved_by_layer_programs_are_as_many_as_the_layers(field: str):
-    """Counted at every call of the rehearsed step. The last unit stays on the device from its forward to its backward
-    program, and so is hosted in none of these."""
+    """The dry-run step counts the moved bytes at every call.
+
+    No placement here offloads the last layer, since its arrays stay on the device from its forward to its backward
+    program.
+    """
     moved = {}
     with exact.conditions():
         for place in ("pinned_host:0.75", "pinned_host:0.5", "pinned_host:1"):

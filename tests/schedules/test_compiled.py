@@ -1,4 +1,4 @@
-"""What the TPU's compiler makes of each schedule: how much is on the device at once, and that no stack is copied."""
+"""Each schedule as compiled for TPU: the bytes on the device at one time, and no copies of a stack."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.att
 
 @pytest.fixture(autouse=True)
 def tpu():
-    """The compiler of TPUs, on a machine without one."""
+    """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     targets.environment("v5e-1")
 
@@ -30,19 +30,19 @@ def resolved(name: str, fields: dict):
 
 
 def report(**fields) -> Report:
-    """The plan of a toy's step on one chip."""
+    """Return the plan of a toy model's step on one chip."""
     return plan("toy", resolved("gpt2-124m", TOY | fields), targets.resolve("v5e-1"), None, phases=False)
 
 
 def test_streamed_state_is_one_units():
-    """12 layers whose f32 state is 12 MiB each: whole, all 144 MiB come; streamed, two layers' worth."""
+    """12 layers with 12 MiB of f32 state each: a whole update fetches all 144 MiB, a streamed one two layers' worth."""
     fields = {
         "data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 12,
         "model.stack.pattern.0.mlp.hidden": 1024, "memory.optimizer_state": "pinned_host",
     }  # fmt: skip
     whole, streamed = (report(**fields, **{"memory.update": update}) for update in ("after_backward", "streamed"))
     assert streamed["host_argument_bytes"] == whole["host_argument_bytes"] > 100 << 20
-    # jax 0.11's compiler does not bring all of it at once where the update is whole.
+    # For the whole update, jax 0.11's compiler does not fetch all of the state at the same time.
     whole_state, streamed_state = (one["breakdown"]["optimizer_state"] for one in (whole, streamed))
     assert streamed_state < 0.15 * whole["host_argument_bytes"]
     assert streamed["device_peak_bytes"] < whole["device_peak_bytes"] - 0.8 * whole_state
@@ -50,7 +50,7 @@ def test_streamed_state_is_one_units():
 
 @pytest.mark.pairs
 def test_offloaded_inputs_are_on_the_host():
-    """16 inputs of 16 MiB: more than the 128 MiB on the chip, where the compiler would keep those of a smaller toy."""
+    """16 inputs of 16 MiB exceed the 128 MiB on the chip, where the compiler would keep those of a smaller model."""
     fields = {
         "data.global_batch_size": 64, "data.seq_len": 512, "model.embed.max_positions": 512,
         "model.stack.num_layers": 16, "model.stack.pattern.0.mlp.hidden": 256,
@@ -64,7 +64,7 @@ def test_offloaded_inputs_are_on_the_host():
 @pytest.mark.pairs
 @pytest.mark.parametrize("fields", [{}, {"memory.update": "in_backward", "memory.gradients": "device"}], ids=str)
 def test_hosted_stacks_are_never_on_the_device(fields):
-    """12 layers: weights, gradients (or none), state and inputs are stacks in host memory, once each; a table, too."""
+    """12 layers: weights, gradients (or none), state and inputs are in host memory exactly once, as is the table."""
     fields = {
         "data.seq_len": 256, "data.global_batch_size": 8, "model.embed.max_positions": 256, "learner.clip": "None",
         "model.stack.num_layers": 12, "model.stack.pattern.0.mlp.hidden": 1024, **EVERYTHING, **fields,
@@ -93,8 +93,10 @@ def test_hosted_stacks_are_never_on_the_device(fields):
 @pytest.mark.pairs
 @pytest.mark.parametrize("schedule", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
 def test_half_of_the_layers_move_half_of_the_bytes(schedule):
-    """16 layers, of which all or half have weights, state, inputs (and gradients) in host memory: the final program
-    takes half of the bytes from there, and has no stack of the hosted layers on the device."""
+    """All or half of 16 layers have weights, state, inputs (and gradients) in host memory.
+
+    With half of the layers, the final program's arguments, inputs and transfers there are half as large.
+    """
     places = {path: place for path, place in EVERYTHING.items() if place == "pinned_host"}
     if schedule == "in_backward":
         del places["memory.gradients"]
@@ -118,16 +120,16 @@ def test_half_of_the_layers_move_half_of_the_bytes(schedule):
 @pytest.mark.parametrize(
     ("target", "fields"),
     [
-        ("v5e-1", GRADIENTS),  # the compiler would turn the stacks of query, key and value around
+        ("v5e-1", GRADIENTS),  # the compiler would otherwise transpose the stacks of query, key and value
         pytest.param("v5e-8", STREAMED, marks=pytest.mark.slow),
-        ("v5e-4", GRADIENTS | PRECISE),  # it would cast all stacks before the loop
+        ("v5e-4", GRADIENTS | PRECISE),  # the compiler would otherwise cast all stacks before the loop
         pytest.param("v5e-8", STREAMED | {"memory.optimizer_state": "pinned_host:0.5"}, marks=pytest.mark.slow),
         pytest.param("v5e-1", LORA, marks=pytest.mark.slow),
     ],
     ids=["one chip", "streamed", "float32", "half hosted", "lora"],
 )
 def test_no_stack_is_copied(target, fields):
-    """At the sizes of llama2-7b; the compiler does as it likes with small ones."""
+    """This uses the sizes of llama2-7b, because the compiler treats small stacks differently."""
     fields = {"data.seq_len": 512, "memory.remat": "full"} | fields
     target = targets.resolve(target)
     config = resolved("llama2-7b", {"data.global_batch_size": target.num_devices, **fields})
@@ -139,8 +141,8 @@ def test_no_stack_is_copied(target, fields):
         for instruction in module.instructions.values()
         if instruction.opcode in ("copy", "copy-start", "convert", "transpose") and instruction.computation not in fused
         for array in hlo.arrays(instruction.type)
-        if array.dims[:1] in [(32,), (16,)] and array.num_bytes >= 16 << 20  # half of 32 layers, of 1 MiB or more
-        if "S(1)" not in instruction.type  # on the chip itself, where half of a stack has room: no copy in its memory
+        if array.dims[:1] in [(32,), (16,)] and array.num_bytes >= 16 << 20  # at least 1 MiB for each of 16 layers
+        if "S(1)" not in instruction.type  # S(1): on-chip memory, which has room for half of a stack; no copy in HBM
     ]
     assert module.loops
     assert not moved
@@ -149,12 +151,12 @@ def test_no_stack_is_copied(target, fields):
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
 def test_moments_of_8_bits_are_streamed(update):
-    """Each byte of theirs comes from the host once a step, and goes back once: no stack is moved for one layer."""
+    """Each byte of the state is fetched once per step and written back once: no layer moves a whole stack."""
     fields = {"data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 8,
               "model.stack.pattern.0.mlp.hidden": 1024, "memory.optimizer_state": "pinned_host",
               "learner.optimizer": "adamw8bit", "learner.rules": [], **ROUNDED} | {"memory.update": update}  # fmt: skip
     found = report(**fields)
-    matrices = 8 * 2 * 256 * 1024  # of MLPs; those of attention are under 1 MiB
+    matrices = 8 * 2 * 256 * 1024  # those of the MLPs; attention's are under 1 MiB
     assert found["host_argument_bytes"] >= 2 * matrices
     assert found["host_transfer_bytes"] == pytest.approx(2 * found["host_argument_bytes"], rel=0.02)
 
@@ -162,16 +164,16 @@ def test_moments_of_8_bits_are_streamed(update):
 @pytest.mark.pairs
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_quantized_weights_come_once_forward_and_once_backward(base):
-    """Each byte of the hosted weights comes to the device twice a step, and none goes back: they do not learn."""
+    """Each byte of the offloaded weights is fetched twice per step and never written back, because they are frozen."""
     fields = {"data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 8,
               "model.stack.pattern.0.mlp.hidden": 1024, "memory.parameters": "pinned_host",
               "memory.update": "streamed", "learner.rules": "[]"}  # fmt: skip
     config = resolved("gpt2-124m", TOY | fields)
     config.model.lora = config_for(LoRA, base=base)
     found = plan("toy", config, targets.resolve("v5e-1"), None, phases=False)
-    matrices = 8 * 2 * 256 * 1024  # of MLPs; those of attention are under 1 MiB, in nf4
+    matrices = 8 * 2 * 256 * 1024  # those of the MLPs; in nf4, attention's are under 1 MiB
     assert found["host_argument_bytes"] >= (matrices // 2 if base == "nf4" else matrices)
-    # As weights come a layer ahead, the last turn of both loops brings one that is not used.
+    # Weights are fetched one layer ahead, so the last iteration of both loops fetches a layer that is not used.
     layers_moved = 2 * (8 + 1)
     assert found["host_transfer_bytes"] == pytest.approx(layers_moved / 8 * found["host_argument_bytes"], rel=0.02)
 
@@ -179,7 +181,7 @@ def test_quantized_weights_come_once_forward_and_once_backward(base):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adalomo", "apollo_mini"])
 def test_a_model_is_trained_in_the_memory_of_its_weights(optimizer):
-    """Llama 2 7B on one chip, all parameters: weights in bf16, rounded stochastically, updated in the backward pass."""
+    """Llama 2 7B on one chip: all weights train in bf16 with stochastic rounding, updated in the backward pass."""
     fields = {"learner.optimizer": optimizer, **ROUNDED, "memory.remat": "full"}
     fields |= {"data.seq_len": 128, "data.global_batch_size": 1}
     found = plan("7b", resolved("llama2-7b", fields), targets.resolve("v5e-1"), None, phases=False)

@@ -1,4 +1,4 @@
-"""On CPU: XLA copies no stack of weights or of their state in a loop that updates it in place."""
+"""On CPU, XLA copies no stack of weights or optimizer state in a loop that updates it in place."""
 
 import jax
 import pytest

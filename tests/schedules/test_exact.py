@@ -1,7 +1,7 @@
-"""Every schedule, placement and policy against plain optax on one tensor per layer: 20 steps, a clip, a bad batch.
+"""Every schedule, placement and remat policy against plain optax on one tensor per layer: 20 steps, clip, bad batch.
 
-`make test` has every value of the eight axes in some case. In `make test-pairs` any two values meet in some case; the
-whole product, in float64, is slow.
+`make test` runs every value of the eight axes in some case, and `make test-pairs` every pair of values. The full
+product, in float64, is marked slow.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ AXES = {
     "mesh": exact.MESHES,
 }
 EVERY = exact.every(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2))
-# A unit's state on its way early is a schedule of its own only where state is in host memory.
+# Prefetching a layer's state is a separate schedule only with offloaded optimizer state.
 AHEAD = [
     case
     for case in exact.every(**{**AXES, "memory": exact.AHEAD}, precision=exact.PRECISIONS)
@@ -76,14 +76,14 @@ SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
     ids=exact.name_of,
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
-    """Buffers, losses of layers, random streams and shared parameters thread through all of them."""
+    """The models have buffers, layer losses, random streams and shared parameters, which every schedule must handle."""
     with exact.conditions():
         found, losses, norms, weights = exact.train(case)
         known = case.model, case.optimizer, case.precision, case.clip()
         _, master, tolerance = exact.PRECISIONS[case.precision]
         expected, *metrics = exact.plain(*known, weights) if master else exact.once(*known)
     if (case.optimizer, case.precision) == ("muon", "float32"):
-        tolerance = 1e-5  # its orthogonalization makes more of rounding
+        tolerance = 1e-5  # orthogonalization amplifies rounding errors
     for path, error in exact.differences(found, expected).items():
         assert error <= tolerance, f"{path}: off by {error:.1e}"
     np.testing.assert_allclose([losses, norms], metrics, rtol=3e-6)  # float32

@@ -1,4 +1,4 @@
-"""Checkpoints of every schedule and placement restore under every other, and the loss curve of a run shows neither."""
+"""Checkpoints of every schedule and placement restore under all others, and loss curves do not depend on either."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from framework.program.program import Program
 from tests.support import exact, runs, small
 from tests.support.exact import Case
 
-# The hosted ones on a mesh, so that some checkpoints change meshes, too.
+# The offloaded cases use a mesh, so that some checkpoints change meshes too.
 PLACES = {"one": "device", "eight": "all"}
 SAVED = [
     Case(
@@ -35,7 +35,7 @@ def name(case: Case) -> str:
     return exact.name_of(case)
 
 
-# Each of these goes on from the checkpoint of the one before, the first from that of the last.
+# Each of these continues from the checkpoint of the previous one, the first from that of the last.
 RING = [
     Case(memory="after_backward", precision="float32"),
     Case(memory="streamed", placement="all", mesh="eight", precision="float32"),
@@ -45,10 +45,10 @@ RING = [
 
 
 class Saved:
-    """Checkpoints of programs, each made when it is first asked for: the state after one step.
+    """Checkpoints of the state after one step, each made when it is first needed.
 
     Args:
-        checkpointer: where they are kept, under the number of their case in SAVED.
+        checkpointer: stores each checkpoint under the index of its case in SAVED.
     """
 
     def __init__(self, checkpointer: Checkpointer):
@@ -56,12 +56,12 @@ class Saved:
 
     @cache  # noqa: B019 (one object in a module)
     def program(self, case: Case) -> Program:
-        """The program of a case. No gradient is clipped, as not all schedules can."""
+        """Return the program of a case, without clipping, because not all schedules can clip."""
         return case.program(clip=None)
 
     @cache  # noqa: B019
     def second_state(self, case: Case) -> dict[str, np.ndarray]:
-        """The arrays of the state after two steps. The state after the first one is saved."""
+        """Save the state after one step, and return the arrays of the state after two steps."""
         program = self.program(case)
         state, _ = program.step(exact.placed(case, program), exact.batch(program, 0))
         self._checkpointer.save(SAVED.index(case), program.stored(state), {})
@@ -70,7 +70,7 @@ class Saved:
         return small.arrays(program.stored(state))
 
     def check(self, saved_case: Case, next_case: Case) -> None:
-        """The program of `next_case` makes the same second step from the checkpoint of `saved_case`."""
+        """Assert that `next_case` makes the same second step from the checkpoint of `saved_case`."""
         with exact.conditions():
             expected = self.second_state(saved_case)
             program = self.program(next_case)
@@ -102,7 +102,7 @@ def test_a_checkpoint_goes_on_under_every_schedule(saved: Saved, saved_case: Cas
 
 @cache
 def curve(case: Case, clips: bool) -> list[float]:
-    """The training losses of stdlib-tiny, with MLPs so wide that their state goes to the host, in float32."""
+    """Return the training losses of stdlib-tiny in float32, with MLPs so wide that their state is offloaded."""
     memory, learner = (exact.MEMORY | exact.LAYERED)[case.memory]
     memory = {**memory, **dict.fromkeys(exact.PLACEMENTS[case.placement], "pinned_host"), "remat": case.remat}
     fields = {"trainer.max_steps": 30, "trainer.log_every": 1, "model.stack.pattern.0.mlp.hidden": 512}

@@ -1,4 +1,4 @@
-"""remat sqrt and offload: the numbers of remat none, and bytes that are where they should be."""
+"""remat sqrt and offload give the numbers of remat none, and place their bytes as expected."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.support import small
 
 
 def config(policy: str, layers: int = 6, dtype: str = "float32", **fields):
-    """Dropout is on."""
+    """Return a GPT-2 experiment with dropout."""
     model = small.gpt2(stack__num_layers=layers)
     model.param_dtype = model.compute_dtype = dtype
     return small.experiment(model, memory={"remat": policy}, **fields)
@@ -33,13 +33,16 @@ def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
 
 @pytest.mark.pairs
 def test_groups_save_memory():
-    """36 units' inputs, or those of 6 groups and of the 6 units in one; a group's weights and gradients come on top."""
+    """full saves the inputs of 36 layers; sqrt those of 6 groups and of the 6 layers of one group.
+
+    A group's weights and gradients come on top.
+    """
     needs = {}
     for policy in ("full", "sqrt", "sqrt:12"):
         stats = small.program(config(policy, 36, batch=128)).compiled_step.memory_analysis()
         total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         needs[policy] = total + stats.temp_size_in_bytes
-    units = 128 * 16 * 32 * 4  # bytes of a unit's input
+    units = 128 * 16 * 32 * 4  # bytes of a layer's input
     assert needs["sqrt"] < needs["full"] - 0.85 * (36 - 6 - 6) * units
     assert needs["sqrt"] + 0.85 * (12 + 3 - 6 - 6) * units < needs["sqrt:12"] < needs["full"]
 
@@ -60,7 +63,7 @@ def test_group_sizes():
     + [("save:mlp_up;offload:query,input", [(6, 8, 16, 4, 8), (6, 8, 16, 32)])],
 )
 def test_what_is_offloaded_is_in_host_memory_between_the_passes(policy, shapes):
-    """By the program: XLA for CPU has but one memory."""
+    """The test reads the jaxpr, because XLA for CPU has only one memory."""
     jaxpr = small.program(config(policy)).traced_step.jaxpr.jaxpr
     loops = [var.aval for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
     hosted = [aval.shape for aval in loops if aval.memory_space == jax.memory.Space.Host]
@@ -84,8 +87,8 @@ def test_the_closed_form_counts_both_memories():
         found = closed_form(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
         return found.breakdown["activations"], found.host_breakdown["activations"]
 
-    unit = 64 * 16 * 128 * 4  # rows of 32 are as long as the TPU's registers
-    assert of("offload", 36)[0] - of("offload", 18)[0] < 1024  # the units' indices
+    unit = 64 * 16 * 128 * 4  # rows of 32 are padded to the TPU's register width of 128
+    assert of("offload", 36)[0] - of("offload", 18)[0] < 1024  # the layers' indices
     assert of("offload", 36)[1] - of("offload", 18)[1] == 18 * unit
     assert of("full", 36)[1] == of("sqrt", 36)[1] == 0
     assert 20 * unit < of("full", 36)[0] - of("sqrt", 36)[0] <= 24 * unit

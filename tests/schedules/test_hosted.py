@@ -1,7 +1,7 @@
-"""Weights, averages and activations in host memory: the numbers of the plain run, in every phase, and where all lies.
+"""Weights, EMA and activations in host memory: every phase gives the plain run's numbers, and placement is as expected.
 
-Exactness against optax in every combination is test_exact's; here are frozen and quantized weights, averages, rules,
-evaluation, generation.
+test_exact.py compares every combination with optax. This file covers frozen and quantized weights, EMA, rules,
+evaluation and generation.
 """
 
 import re
@@ -33,13 +33,13 @@ SCHEDULES = {
 
 @pytest.fixture(autouse=True)
 def small_leaves_are_hosted() -> Iterator[None]:
-    """Matrices of 256 bytes are."""
+    """Offload leaves from 256 bytes."""
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         yield
 
 
 def averaged(memory: dict[str, str]) -> Config:
-    """A tied table, dropout, a rule, a frozen table of positions, averages."""
+    """An experiment with a tied table, dropout, a rule, frozen position embeddings, and EMA."""
     rules = [
         config_for(Rule, pattern="norm", optimizer=config_for(optax.sgd, learning_rate=1e-2)),
         config_for(Rule, pattern="position|attention/query", freeze=True),
@@ -48,7 +48,7 @@ def averaged(memory: dict[str, str]) -> Config:
 
 
 def adapted(memory: dict[str, str]) -> Config:
-    """Adapters beside weights of four bits."""
+    """An experiment with LoRA adapters on 4-bit weights."""
     lora = config_for(LoRA, rank=16, targets=".", base="nf4")
     model = small.llama(dim=64, stack__num_layers=4, lora=lora)
     small.block(model).mlp.hidden = 128
@@ -56,7 +56,7 @@ def adapted(memory: dict[str, str]) -> Config:
 
 
 def hosted(tree: Any) -> set[str]:
-    """Paths of the arrays in host memory; those of parts of a stack without their number."""
+    """Return the paths of the arrays in host memory; the number of a stack's part is left out."""
     paths = [path for path, x in layout.flatten(tree).items() if x.sharding.memory_kind == "pinned_host"]
     return {re.sub("/stack/[0-9]+/", "/stack/", path) for path in paths}
 
@@ -97,7 +97,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}], ids=["one", "eight"])
 def test_the_whole_update_moves_averages_too(mesh: Any):
-    """after_backward, whose weights stay on the device."""
+    """This covers after_backward, whose weights stay on the device."""
     config = averaged({"optimizer_state": "pinned_host"})
     config.mesh = small.experiment(mesh=mesh).mesh
     program = small.program(config)

@@ -1,4 +1,4 @@
-"""Training by inversion: the trace of linear memory, and bytes that do not grow with depth."""
+"""Training by inversion: the losses equal those of remat none, and memory does not grow with depth."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LATER = ("in_backward", "layer_programs")
 
 
 def experiment(num_layers: int = 4, remat: str = "invert", update: str = "in_backward", **fields: Any) -> Config:
-    """Two streams in fixed point, with dropout."""
+    """Return an experiment with two fixed-point streams and dropout."""
     model = small.llama(stack__num_layers=num_layers, stack__streams="fixed")
     small.block(model).dropout = 0.1
     model.param_dtype = model.compute_dtype = "float64" if jax.config.jax_enable_x64 else "float32"
@@ -33,7 +33,7 @@ def trace(config: Config, steps: int = 12) -> list[float]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
 def test_the_training_trace_is_that_of_linear_memory(update: str):
-    """In float64: AdamW makes as much of a gradient's last bit as of the rest of it."""
+    """This runs in float64, because AdamW scales up even a gradient that is only rounding error."""
     with jax.enable_x64(True):
         plain, inverted = trace(experiment(remat="none", update=update)), trace(experiment(update=update))
     np.testing.assert_allclose(inverted, plain, rtol=1e-6)  # the metrics are float32
@@ -43,8 +43,10 @@ def test_the_training_trace_is_that_of_linear_memory(update: str):
 @pytest.mark.once("in_backward")
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
 def test_what_is_kept_of_the_layers_is_gone(update: str):
-    """CPU's loops copy the stack that they change, so only what policies differ by tells of activations. For TPU and
-    GPU: tests/tools/test_memory_vs_depth.py."""
+    """On CPU, loops copy the stack that they change, so only the difference of two policies measures activations.
+
+    For TPU and GPU see tests/tools/test_memory_vs_depth.py.
+    """
     depth, temporaries = 32, {}
     for remat in ("invert", "full"):
         program = small.program(experiment(depth, remat, update, seq_len=64))
@@ -56,7 +58,7 @@ def test_what_is_kept_of_the_layers_is_gone(update: str):
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", *(pytest.param(u, marks=pytest.mark.slow) for u in LATER)])
 def test_adapters_on_quantized_weights(update: str):
-    """Which have no gradient."""
+    """Quantized weights have no gradient."""
     losses = {}
     for remat in ("none", "invert"):
         config = experiment(2, remat, update)

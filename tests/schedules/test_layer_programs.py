@@ -1,4 +1,4 @@
-"""The step as programs of layers: exact, as many programs at any depth, and a rehearsal that knows what is alive."""
+"""Layer programs: exact steps, a number of programs that does not depend on depth, and a dry run that tracks memory."""
 
 import gc
 from collections import Counter
@@ -24,7 +24,7 @@ from tests.support.exact import Case
 from tests.support.selection import slow
 
 HOSTED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
-# Every combination of hosted weights, state and boundaries, and every value of the other axes.
+# Every combination of offloaded weights, state and boundaries, and every value of the other axes.
 AXES: dict[str, list[Any]] = {
     "memory": [*exact.LAYERED],
     "model": ["tied", "recurrent", "twins", "shared"],
@@ -79,7 +79,7 @@ SLOW = STREAMS[1:] + [
     ids=exact.name_of,
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
-    """As for the other schedules."""
+    """Run the same test as for the other schedules."""
     twenty_steps_equal_plain_optax(case)
 
 
@@ -93,19 +93,19 @@ def test_no_tracer_leaks(case: Case):
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["layers", pytest.param("layers_two_pass", marks=pytest.mark.pairs)])
 def test_groups_of_two_streams_run_again(memory: str):
-    """What flows between units is two arrays then."""
+    """With two streams, two arrays pass between layers."""
     twenty_steps_equal_plain_optax(Case("streams", memory=memory, remat="sqrt"))
 
 
 @pytest.fixture(autouse=True)
 def small_leaves_are_hosted() -> Iterator[None]:
-    """Matrices of 256 bytes are."""
+    """Offload leaves from 256 bytes."""
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         yield
 
 
 def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
-    """A Llama of so many layers."""
+    """Return the config of a Llama with `num_layers` layers."""
     memory = {"update": "layer_programs", "remat": "full", **memory}
     return small.experiment(small.llama(stack__num_layers=num_layers), memory=memory, **fields)
 
@@ -113,7 +113,7 @@ def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
 def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
-    """And a step compiles nothing more."""
+    """The number of programs does not depend on depth, and a step compiles none in addition."""
     found = {}
     for depth in (4, 9):
         program = small.program(deep(depth, memory, clip=None))
@@ -129,13 +129,13 @@ def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
 
 ALIVE = {"device": {}, "hosted": HOSTED, "sqrt": {**HOSTED, "remat": "sqrt"}, "remat none": {"remat": "none"}}
 ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() for count in (1, 2)}
-ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # gradients that nobody keeps cannot be summed
+ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # without stored gradients there is no accumulation
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("memory", "accumulate"), ALIVE.values(), ids=ALIVE)
 def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
-    """Bytes of live arrays at each call of a program, in both kinds of memory: those of ghosts are those of arrays."""
+    """At each call of a program, the dry run counts the bytes of the arrays that are alive, on device and host."""
     program = small.program(deep(4, memory, clip=None, accumulate=accumulate))
     counted: list[tuple[str, int, int]] = []
     call = programs.Programs.__call__
@@ -157,7 +157,7 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
     rehearsed, counted[:] = list(counted), []
     monkeypatch.undo()
     gc.collect()
-    kept = jax.live_arrays()  # of other tests, so that none of them goes, and its number to another
+    kept = jax.live_arrays()  # keep other tests' arrays alive, so that no new array gets the id of a deleted one
     others = {id(x) for x in kept}
     state = program.init()
     monkeypatch.setattr(programs.Programs, "__call__", counting)
@@ -173,7 +173,7 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
 
 
 def live_bytes(rehearse: Callable[[], Any]) -> list[tuple[str, int]]:
-    """The programs that a rehearsal calls, each with the bytes on the device at that moment."""
+    """Return the programs that a dry run calls, each with the bytes on the device at that time."""
     found: list[tuple[str, int]] = []
     call = programs.Programs.__call__
 
@@ -190,7 +190,7 @@ def live_bytes(rehearse: Callable[[], Any]) -> list[tuple[str, int]]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_of_a_tied_table_end_with_its_backward_program(accumulate: int):
-    """They were alive during all updates: as many bytes as the table once more."""
+    """Regression test: these gradients were alive during all updates, as many bytes as the table again."""
     memory = {"update": "layer_programs", "remat": "full"}
     model = small.gpt2(vocab_size=512)
     program = small.program(small.experiment(model, memory=memory, clip=None, accumulate=accumulate))
@@ -200,12 +200,12 @@ def test_gradients_of_a_tied_table_end_with_its_backward_program(accumulate: int
     found = live_bytes(program.compile)
     updates = [size for name, size in found if name.startswith("update")]
     assert [name for name, _ in found if name.startswith("update")][-1] == "update embed"
-    # The last update has the state, and the gradients of the embedding alone.
+    # During the last update, only the state and the gradients of the embedding are alive.
     assert updates[-1] < state + 1.5 * table
 
 
 def test_constants_that_are_kept_of_a_unit_are_whole_on_every_device():
-    """A kernel's constant of shape (1, 1, 1) has no rows that four devices could share."""
+    """A kernel's constant of shape (1, 1, 1) has no rows to shard over devices, so it is replicated."""
     layout = small.program(deep(2, {})).layout
     x = jax.ShapeDtypeStruct((4, 8, 16), jax.numpy.float32)
     constant = jax.ShapeDtypeStruct((1, 1, 1), jax.numpy.float32)
@@ -217,10 +217,10 @@ def test_constants_that_are_kept_of_a_unit_are_whole_on_every_device():
 
 @pytest.mark.pairs
 def test_evaluation_lets_go_of_a_microbatch():
-    """Each microbatch begins with as many bytes as the first one, but for the sums."""
+    """Each microbatch starts with as many live bytes as the first one, apart from the sums."""
     program = small.program(deep(4, {}, clip=None, accumulate=4))
     state = program.init()
-    # What runs for the first time is rehearsed before.
+    # The first evaluation runs a dry run first.
     found = live_bytes(lambda: program.evaluate(state, program.put(small.host_batch(program))))
     beginnings = [size for name, size in found if name == "embed forward"]
     assert len(beginnings) == 4
@@ -229,14 +229,14 @@ def test_evaluation_lets_go_of_a_microbatch():
 
 @pytest.mark.pairs
 def test_gradients_and_state_of_one_unit_are_on_the_device():
-    """With everything hosted the peak of a deep stack is a part of its weights, or of its gradients, alone."""
+    """With everything offloaded, the peak of a deep stack is only a fraction of its weights (or gradients)."""
     depth = 96
     model = small.llama(dim=64, stack__num_layers=depth)
     small.block(model).mlp.hidden = 256
     config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **HOSTED}, clip=None)
     program = small.program(config)
     weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith("parameter/stack"))
-    # A unit's weights, gradients and both moments at least.
+    # At least one layer's weights, gradients and both moments.
     assert 4 * weights / depth < guard.need(program).peak < 0.2 * weights
 
 
@@ -254,7 +254,10 @@ def test_some_layers_are_hosted():
 
 @pytest.mark.pairs
 def test_a_stack_in_parts_and_whole():
-    """There and back on eight devices, with parts in both kinds of memory; each phase with one copy."""
+    """Conversions between a stack in parts and a whole stack, on eight devices and with parts in both memories.
+
+    Each conversion deletes its input, so there is only one copy.
+    """
     config = deep(4, {"parameters": "pinned_host:2"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
     program = small.program(config)
     state = program.init()
@@ -292,7 +295,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(
 
 @pytest.mark.pairs
 def test_the_plan_of_a_step_in_layers(tmp_path: Any):
-    """Bytes by group add up to the peak; FLOPs are those of the step in one program."""
+    """The bytes by group add up to the peak, and the FLOPs equal those of the step in one program."""
     from framework.plan import plan, targets
 
     target = targets.resolve("cpu-1")
@@ -302,7 +305,7 @@ def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]
     assert layers["device_peak_bytes"] < 0.6 * whole["device_peak_bytes"]
-    # The first state is never on the device as a whole.
+    # The initial state is never on the device as a whole.
     assert layers["phases"]["init"]["device_peak_bytes"] < whole["device_argument_bytes"]
     names = {one["name"] for one in layers["largest"]}
     assert any("from the host" in name for name in names), names

@@ -1,4 +1,4 @@
-"""The stack's loop and what its backward pass recomputes change nothing but memory: dropout on, two unlike layers."""
+"""The stack's loop and its remat policy change only memory: with dropout, and with two different layers."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.support import small
 
 
 def config(policy: str = "none", unroll: int = 1, unlike: bool = False):
-    """Four equal layers; or two units of a block with a window and a gated one without."""
+    """Return an experiment with four equal layers, or (unlike) two repeats of a windowed block and a gated block."""
     model = small.gpt2(stack__num_layers=4, stack__unroll=unroll)
     if unlike:
         windowed, gated = small.block(model).copy(), small.block(small.llama()).copy()
@@ -23,7 +23,7 @@ def config(policy: str = "none", unroll: int = 1, unlike: bool = False):
 
 @pytest.fixture(scope="module")
 def results():
-    """`config`'s arguments -> loss, gradients, bytes of temporaries; computed when first asked for."""
+    """Function from `config`'s arguments to (loss, gradients, bytes of temporaries), computed when first needed."""
     found, states = {}, {}
 
     def of(policy: str = "none", unroll: int = 1, unlike: bool = False):
@@ -46,7 +46,7 @@ def results():
     "policy", ["full", "sqrt", "dots", "dots_no_batch", "save:query,mlp_up", "offload", "save:query;offload:mlp_up"]
 )
 def test_recomputing_changes_no_number(results, policy):
-    """The same dropout masks, too: the masks of the recomputed forward pass are drawn again from the same keys."""
+    """The recomputed forward pass draws the same dropout masks from the same keys."""
     loss, grads, _ = results(policy)
     expected_loss, expected, _ = results()
     assert loss == expected_loss
@@ -70,7 +70,7 @@ def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     experiment = small.experiment(small.llama(), mesh={"data": 4, "fsdp": 2}, memory={"remat": policy})
     experiment.learner.rules = [config_for(Rule, pattern="mlp/gate", freeze=True)] if frozen else []
     text = small.program(experiment).compiled_step.as_text()
-    assert "f32[2,16,48]" in text  # the stack of gate weights as each device holds it
+    assert "f32[2,16,48]" in text  # each device's shard of the stack of gate weights
     assert "f32[2,32,48]" not in text  # the same, gathered
 
 

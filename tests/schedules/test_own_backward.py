@@ -1,4 +1,4 @@
-"""What the schedules with a backward pass of their own hold, refuse and report."""
+"""Schedules with a layer-by-layer backward pass: the memory they hold, the settings they refuse, and their metrics."""
 
 from functools import cache
 from typing import Any
@@ -19,24 +19,24 @@ UNIT_AHEAD = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "unit
 
 
 def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Config:
-    """Eight layers, so that one of them is little beside all."""
+    """Return an experiment with eight layers, so that one layer is small compared to the stack."""
     model = small.llama(stack__num_layers=layers)
     small.block(model).mlp.hidden = 512
     return small.experiment(model, memory={"remat": "full", **memory}, **{"clip": None, **learner})
 
 
 def held(config: Config) -> int:
-    """Bytes that the compiled step holds beside its arguments."""
+    """Return the bytes that the compiled step holds in addition to its arguments."""
     stats = small.program(config).compiled_step.memory_analysis()
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 @pytest.mark.pairs
 def test_no_program_holds_a_gradient_of_the_whole_stack():
-    """The plain step does.
+    """The plain step does hold the gradients of the whole stack.
 
-    One whose gradients go to the host, or that updates each unit in the backward pass, holds less than half of it with
-    all else that it holds: the stack is so deep that its gradients are more than what does not grow with it.
+    A step that offloads its gradients, or that updates each layer in the backward pass, holds less than half of their
+    bytes in total. The stack is so deep that its gradients exceed everything that does not grow with depth.
     """
     depth = 48
     layers = [leaf for leaf in small.program(experiment({}, depth)).layout if leaf.path.startswith("parameter/stack")]
@@ -60,7 +60,7 @@ def test_each_clip_mode_is_that_of_the_plain_schedule(mode: str):
     assert abs(unclipped[-1]["loss"] - first[-1]["loss"]) > 1e-5, "nothing was clipped"
 
 
-@pytest.mark.pairs  # test_exact.py has this schedule with a clip that is active, in float64
+@pytest.mark.pairs  # test_exact.py covers this schedule with an active clip, in float64
 def test_two_passes_clip_exactly():
     sgd = config_for(optax.sgd, learning_rate=0.3, momentum=0.9)
     expected, _ = small.run(small.program(experiment({}, 2, clip=0.1, optimizer=sgd)), 4)
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused_by_name():
 def test_a_gradient_that_is_not_finite_stops_its_unit_and_all_after_it():
     program = small.program(experiment(IN_BACKWARD))
     state = program.init()
-    # Layer 3 is huge inside, and its output is zero: the loss is finite, the squares of its gradients are not.
+    # Layer 3 has huge activations but zero output: the loss is finite, the squares of its gradients are not.
     weight = state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"]
     state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
     up = state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"]
@@ -112,7 +112,7 @@ def test_rows_of_any_shape_are_cut_evenly():
 
 @pytest.mark.pairs
 def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
-    """Blocks of 4096 elements instead of two million, on a mesh too: the same numbers as in one block."""
+    """Row blocks of 4096 instead of two million elements give the same numbers as one block, also on a mesh."""
     monkeypatch.setattr(division, "_SMALL", 1)
     monkeypatch.setattr(division, "_ROWS", 4)
     states = {}
@@ -128,7 +128,7 @@ def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
 
 @cache
 def plain_run_with_a_frozen_stack() -> dict[str, np.ndarray]:
-    """The last state of the plain schedule."""
+    """Return the last state of the plain schedule."""
     state, _ = small.run(small.program(experiment({}, layers=2, rules=FROZEN_STACK)), 2)
     return small.arrays(state)
 

@@ -32,7 +32,10 @@ CASES: list[Any] = [
 
 @cache
 def weights(case: Case, rounding: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """bfloat16 weights at first and after some steps, without a master copy, beside bfloat16 moments, as float32."""
+    """Return the bfloat16 weights at the start and after STEPS steps, as float32.
+
+    There is no master copy, and the moments are bfloat16 too.
+    """
     program = case._replace(precision="bfloat16").program(
         master_dtype=None, moment_dtype="bfloat16", rounding=rounding, clip=None
     )
@@ -52,7 +55,7 @@ def weights(case: Case, rounding: str) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
-    """Copies on the host."""
+    """Return numpy copies of the parameters in float32."""
     return {p: np.asarray(x, np.float32) for p, x in flatten(state["parameter"]).items()}
 
 
@@ -60,9 +63,12 @@ def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.memory}-{case.placement}-{case.mesh}")
 @pytest.mark.parametrize("rounding", ["stochastic", pytest.param("kahan", marks=pytest.mark.slow)])
 def test_the_same_weights_under_every_schedule(case: Case, rounding: str):
-    """All but a few in a thousand: gradients differ in their last bit, which may turn over a draw. With other noise
-    many weights would differ: of those so large that a step is less than half of the distance to their neighbours, and
-    that rounding to nearest would leave as they are, many have moved."""
+    """All weights are equal except for a few in a thousand, whose gradients differ in the last bit and flip a draw.
+
+    With different noise many weights would differ. The test also checks that stochastic rounding moves many large
+    weights: for these a step is less than half of the distance to the neighboring value, so that rounding to nearest
+    would never move them.
+    """
     with exact.conditions():
         (first, expected), (_, found) = weights(Case(), rounding), weights(case, rounding)
     together = lambda parts: np.concatenate([parts[path].ravel() for path in expected])  # noqa: E731

@@ -1,4 +1,4 @@
-"""Loss and gradients on eight devices against one, for mixes of mesh axes: documents packed, dropout on."""
+"""Loss and gradients on eight devices against one, for combinations of mesh axes, with packed documents and dropout."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from tests.support import small
 MODELS = {
     # Tied embeddings, learned positions, biases; chunks of 8 tokens per device.
     "gpt2": lambda: small.gpt2(head__chunk_tokens=8),
-    # Grouped queries, rotary positions, a table of its own, both layers in the open.
+    # Grouped queries, rotary positions, an untied head, both layers unrolled.
     "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
     "mixture": lambda: mixture_model(None),
     "capacity": lambda: mixture_model(0.75),
@@ -30,7 +30,7 @@ MESHES = [
     ("llama", {"data": 2, "fsdp": 2, "model": 2}),
     ("llama", {"fsdp": 2, "seq": 2, "model": 2}),
 ]
-# Experts are cut alone, beside all other axes, and into one for each device.
+# Experts are sharded over their axis only, together with all other axes, and with one expert per device.
 EXPERT_MESHES = [
     ("mixture", {"data": 2, "fsdp": 1, "expert": 4}),
     ("mixture", {"fsdp": 2, "expert": 2, "model": 2}),
@@ -47,13 +47,13 @@ EXPERT_MESHES = [
 
 
 def mixture_model(capacity: float | None):
-    """A Llama with 8 experts and one that all tokens are given to, every loss, and noise."""
+    """Return a Llama with 8 experts, a shared expert, all auxiliary losses, and router noise."""
     model = small.llama(embed__dropout=0.1)
     moe = mixture(experts=8, top_k=3, hidden=20, balance=0.5)
     moe.router.z = 0.1
     moe.router.jitter = 0.2
     moe.experts.capacity = capacity
-    # At the usual size, what two layers of small experts say would be lost among the rest.
+    # With the usual stddev, the outputs of two layers of small experts would be too small to matter.
     moe.experts.init.stddev = 0.3
     linear = config_for(Linear, init=moe.experts.init)
     moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True, linear=linear)
@@ -62,7 +62,7 @@ def mixture_model(capacity: float | None):
 
 
 def gpt_oss_model(capacity: float | None):
-    """Sinks, windows, biases in attention, router and experts: what gpt-oss has beside a Llama, and every loss."""
+    """Return the mixture model with gpt-oss features: sinks, windows, biases in attention, router and experts."""
     model = mixture_model(capacity)
     block = small.block(model)
     block.attention.sinks = True
@@ -76,7 +76,7 @@ def gpt_oss_model(capacity: float | None):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """model -> (state, loss, gradients) on one device, computed when first asked for."""
+    """Function from a model to (state, loss, gradients) on one device, computed when first needed."""
     results = {}
 
     def of(model: str):
@@ -93,7 +93,7 @@ def config(model: str, mesh: dict[str, int] | None = None):
     return small.experiment(MODELS[model](), documents=True, mesh=mesh)
 
 
-@pytest.mark.pairs  # below, a step of SGD on such a mesh shows loss and gradients; test_exact.py has a Llama on one
+@pytest.mark.pairs  # an SGD step below covers loss and gradients on such a mesh; test_exact.py covers a Llama on one
 @pytest.mark.parametrize(("model", "mesh"), MESHES, ids=lambda value: str(value).replace(" ", ""))
 def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     state, expected_loss, expected = one_device(model)
@@ -111,7 +111,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
-    """Tokens travel to the devices of their experts, and what no expert is computes each sequence once."""
+    """Tokens are sent to the devices of their experts; all other layers compute each sequence once."""
     test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
 
 
@@ -132,7 +132,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
     [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],
 )
 def test_how_tokens_travel_to_their_experts(model, operations):
-    """And no device ever holds the weights of experts that are not its own."""
+    """Also, no device ever holds the weights of another device's experts."""
     program = small.program(config(model, {"expert": 8, "fsdp": 1}))
     text = program.compiled_step.as_text()
     for operation in operations:
@@ -143,14 +143,17 @@ def test_how_tokens_travel_to_their_experts(model, operations):
 
 
 def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():
-    """Clipping, averages and counters included. SGD, as Adam makes whole updates of the rounding of a zero gradient."""
+    """This includes clipping, EMA and counters.
+
+    It uses SGD, because Adam turns the rounding error of a zero gradient into a full update.
+    """
     fields = {"ema": 0.9, "clip": 0.5, "optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9)}
     single = small.program(small.experiment(documents=True, **fields))
     mesh = {"data": 2, "fsdp": 2, "model": 2}
     program = small.program(small.experiment(documents=True, mesh=mesh, **fields))
     alone, together = single.init(), program.init()
     program.layout.check(together)
-    # One rounding apart: XLA folds an initializer's constants in one compile and not in the other.
+    # These differ by one rounding, because XLA folds an initializer's constants in one compilation but not the other.
     for group in ("parameter", "ema"):
         small.assert_close(small.arrays(together[group]), small.arrays(alone[group]), 2e-7)
     for group in ("optimizer", "counter"):

@@ -1,7 +1,7 @@
-"""Optimizers that keep little, under every schedule and placement, against themselves on one tensor per layer.
+"""Optimizers with small state, under every schedule and placement, against themselves on one tensor per layer.
 
-The reference has an instance for each stage and layer, and knows nothing of schedules, stacks or meshes. What each
-computes is tested against its paper and its peers in tests/optimizers.
+The reference has an instance for each stage and layer, and has no schedules, stacks or meshes. tests/optimizers
+compares the computation of each optimizer with its paper and with other implementations.
 """
 
 from itertools import cycle, product
@@ -15,7 +15,7 @@ from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as tw
 from tests.support import exact
 from tests.support.exact import Case
 
-# One case for each of some optimizers: schedules, placements and meshes take turns.
+# One case for each of some optimizers, with alternating schedules, placements and meshes.
 QUICK = ("apollo_mini", "adam_mini", "adamw8bit")
 TURNS = [("streamed", "state", "eight"), ("in_backward", "device", "eight"), ("hosted_gradients", "all", "one")]
 CASES = [

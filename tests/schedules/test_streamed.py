@@ -1,4 +1,4 @@
-"""The streamed update against the plain one: the same numbers, one unit's state at a time on the device."""
+"""The streamed update against the plain one: the same numbers, with one layer's state at a time on the device."""
 
 from typing import Any
 
@@ -23,11 +23,10 @@ OPTIMIZERS = {
 
 
 def experiment(update: str, kind: str, optimizer: str = "adamw", mesh: Any = None) -> Config:
-    """Dropout, a tied table, a rule, averages, an active clip, two microbatches.
+    """Return an experiment with dropout, a tied table, a rule, EMA, an active clip and two microbatches.
 
-    Leaves of a megabyte are hosted: the table's state and that of each layer's MLP.
-
-    No biases: those of keys have a gradient of zero, and so of nothing but rounding.
+    Leaves of a megabyte are offloaded: the state of the table and of each layer's MLP. There are no biases, because the
+    gradient of a key bias is zero and thus only rounding error.
     """
     model = small.llama(stack__num_layers=4, embed__dropout=0.1, head__tied=True)
     model.vocab_size = 8192
@@ -42,7 +41,7 @@ def experiment(update: str, kind: str, optimizer: str = "adamw", mesh: Any = Non
 def trained(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
     program = small.program(config)
     state, metrics = small.run(program, 4)
-    program.layout.check(state)  # host leaves are back on the host
+    program.layout.check(state)  # offloaded leaves are back in host memory
     return small.arrays(state), metrics
 
 
@@ -66,7 +65,7 @@ def test_on_a_mesh_too():
     small.assert_close(state, expected, 1e-5)
 
 
-@pytest.mark.pairs  # one step of each run of test_exact.py is such a step
+@pytest.mark.pairs  # each run of test_exact.py has such a step
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     config = experiment("streamed", "pinned_host")
     program = small.program(config)

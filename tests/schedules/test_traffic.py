@@ -1,4 +1,4 @@
-"""What each schedule moves between chips, and between host and device, in the program that the TPU's compiler makes."""
+"""Bytes that each schedule moves between chips, and between host and device, in the program compiled for TPU."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from framework.program.program import Program
 from tests.schedules.test_compiled import resolved
 
 LAYERS, DIM, HIDDEN, CHIPS = 4, 256, 1024, 8
-# Matrices of the stack in bfloat16, as one chip receives them when they are gathered, or scattered, once.
+# Bytes that one chip receives when the stack's bfloat16 matrices are gathered, or scattered, once.
 STACK_BYTES = LAYERS * (4 * DIM * DIM + 2 * DIM * HIDDEN) * 2 * (CHIPS - 1) // CHIPS
 TOY = {
     "model.dim": DIM, "model.stack.pattern.0.attention.num_heads": 2, "model.stack.pattern.0.mlp.hidden": HIDDEN,
@@ -32,13 +32,13 @@ SCHEDULES = {
 
 @pytest.fixture(autouse=True)
 def tpu():
-    """The compiler of TPUs, on a machine without one."""
+    """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     targets.environment("v5e-8")
 
 
 def module(**fields) -> hlo.Module:
-    """The step of a toy on eight chips."""
+    """Return the compiled step of a toy model on eight chips."""
     devices = targets.resolve("v5e-8").devices()
     program = Program(resolved("gpt2-124m", TOY | fields).instantiate(), devices)
     return hlo.Module(program.compiled_step.as_text())
@@ -47,13 +47,16 @@ def module(**fields) -> hlo.Module:
 @pytest.mark.pairs
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule):
-    """Twice: in the forward pass, and when the backward pass runs it again. An all-reduce would bring each chip twice
-    the bytes of a reduce-scatter, and leave it a whole gradient of which it needs an eighth."""
+    """Weights are gathered in the forward pass, and again when the backward pass recomputes it.
+
+    An all-reduce would send each chip twice the bytes of a reduce-scatter, and a whole gradient although the chip needs
+    an eighth of it.
+    """
     received: Counter[str] = Counter()
     for one in collectives(module(**SCHEDULES[schedule])):
         received[one.kind] += one.bytes_received * one.runs
     assert received["all-reduce"] < 0.1 * STACK_BYTES
-    # Besides the stack there are the head's table and that of positions.
+    # Besides the stack, there are the head's table and the position table.
     assert STACK_BYTES <= received["reduce-scatter"] < 1.2 * STACK_BYTES
     assert 2 * STACK_BYTES <= received["all-gather"] < 2.2 * STACK_BYTES
 
@@ -61,8 +64,11 @@ def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule)
 @pytest.mark.pairs
 @pytest.mark.parametrize(("prefetch", "fetched_layers"), [("piece", LAYERS), ("unit", LAYERS + 1)])
 def test_state_in_host_memory_comes_and_goes_once(prefetch, fetched_layers):
-    """Master weights and two moments in float32, of the stack and of the tokens' table; those of positions are small.
-    With prefetch = unit the loop begins with a unit whose state goes back as it came."""
+    """The offloaded state is master weights and two float32 moments of the stack and the token table.
+
+    The state of the position table is too small to be offloaded. With prefetch = unit, the loop starts with a layer
+    whose state is written back unchanged.
+    """
     step = module(**IN_BACKWARD, **HOSTED, **{"memory.prefetch": prefetch})
     moved: Counter[str] = Counter()
     for instruction, runs in executed(step):

@@ -1,4 +1,4 @@
-"""Functions with adapters beside the same functions of merged parameters, in float64."""
+"""Compares functions with adapters to the same functions of merged parameters, in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ import numpy as np
 
 import framework as pl
 
-# Of float64, by the largest element of what is compared.
+# For float64, relative to the largest element of the expected array.
 TOLERANCE = 1e-12
 Adapters = dict[str, pl.Adapter]
 
 
 def random_adapters(params: Any, target: str, **options: Any) -> Adapters:
-    """Adapters of rank 3 in float64, none of whose factors is zero."""
+    """Return adapters of rank 3 in float64 with nonzero factors."""
     adapters = pl.lora_init(jax.random.key(2), params, target, rank=3, dtype="float64", **options)
     leaves, structure = jax.tree.flatten(adapters)
     keys = jax.random.split(jax.random.key(3), len(leaves))
@@ -25,7 +25,7 @@ def random_adapters(params: Any, target: str, **options: Any) -> Adapters:
 
 
 def dense(params: Any) -> Any:
-    """The parameters with arrays in the place of matrices in 4 bits."""
+    """Return the parameters with all 4-bit matrices dequantized to arrays."""
 
     def is_quantized(node: Any) -> bool:
         return isinstance(node, pl.QuantizedMatrix)
@@ -41,15 +41,15 @@ def assert_equals_merged(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> None:
-    """Value and gradients with respect to A and B are those of the function of merged parameters.
+    """Assert that value and gradients with respect to A and B equal those of the function of merged parameters.
 
     Args:
         function: `function(params, *arguments)` returns a scalar.
-        params: may have matrices in 4 bits, which are dequantized before they are merged.
-        adapters: of some of its matrices.
-        arguments: further ones of the function.
-        tolerance: of each array, by its largest element.
-        options: of `with_lora`.
+        params: parameters of the function; 4-bit matrices are dequantized before they are merged.
+        adapters: adapters for some of the matrices in `params`.
+        arguments: further arguments of the function.
+        tolerance: allowed error of each array, relative to its largest element.
+        options: options of `with_lora`.
     """
     dense_params = dense(params)
     with_adapters = pl.with_lora(function, **options)
@@ -71,7 +71,7 @@ def assert_equals_merged(
 
 
 def assert_close(given: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
-    """Two float64 arrays differ by a part of the largest element at most."""
+    """Assert that two float64 arrays differ by at most `tolerance` times the largest expected element."""
     assert given.dtype == expected.dtype == jnp.float64
     largest = float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(given, expected, rtol=0, atol=tolerance * largest)

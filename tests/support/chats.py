@@ -1,4 +1,4 @@
-"""A chat whose model is a script: everything but the model is the product's own."""
+"""A chat whose model is a script; everything except the model is Plimsoll's own code."""
 
 import itertools
 import sys
@@ -10,15 +10,17 @@ from framework.data.tokenizers import ByteTokenizer
 from framework.inference.chat import Chat, TranscriptForm
 from framework.inference.sampling import Sampling
 
-# What the script says to one that asks for much: more than anyone waits for.
+# Repeated without end as the answer to the question "long", so that a test has to interrupt it.
 LONG = "many words "
 
 
 class Script:
-    """Answers "I heard QUESTION (ROW)" in bytes, or without end where the question is "long". Keeps what it read.
+    """A generator that answers "I heard QUESTION (ROW)" in bytes, and records the prompts and seeds it was given.
+
+    If the question is "long", the answer never ends.
 
     Args:
-        meanwhile: called before each token.
+        meanwhile: called before each token, with the token's index.
     """
 
     def __init__(self, meanwhile: Callable[[int], Any] = lambda index: None):
@@ -47,7 +49,7 @@ class Script:
 
 
 def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000, **options: Any) -> Chat:
-    """A chat over the script, as a plain transcript."""
+    """Return a chat with the script as its model and a plain transcript as its format."""
     tokenizer = ByteTokenizer()
     generator: Any = script
     sampling = Sampling(max_new_tokens, seed=7)
@@ -55,14 +57,14 @@ def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000,
 
 
 if __name__ == "__main__":
-    # For a test with a terminal: `plimsoll chat` but for the model.
+    # For tests with a terminal: `plimsoll chat` with the script as its model.
     import fcntl
     import termios
 
     from framework.terminal import interrupts
     from launch.chat_lines import Session, talk
 
-    # The terminal sends Ctrl-C to the processes of which it is the controlling one.
+    # Ctrl-C reaches only processes whose controlling terminal this is.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     interrupts.begin()
     talk(Session(chat(Script(lambda index: time.sleep(0.002)), num_samples=2), None))

@@ -1,8 +1,8 @@
 """Records the processor time of every test, sorts tests by it, and reports the slowest ones.
 
-`pytest --record-durations` writes tests/durations: the number of cases of each test function that ran, and their
-processor time in seconds. Processor time covers all threads of the test's process and the processes that it waited for,
-so it is nearly the same on a busy machine.
+`pytest --record-durations` writes tests/durations: for each test function that ran, the number of its cases and their
+processor time in seconds. Processor time includes all threads of the test's process and the child processes that it
+waited for, so it is nearly the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "durations"
 SLOWEST = 20
-# Files whose cases start processes and share nothing, so that several workers may run them at once.
+# Files whose cases start processes and share nothing, so several workers may run them at the same time.
 SEPARATE_CASES = (
     "tests/house/test_docs_commands.py",
     "tests/faults/test_processes.py",
     "tests/trainer/test_processes.py",
 )
 MIB = 1 << 20
-# Key of a report's `user_properties` under which a worker tells the process that began the run what a test took.
+# Keys of a report's `user_properties`, with which workers send their measurements to the main process.
 SECONDS = "processor_seconds"
 PEAK = "peak_bytes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the flag."""
+    """Add the flag."""
     parser.addoption("--record-durations", action="store_true", help="write tests/durations from this run")
 
 
 def sort_longest_first(items: list[pytest.Item]) -> None:
-    """Put the work that takes longest first, so that no worker starts a long file when the others have finished."""
+    """Sort the longest work first, so that no worker starts a long file when the others have finished."""
     seconds_by_unit: dict[str, float] = defaultdict(float)
     for item in items:
         seconds_by_unit[work_unit(item.nodeid)] += expected_seconds(item.nodeid)
@@ -47,7 +47,7 @@ def sort_longest_first(items: list[pytest.Item]) -> None:
 
 
 def work_unit(nodeid: str) -> str:
-    """Return what one worker runs as a whole: the test's file, or the test where cases of a file share nothing."""
+    """Return the scope that one worker runs as a whole: the test's file, or the test itself in SEPARATE_CASES."""
     path = nodeid.partition("::")[0]
     return nodeid if path in SEPARATE_CASES else path
 
@@ -79,21 +79,21 @@ def expected_seconds(nodeid: str) -> float:
 
 
 def processor_seconds() -> float:
-    """Processor time of this process and of those that it has waited for."""
+    """Return the processor time of this process and of the child processes that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Measures set-up, test and clean-up together: a fixture of a file counts for the first test that asks for it."""
+    """Measure setup, call and teardown together; a module's fixture counts for the first test that requests it."""
     item.stash[_began] = processor_seconds()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Adds the measures to the report of the clean-up, the last of a test."""
+    """Add the measurements to the teardown report, the last one of a test."""
     if call.when == "teardown":
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         item.user_properties.append((SECONDS, processor_seconds() - item.stash[_began]))
@@ -105,7 +105,7 @@ _began = pytest.StashKey[float]()
 
 
 class Durations:
-    """What the tests of a run took, gathered in the process that began the run."""
+    """Durations and peak memory of a run's tests, collected in the main process."""
 
     def __init__(self, config: pytest.Config):
         self._config = config
@@ -115,7 +115,7 @@ class Durations:
         self._growth: dict[str, int] = {}  # bytes by which each test raised the peak of its worker
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes the measures of one test."""
+        """Add the measurements of one test."""
         if report.when != "teardown":
             return
         measures: dict[str, Any] = dict(report.user_properties)
@@ -127,7 +127,7 @@ class Durations:
         self._peaks[worker] = measures[PEAK]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Prints the slowest test functions, with all of their cases, and the largest worker."""
+        """Print the slowest test functions (all cases together) and the peak memory of each worker."""
         if not self._seconds:
             return
         slowest = sorted(self._seconds.items(), key=lambda entry: -entry[1])[:SLOWEST]
@@ -142,7 +142,7 @@ class Durations:
             terminalreporter.write_line(f"{growth / MIB:9,.0f} MiB {test}")
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the file, where that was asked for. Functions that did not run keep what was recorded of them."""
+        """Write the file if the flag is set. Functions that did not run keep their recorded durations."""
         if not self._config.getoption("--record-durations"):
             return
         durations = dict(recorded())
@@ -153,6 +153,6 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the gathering where reports of all workers arrive."""
+    """Register `Durations` in the main process, which receives the reports of all workers."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config))

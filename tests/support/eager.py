@@ -40,7 +40,10 @@ X = np.random.default_rng(9).normal(size=(4, DIM))
 def plain_steps(
     loss: Callable[..., jax.Array], optimizer: optax.GradientTransformation, weights: Any, steps: int = 3
 ) -> tuple[Any, Any]:
-    """(weights, state) after a few steps of `jax.grad` and optax; `weights` is a dict of pieces, each with a state."""
+    """Return (weights, state) after a few steps of `jax.grad` and optax.
+
+    `weights` is a dict of pieces; each has its own optimizer state.
+    """
     states = {name: optimizer.init(piece) for name, piece in weights.items()}
     for _ in range(steps):
         gradients = jax.jit(jax.grad(loss))(weights)
@@ -51,9 +54,9 @@ def plain_steps(
 
 
 def eager_steps(loss: Callable[..., jax.Array], trained: Any, steps: int = 3) -> tuple[Any, Any]:
-    """(weights, state) after a few steps of `value_and_update` with a donated state."""
+    """Return (weights, state) after a few steps of `value_and_update` with a donated state."""
     step = jax.jit(pl.value_and_update(loss), donate_argnums=0)
-    # The weights that were given are to be compared with.
+    # The step donates its argument, but the caller still compares with these weights.
     trained = jax.tree.map(jnp.copy, trained)
     for _ in range(steps):
         _, trained = step(trained)

@@ -1,7 +1,8 @@
-"""Training by plain optax on one tensor per layer, and every way of training that must equal it.
+"""Reference training with plain optax on one tensor per layer, and all the ways of training that must match it.
 
-The reference shares the model's loss with the framework and nothing of the update: no learner, no schedule, no mapped
-state. A new schedule is one line in MEMORY, a new policy one in REMATS: all tests of exactness then run it.
+The reference shares the model's loss with the framework but none of the update code: no learner, no schedule, no
+stacked optimizer state. To test a new schedule, add a line to MEMORY; for a new remat policy, add it to REMATS. All
+exactness tests then run it.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from tests.support import small
 from tests.support.latent import with_latents
 from tests.support.layers import Recurrent, Twins
 
-STEPS, POISONED = 20, 7  # the batch of that step has NaN for weights
+STEPS, POISONED = 20, 7  # the loss weights of step 7's batch are NaN
 UNITS = 4
 STACKS = {"first", "stack"}
 
-# Schedules: the fields of config.memory, and what it needs of the learner (no clip, say). Those in NO_PARTS refuse
-# microbatches.
+# Schedules: the fields of config.memory, and the learner fields that the schedule requires (for example no clip).
+# Those in NO_PARTS refuse microbatches.
 MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "after_backward": ({"update": "after_backward"}, {}),
     "streamed": ({"update": "streamed"}, {}),
@@ -50,20 +51,20 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in_backward": ({"update": "in_backward"}, {"clip": None}),
     "two_pass": ({"update": "in_backward"}, {"clip_mode": "two_pass"}),
 }
-# The same by programs of layers, which compile twenty programs each: tests of their own.
+# The same with layer_programs. Each case compiles twenty programs, so these have separate tests.
 LAYERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers": ({"update": "layer_programs"}, {}),
     "layers_hosted_gradients": ({"update": "layer_programs", "gradients": "pinned_host"}, {}),
     "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
     "layers_two_pass": ({"update": "layer_programs", "gradients": "none"}, {"clip_mode": "two_pass"}),
 }
-# The same with a unit's state on its way during its backward pass; only with optimizer state in host memory.
+# The same with a layer's state fetched during its backward pass; only with offloaded optimizer state.
 AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "unit"}, MEMORY[name][1]) for name in ("in_backward", "two_pass")
 }
 SCHEDULES = MEMORY | LAYERED | AHEAD
 NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")
-PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # what config.memory has in host memory
+PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # the config.memory fields that are offloaded
 PLACEMENTS |= {
     "weights": ("parameters",),
     "boundaries": ("activations",),
@@ -73,14 +74,15 @@ PLACEMENTS |= {"state+weights": PLACEMENTS["all"][:2], "weights+boundaries": PLA
 PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
 REMATS = ("none", "full", "save:attention", "sqrt", "offload", "invert")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
-# The eight devices of models that have more to cut.
+# The meshes of eight devices for models with experts.
 MODEL_MESHES = {name: {"fsdp": 2, "expert": 2, "model": 2} for name in ("experts", "latent")}
 
-# Dtypes of parameters and master copy, and by how much parameters may differ, see `differences`.
-# The model computes in float64 always: what is compared is the update, and 20 steps make much of the rounding of a
-# float32 forward pass, which both sides share: Lion turns over an element whose momentum is nothing but rounding, 2e-2
-# of its leaf. Likewise, a master copy's last bit may decide which way a bfloat16 weight is rounded: where there is one,
-# the reference takes its gradients at the framework's weights, which must be the framework's master, cast.
+# Dtypes of parameters and master copy, and how much parameters may differ (see `differences`).
+# The model always computes in float64, because the tests compare updates. 20 steps would amplify the rounding of a
+# float32 forward pass, although both sides share it: Lion flips the sign of an element whose momentum is only rounding
+# error, 2e-2 of its leaf. Similarly, the last bit of a master copy may decide which way a bfloat16 weight is rounded.
+# So with a master copy, the reference takes its gradients at the framework's weights, which must equal the framework's
+# master weights after the cast.
 PRECISIONS = {
     "float64": ("float64", None, 1e-12),
     "float32": ("float32", None, 1e-6),
@@ -89,7 +91,7 @@ PRECISIONS = {
 
 
 def sign_momentum(*, learning_rate: float, beta: float = 0.9, decay: float = 0.1) -> optax.GradientTransformation:
-    """A user's own: the sign of a momentum, decoupled decay, and a rate that falls with each update of a tensor."""
+    """Custom user optimizer: sign of the momentum, decoupled decay, and a rate that falls with each update."""
 
     def init(params: Any) -> Any:
         return {"momentum": jax.tree.map(jnp.zeros_like, params), "seen": jax.tree.map(lambda _: jnp.int32(0), params)}
@@ -112,7 +114,7 @@ OPTIMIZERS = {
     "muon": config_for(optax.contrib.muon, learning_rate=1e-3, weight_decay=0.1),
     "sign_momentum": config_for(sign_momentum, learning_rate=1e-3),
 }
-# Those that keep little: tests of their own, as each is tried with fewer of the other axes.
+# Optimizers with small state. They have separate tests, since each is combined with fewer of the other axes.
 SMALL = {
     "adalomo": config_for(named.OPTIMIZERS["adalomo"], learning_rate=1e-2, weight_decay=0.1),
     "galore": config_for(
@@ -131,9 +133,9 @@ SMALL = {
 
 
 def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
-    """Units of these layers (None is a Llama's block) between a tied embedding and head, with dropout.
+    """Return a model with a stack of these layers (None: a Llama block), tied embedding and head, and dropout.
 
-    No biases in attention: those of keys have a gradient of nothing but rounding.
+    Attention has no biases, because the gradient of a key bias is only rounding error.
     """
     config = small.llama(embed__dropout=0.1, head__tied=True)
     small.block(config).dropout = 0.1
@@ -143,8 +145,10 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
 
 
 def experts() -> Config:
-    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a
-    bias that each step moves. Attention has sinks, experts have biases."""
+    """Return a model of MoE blocks whose router has everything that a schedule must pass through.
+
+    That is auxiliary losses, noise, and a bias that each step moves. Attention has sinks; experts have biases.
+    """
     config = tied(None)
     moe = mixture(experts=4, top_k=2, hidden=24, balance=0.3)
     moe.router.z = 0.03
@@ -158,7 +162,7 @@ def experts() -> Config:
     return config
 
 
-MODELS = {  # and a clip that is active in some steps and not in others
+MODELS = {  # each with a clipping threshold that is active in some steps and not in others
     "tied": (tied(None), 4.5),
     "recurrent": (tied(Recurrent), 1.1),
     "twins": (tied(Twins), 1.5),
@@ -167,11 +171,11 @@ MODELS = {  # and a clip that is active in some steps and not in others
     "experts": (experts(), 3.0),
     "latent": (with_latents(tied(None)), 4.6),
 }
-MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
+MODELS["streams"][0].stack.streams = "float32"  # float64 when the model computes in float64
 
 
 class Case(NamedTuple):
-    """One way to train."""
+    """One combination of settings to train with."""
 
     model: str = "tied"
     optimizer: str = "adamw"
@@ -181,11 +185,15 @@ class Case(NamedTuple):
     mesh: str = "one"
     precision: str = "float64"
     microbatches: int = 1
-    layers: str = "alike"  # or "unlike": what is hosted and recomputed changes along the stack
+    layers: str = "alike"  # or "unlike": offloading and remat vary along the stack
 
     def is_tried(self) -> bool:
-        """Unlike models and dtypes with AdamW. Microbatches where there are neither buffers, which each sees as the one
-        before left them, nor gradients in bfloat16, whose sum is not the rounded sum."""
+        """Return whether the tests run this combination.
+
+        Other models and bfloat16 run with AdamW only. Microbatches are left out with buffers, because each microbatch
+        sees the buffers that the previous one left, and with bfloat16 gradients, because the sum of rounded gradients
+        is not the rounded sum.
+        """
         usual = self.model == "tied" and self.precision != "bfloat16"
         parts = usual and self.memory not in NO_PARTS
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
@@ -194,15 +202,15 @@ class Case(NamedTuple):
         if inverts != (self.model == "streams") or (inverts and "activations" in PLACEMENTS[self.placement]):
             return False
         one = self.model == "tied" or self.precision == "float64"
-        one &= self.memory not in LAYERED or self.remat != "offload"  # which is memory.activations there
+        one &= self.memory not in LAYERED or self.remat != "offload"  # layer_programs uses memory.activations instead
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
     def clip(self) -> float | None:
-        """The largest global norm, for schedules that have it."""
+        """Return the maximum global norm, or None if the schedule has no clipping by global norm."""
         return SCHEDULES[self.memory][1].get("clip", MODELS[self.model][1])
 
     def program(self, **changed: Any) -> Program:
-        """The framework's side; with other fields of config.learner."""
+        """Return the framework's program for this case; `changed` overrides fields of config.learner."""
         model, (memory, learner) = MODELS[self.model][0].copy(), SCHEDULES[self.memory]
         model.param_dtype, master, _ = PRECISIONS[self.precision]
         model.compute_dtype = "float64"
@@ -217,13 +225,13 @@ class Case(NamedTuple):
         return small.program(small.experiment(model, mesh=mesh, memory=memory, optimizer=optimizer, **learner))
 
     def _by_layer(self, memory: dict[str, Any], unit_layers: int) -> dict[str, Any]:
-        """The fields of config.memory with each placement on another number of the UNITS units."""
+        """Return the fields of config.memory with a different number of the UNITS layers for each placement."""
         shares = {"optimizer_state": 0.5, "parameters": 0.25, "activations": 0.75, "gradients": 0.5}
         memory = dict(memory)
         for field, share in shares.items():
             if memory.get(field) == "pinned_host":
                 memory[field] = f"pinned_host:{share}"
-        # Programs of layers invert all of them or none.
+        # layer_programs inverts all layers or none.
         if not (self.remat == "invert" and self.memory in LAYERED):
             other = "save:attention" if self.remat == "full" else "full"
             memory["remat"] = f"{self.remat}:{2 * unit_layers},{other}"
@@ -231,20 +239,20 @@ class Case(NamedTuple):
 
 
 def name_of(case: Case) -> str:
-    """The name of a case's test."""
+    """Return the test id of a case."""
     words = [str(value) for value in case]
-    # Usually all layers are alike.
+    # "alike" is the default, so it is left out.
     return "-".join(words if case.layers == "unlike" else words[:-1])
 
 
 def every(**axes: Any) -> list[Case]:
-    """All cases with these values that are tried."""
+    """Return all combinations of these values that the tests run."""
     cases = [Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
     return [case for case in cases if case.is_tried()]
 
 
 def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
-    """Some of the cases, in which (or in the `chosen` ones) any two values that meet in one of them meet; greedily."""
+    """Return a pairwise cover: every pair of values that occurs in `cases` occurs in it or in `chosen`; greedy."""
     pairs_by_case = {case: _pairs_of(case) for case in cases}
     missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_pairs_of, chosen))
     covering_cases = []
@@ -261,10 +269,10 @@ def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
 
 
 def _greedily(cases: list[Case], loss: Callable[[Case], Any]) -> Iterator[Case]:
-    """Yield the case with the smallest loss, then the one of those that remain, and so on; of equal ones, the first.
+    """Yield the remaining case with the smallest loss, again and again; the first one if losses are equal.
 
-    The loss of a case never falls as others are yielded. So most losses need not be computed again: an earlier one is
-    a lower bound, and one that is too large already decides (accelerated greedy, Minoux 1978).
+    The loss of a case never falls as others are yielded. So an earlier loss is a lower bound, and most losses need not
+    be recomputed (accelerated greedy, Minoux 1978).
     """
     bounds = [(loss(case), index) for index, case in enumerate(cases)]
     heapq.heapify(bounds)
@@ -279,8 +287,11 @@ def _greedily(cases: list[Case], loss: Callable[[Case], Any]) -> Iterator[Case]:
 
 @cache
 def _pairs_of(case: Case) -> set[Any]:
-    """Any two values of a case. Placements are three values, where state, weights and boundaries are; whole they meet
-    schedules and meshes."""
+    """Return all pairs of values of a case.
+
+    A placement counts as three values: whether state, weights and boundaries are offloaded. As a whole it is paired
+    only with the schedule and the mesh.
+    """
     places = {field: field in PLACEMENTS[case.placement] for field in PLACEMENTS["all"]}
     values = {**case._asdict(), **places}
     whole = {("placement", case.placement, field, values[field]) for field in ("memory", "mesh")}
@@ -289,10 +300,10 @@ def _pairs_of(case: Case) -> set[Any]:
 
 
 def each_value_of(cases: list[Case]) -> list[Case]:
-    """Few of the cases, in which each value of each axis comes up that does in one of them; greedily.
+    """Return a few cases that contain every value of every axis that occurs in `cases`; greedy.
 
-    A value that few cases have counts for more: taken last, it would need a case of its own. Of cases that are as good,
-    the one is chosen in which more values meet that have not met.
+    Rare values weigh more: if they were left for last, each would need an extra case. Among equally good cases, the one
+    with the most new pairs of values is chosen.
     """
     values_by_case = {case: set(case._asdict().items()) for case in cases}
     pairs_by_case = {case: _pairs_of(case) for case in cases}
@@ -303,7 +314,7 @@ def each_value_of(cases: list[Case]) -> list[Case]:
 
     def loss(case: Case) -> tuple[float, int]:
         new_values = values_by_case[case] & missing_values
-        # fsum does not depend on the order of a set, which every process of pytest-xdist has its own of.
+        # fsum does not depend on the iteration order of a set, which differs between pytest-xdist processes.
         return -math.fsum(1.0 / frequencies[value] for value in new_values), -len(pairs_by_case[case] - met_pairs)
 
     for case in _greedily(cases, loss):
@@ -317,37 +328,40 @@ def each_value_of(cases: list[Case]) -> list[Case]:
 
 @contextmanager
 def conditions() -> Iterator[None]:
-    """float64 exists; 256 bytes are large enough for the host, and 256 elements for several blocks of rows."""
+    """Enable float64, and lower thresholds: offload leaves from 256 bytes, split into row blocks from 256 elements."""
     threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
     with jax.enable_x64(True), threshold, mock.patch.multiple(division, _SMALL=256, BLOCK=256, _ROWS=4):
         yield
 
 
-# --- both sides: (parameters and buffers, losses, norms) -------------------------------------------------------------
+# --- Both sides return (parameters and buffers, losses, norms). ------------------------------------------------------
 
 
 @cache
 def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
-    """A program on one device, and the first state of all cases, on the host."""
+    """Return a program on one device, and the initial state of all cases as numpy arrays."""
     program = Case(model, optimizer, precision=precision).program()
     return program, jax.device_get(program.init())
 
 
 def placed(case: Case, program: Program) -> Any:
-    """The first state where a program has it. Groups that only some schedules have start as zeros."""
+    """Return the initial state with a program's placement. Groups that only some schedules have start as zeros."""
     _, first = simplest(case.model, case.optimizer, case.precision)
     places = jax.tree.map(lambda x: x.sharding, program.abstract_stored)
     return program.restored(jax.device_put(first, places))
 
 
 def batch(program: Program, step: int) -> dict[str, jax.Array]:
-    """The batch of a step; one of them is poisoned."""
+    """Return the batch of a step; that of step POISONED has NaN weights."""
     found = small.host_batch(program, step)
     return program.put({**found, "weights": found["weights"] * np.float32(np.nan if step == POISONED else 1.0)})
 
 
 def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
-    """The framework's side, and the weights before each step. Host leaves are back on the host."""
+    """Train with the framework; return the result and the weights before each step.
+
+    Also checks that the state keeps its layout: offloaded leaves are back in host memory after each step.
+    """
     program = case.program()
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
@@ -373,9 +387,9 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
 
 
 def check_leaks(case: Case) -> None:
-    """Raises an exception where a tracer leaks.
+    """Trace the case's programs and raise an exception if a tracer leaks.
 
-    It is a test of its own, as JAX then caches no trace, and collects garbage after each of them.
+    This is separate from `train`, because under checking_leaks JAX caches no traces and collects garbage after each.
     """
     program = case.program()
     if isinstance(program.execution, Layerwise):
@@ -383,7 +397,7 @@ def check_leaks(case: Case) -> None:
         with jax.checking_leaks():
             program.compile()
         return
-    # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
+    # A schedule's trial traces run here, before checking_leaks turns off caching.
     _ = program.step_jit
     with jax.checking_leaks():
         _ = program.traced_step
@@ -391,15 +405,16 @@ def check_leaks(case: Case) -> None:
 
 def _compile(program: Program, case: Case) -> None:
     traced = program.traced_step
-    if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more
+    # Only these cases have no other arrays in host memory.
+    if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
     lowered = traced.lower()
-    # With excess precision, bfloat16 gradients are rounded in one program and in the other they are not.
+    # With excess precision, bfloat16 gradients would be rounded in one program but not in the other.
     program.execution.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
 
 
 def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:
-    """The reference; a bad step is left out by hand. Gradients are taken at `weights` if there are some."""
+    """Train the reference, skipping a bad step explicitly. Gradients are taken at `weights` if they are given."""
     program, first = simplest(model, optimizer, precision)
     gradients, (init, update) = gradients_of(model, precision), update_of(model, optimizer, precision)
     key = jax.random.wrap_key_data(jnp.asarray(first["counter"]["rng"]))
@@ -422,7 +437,7 @@ once = cache(plain)
 
 @cache
 def gradients_of(model: str, precision: str) -> Any:
-    """(parameters, layers apart; buffers; batch; key) -> ((loss, Out), gradients), compiled."""
+    """Return the compiled function (unstacked parameters, buffers, batch, key) -> ((loss, Out), gradients)."""
     built = simplest(model, "adamw", precision)[0].experiment.model
 
     def loss_of(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Any:
@@ -439,7 +454,7 @@ def gradients_of(model: str, precision: str) -> Any:
 
 @cache
 def update_of(model: str, optimizer: str, precision: str) -> Any:
-    """(init, (parameters, state, gradients, factor) -> (parameters, state)) of plain optax, compiled."""
+    """Return jitted plain optax: init, and (parameters, state, gradients, factor) -> (parameters, state)."""
     plain = (OPTIMIZERS | SMALL)[optimizer].instantiate()
     if isinstance(plain, PartitionedGradientTransformation):
         plain = unit_by_unit(plain, *simplest(model, optimizer, precision))
@@ -453,7 +468,7 @@ def update_of(model: str, optimizer: str, precision: str) -> Any:
 
 
 def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program, first: Any) -> Any:
-    """An optimizer of ours with a state for each stage and layer, which knows its parameters' roles and has a seed."""
+    """Apply one of Plimsoll's optimizers per stage and layer, with its parameters' roles, its own state and a seed."""
     learner, run = program.experiment.learner, fold(*first["counter"]["rng"])
     specs = {group.stage: learner.unit_specs(group) for group in learner.groups}
     own = {stage: optimizer.of_specs(tree) if optimizer.of_specs else optimizer for stage, tree in specs.items()}
@@ -480,7 +495,7 @@ def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program,
 
 
 def apart(params: Any) -> Any:
-    """Parameters with those of stacks as lists of the units' own."""
+    """Return the parameters with each stack as a list of per-layer trees."""
     lists = {}
     for stage in STACKS & params.keys():
         num_units = jax.tree.leaves(params[stage])[0].shape[0]
@@ -489,7 +504,7 @@ def apart(params: Any) -> Any:
 
 
 def precise(state: Any) -> Any:
-    """A state's parameters, layers apart: their master copies where there are, of which they must be the casts."""
+    """Return a state's unstacked parameters, or its master copies, whose casts must equal the parameters."""
     weights, entries = jax.device_get((state["parameter"], state["optimizer"]))
     masters = {stage: entries[stage]["default"].get("master", weights[stage]) for stage in weights}
     jax.tree.map(lambda m, w: np.testing.assert_array_equal(m.astype(w.dtype), w), masters, weights)
@@ -497,10 +512,11 @@ def precise(state: Any) -> Any:
 
 
 def differences(actual: Any, expected: Any) -> dict[str, float]:
-    """{path: max|a - b| / max|b|} for each leaf, one layer's tensor where layers are apart. Zeros must be zeros.
+    """Return {path: max|a - b| / max|b|} for each leaf; in an unstacked tree, for one layer's tensor.
 
-    By leaf, because its elements were rounded at one scale: relative to themselves, those near zero show nothing but
-    the rounding of the others, and relative to the whole model a small leaf could be all wrong.
+    If the expected leaf is zero, the absolute error is returned, so zeros must be zeros. The error is relative to a
+    leaf because its elements were rounded at one scale. Relative to themselves, elements near zero would show only the
+    rounding of the others; relative to the whole model, a small leaf could be completely wrong.
     """
     leaves = {path: np.asarray(leaf, np.float64) for path, leaf in flatten(expected).items()}
     errors = jax.tree.map(lambda a, b: np.abs(np.asarray(a, np.float64) - b).max(), flatten(actual), leaves)

@@ -1,6 +1,6 @@
-"""A user's own config file: a preference run on plain text, of which each row is a pair of its two halves.
+"""A user config file: a preference run on plain text, in which the two halves of each row form a pair.
 
-The first half of a row is what is preferred, the second what is rejected; so a run with a reference needs no pairs.
+The first half of a row is preferred, the second rejected, so a run with a reference model needs no preference data.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.support.tiny import tiny
 
 
 class Halves(DataPipeline):
-    """Rows of a text as pairs: `segments` 1 and 2, and `ends` at the end of each half."""
+    """Rows of text as pairs: `segments` 1 and 2, and `ends` set at the end of each half."""
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         shapes = super().arrays(evaluation=evaluation)
@@ -41,12 +41,12 @@ class Halves(DataPipeline):
 
 
 def replace_row(rows: RowSet, row: Callable[[int], Batch]) -> RowSet:
-    """The same set with another function that reads a row."""
+    """Return the row set with another function that reads a row."""
     return rows._replace(row=row)
 
 
 def halved(row: Batch) -> Batch:
-    """The row as a pair; one that is not whole is padding."""
+    """Return the row as a pair; an incomplete row becomes padding."""
     length = len(row["weights"])
     half = length // 2
     number = np.repeat([1, 2], [half, length - half]).astype(np.int32)
@@ -64,7 +64,7 @@ def halved(row: Batch) -> Batch:
 
 
 def dpo() -> Config:
-    """tiny (0.05M parameters) by DPO, with a reference of whatever kind is right."""
+    """tiny (0.05M parameters) trained by DPO, with the kind of reference that Reference chooses."""
     config = tiny()
     config.data = config_for(Halves, **{**{name: config.data[name] for name in config.data}, "document_mask": True})
     config.model.head = config_for(LMHead, norm=config_for(LayerNorm), tied=True, objective=config_for(DPO))
@@ -74,7 +74,7 @@ def dpo() -> Config:
 
 
 def dpo_lora() -> Config:
-    """The same with adapters."""
+    """dpo, with LoRA adapters."""
     config = dpo()
     config.model.lora = config_for(LoRA, rank=4)
     return config

@@ -1,4 +1,4 @@
-"""An imitation of the Hugging Face Hub: its cache, laid out by hand, and a server that answers as its API does."""
+"""A fake Hugging Face Hub: a hand-made cache, and a server that imitates its API."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ COMMIT = "a" * 40
 
 @dataclass
 class Repository:
-    """A repository of one commit, whose files are those of a folder."""
+    """A repository with one commit that holds the files of a folder."""
 
     kind: str
     name: str
@@ -31,9 +31,13 @@ class Repository:
 
 
 def fill_cache(cache: Path, repository: Repository, names: list[str] | None = None, *, lists: bool = True) -> Path:
-    """Lays a repository out as huggingface_hub does; with `names` only these files, without `lists` no list of all.
+    """Write a repository into a cache in huggingface_hub's layout, and return the snapshot's folder.
 
-    Returns the folder of the snapshot.
+    Args:
+        cache: root of the cache.
+        repository: repository to write.
+        names: files to include; None for all.
+        lists: also write the tree file, which lists all files of the commit.
     """
     storage = cache / f"{repository.kind}s--{repository.name.replace('/', '--')}"
     snapshot = storage / "snapshots" / repository.commit
@@ -56,12 +60,12 @@ def fill_cache(cache: Path, repository: Repository, names: list[str] | None = No
 
 @dataclass
 class HubServer:
-    """A server of repositories.
+    """Address and statistics of a running server.
 
     Attributes:
-        url: for HF_ENDPOINT.
-        downloads: names of the files whose contents were asked for, in order.
-        sent_bytes: bytes of the contents that were sent.
+        url: value for HF_ENDPOINT.
+        downloads: names of the files whose contents were requested, in order.
+        sent_bytes: number of body bytes sent.
     """
 
     url: str
@@ -71,7 +75,7 @@ class HubServer:
 
 @contextlib.contextmanager
 def serving(repositories: list[Repository]) -> Iterator[HubServer]:
-    """Serves repositories until the end of the block."""
+    """Serve repositories until the end of the block."""
     by_name = {(f"{repository.kind}s", repository.name): repository for repository in repositories}
 
     class Handler(BaseHTTPRequestHandler):
@@ -156,7 +160,7 @@ def serving(repositories: list[Repository]) -> Iterator[HubServer]:
 
 
 def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Has the Hub's cache be an empty folder of its own, and forbids requests; returns that folder."""
+    """Point the Hub's cache to a new folder under `folder`, forbid requests, and return the cache folder."""
     monkeypatch.setenv("HF_HUB_CACHE", str(folder / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return folder / "cache"

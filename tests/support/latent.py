@@ -1,4 +1,4 @@
-"""A tiny model with latent attention, and two layers without a mixture before those with groups of experts."""
+"""A tiny model with latent attention: two dense layers, then MoE layers with expert groups."""
 
 from configs.parts import mixture
 from framework.config import Config, config_for
@@ -9,7 +9,7 @@ from tests.support import small
 
 
 def attention(query_rank: int | None = 10) -> Config:
-    """4 heads; no two of the widths are alike. Weights are so large that attention is far from uniform."""
+    """Return latent attention with 4 heads and distinct widths. Weights are large, so attention is far from uniform."""
     config = config_for(
         LatentAttention, num_heads=4, kv_rank=12, query_rank=query_rank, plain_dim=6, rotary_dim=4, value_dim=5
     )
@@ -18,7 +18,7 @@ def attention(query_rank: int | None = 10) -> Config:
 
 
 def with_latents(model: Config, query_rank: int | None = 10) -> Config:
-    """A model of `small` with latent attention in all layers, and two without a mixture before the others."""
+    """Change a model of `small`: latent attention in all layers, and two dense layers before the MoE layers."""
     block = small.block(model)
     block.attention = attention(query_rank)
     model.first = config_for(Stack, num_layers=2, pattern=[block.copy()])

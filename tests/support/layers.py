@@ -1,4 +1,4 @@
-"""Layers with what a stack must carry besides activations: buffers, losses, metrics, random streams, shared weights."""
+"""Layers with everything a stack carries besides activations: buffers, losses, metrics, RNG streams, shared weights."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ class Centering(Layer):
     """x - scale * m, where m is a running mean of x over batch and positions, kept in a buffer.
 
     Args:
-        dim: D, given by the parent.
-        rate: of the running mean.
-        penalty: weight of the auxiliary loss, the sum of squares of what leaves, by counted target.
-        output_init_scale: given by the stack; of no use here.
+        dim: width D, set by the parent.
+        rate: update rate of the running mean.
+        penalty: weight of the auxiliary loss, the sum of squares of the output divided by the number of targets.
+        output_init_scale: set by the stack; not used here.
     """
 
     def __init__(self, *, dim: int, rate: float = 0.5, penalty: float = 1e-3, output_init_scale: float = 1.0):
@@ -29,11 +29,11 @@ class Centering(Layer):
         }
 
     def own_buffers(self) -> dict[str, TensorSpec]:
-        """mean [D], and how often it was updated."""
+        """mean [D], and count, the number of updates."""
         return {"mean": TensorSpec((self.dim,), "float32"), "count": TensorSpec((), "int32")}
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
-        """x_BSD -> x_BSD; the mean that is taken off is the one before this batch."""
+        """x_BSD -> x_BSD; subtracts the mean from before this batch."""
         assert ctx.num_targets is not None
         seen = jax.lax.stop_gradient(jnp.mean(carry.astype(jnp.float32), axis=(0, 1)))
         mean, count = layer_state["mean"], layer_state["count"]
@@ -57,7 +57,7 @@ class Recurrent(Layer):
         return {"input": matrix, "hidden": matrix, "bias": bias}
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
-        """x_BSD -> x_BSD; each position has a mask of its own."""
+        """x_BSD -> x_BSD; each position has its own dropout mask."""
 
         def cell(h_BD: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             position, x_BE = xs
@@ -75,7 +75,7 @@ class Recurrent(Layer):
 
 
 class Twins(Layer):
-    """x + two branches that call the same child, with masks of their own; minus a running mean; an auxiliary loss."""
+    """x + two branches with the same child and separate masks, minus a running mean; also an auxiliary loss."""
 
     def __init__(self, *, dim: int, dropout: float = 0.1, output_init_scale: float = 1.0):
         self.dim, self.dropout = dim, dropout
@@ -83,11 +83,11 @@ class Twins(Layer):
         self.child = Linear(inputs=dim, outputs=dim, bias=True, init=init, mesh_axes=("fsdp", "model"))
 
     def children(self) -> dict[str, Layer]:
-        """One, though it is called twice."""
+        """Return the only child, which is called twice."""
         return {"child": self.child}
 
     def own_buffers(self) -> dict[str, TensorSpec]:
-        """mean [D], float64 as all that is computed where models are compared exactly."""
+        """mean [D] in float64, the compute dtype of the exact comparisons."""
         return {"mean": TensorSpec((self.dim,), "float64")}
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:

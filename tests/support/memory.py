@@ -1,7 +1,7 @@
-"""Keeps the memory of a test process small: two of them share a laptop of 8 GiB.
+"""Limits the memory of a test process, because two of them share a laptop with 8 GiB.
 
-A process drops its compiled programs and caches when it has grown, after a test. It keeps them otherwise, since every
-file needs the same small programs of jax.numpy.
+After a test, a process that has grown too much drops its compiled programs and caches. Otherwise it keeps them, since
+every file needs the same small jax.numpy programs.
 """
 
 import ctypes
@@ -13,24 +13,24 @@ from pathlib import Path
 
 import pytest
 
-# Bytes by which a process may grow until it forgets.
+# Bytes that a process may grow by before it drops its caches.
 GROWTH = 600_000_000
 
 
 class Level:
-    """What was left in memory when this process last forgot, in bytes; more than it has, before it knows."""
+    """Resident bytes after this process last dropped its caches; sys.maxsize until the first measurement."""
 
     floor = sys.maxsize
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
 
 
 def forget() -> None:
-    """Drops compiled programs, results that test modules cache, and memory that was freed and not given back."""
+    """Drop compiled programs and the caches of test modules, and return freed memory to the system."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("tests."):
             continue
@@ -41,21 +41,23 @@ def forget() -> None:
     if jax is not None:
         jax.clear_caches()
     gc.collect()
-    # glibc keeps what was freed between blocks that are in use.
+    # glibc keeps freed memory between blocks that are in use.
     ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Forgets after a test, if the process has grown."""
+    """Drop the caches after a test if the process has grown too much."""
     if sys.platform == "linux" and resident_bytes() > Level.floor + GROWTH:
         forget()
         Level.floor = resident_bytes()
 
 
 def pytest_collection_finish() -> None:
-    """Modules live as long as the process: collections that do not walk through them are quick, and
-    `jax.checking_leaks` makes one for every function that it traces."""
+    """Freeze the imported modules, which exist until the process ends, so that garbage collection skips them.
+
+    `jax.checking_leaks` runs a collection for every function that it traces.
+    """
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":

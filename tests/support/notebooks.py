@@ -1,4 +1,4 @@
-"""The notebooks of the documentation: their cells, and what a cell shows when it is run."""
+"""The notebooks of the documentation: their cells, and the value that a cell shows when it runs."""
 
 import json
 from typing import Any
@@ -10,17 +10,17 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
 def notebook(name: str) -> dict[str, Any]:
-    """A notebook, as its file has it."""
+    """Return the parsed JSON of a notebook."""
     return json.loads((FOLDER / name).read_text())
 
 
 def code_cells(name: str) -> list[str]:
-    """The source of each cell of code, in order."""
+    """Return the source of each code cell, in order."""
     return ["".join(cell["source"]) for cell in notebook(name)["cells"] if cell["cell_type"] == "code"]
 
 
 def executed(source: str, names: dict[str, Any]) -> Any:
-    """Executes a cell; the value of its last line if that is an expression, as a notebook shows it."""
+    """Execute a cell. Like a notebook, return the value of its last line if that is an expression."""
     *lines, last = source.splitlines()
     try:
         expression = compile(last, "cell", "eval")

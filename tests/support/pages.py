@@ -1,7 +1,7 @@
-"""The commands that the pages of the documentation show, and the lines that say who ran them.
+"""The commands shown on documentation pages, and the lines that record when and where they were run.
 
-A block of commands is a fenced block with at least one line that starts a program. In a block with prompts (`$ `) the
-other lines are what the commands print.
+A block of commands is a fenced block with at least one line that starts a program. In a block with prompts (`$ `), the
+other lines are the output of the commands.
 """
 
 import re
@@ -24,10 +24,11 @@ class Block:
     """A block of commands on a page.
 
     Attributes:
-        page: its path in the repository. line: the number of its first line, from 1.
-        commands: whole commands, with their continuation lines joined.
-        printed: the lines between prompts.
-        beside: the paragraphs before and after the block, and the one that opens its section.
+        page: path of the page in the repository.
+        line: number of the block's first line, from 1.
+        commands: whole commands, including their continuation lines.
+        printed: output lines between the prompts.
+        beside: paragraphs before and after the block, and the first paragraph of its section.
     """
 
     page: str
@@ -37,7 +38,7 @@ class Block:
     beside: tuple[str, ...]
 
     def record(self) -> str | None:
-        """The paragraph that says who ran the commands, with what, or why nobody has; None: there is none."""
+        """Return the paragraph that records when and where the commands were run, or why not; None if there is none."""
         for paragraph in self.beside:
             test = _RUN_BY_TEST.search(paragraph)
             is_dated = all(pattern.search(paragraph) for pattern in (_DATE, _VERSION, _MACHINE))
@@ -47,7 +48,7 @@ class Block:
 
 
 def blocks(page: str, text: str | None = None) -> list[Block]:
-    """The blocks of commands of a page, in order; `text` instead of what its file holds."""
+    """Return the blocks of commands of a page, in order; `text` replaces the content of its file."""
     lines = (ROOT / page).read_text().splitlines() if text is None else text.splitlines()
     is_code = _code_lines(lines)
     return [
@@ -59,7 +60,7 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
 
 
 def python_block(page: str, content: str) -> str:
-    """The Python block of a page that holds `content`."""
+    """Return the only Python block of a page that contains `content`."""
     lines = (ROOT / page).read_text().splitlines()
     texts = ["\n".join(lines[start:end]) + "\n" for start, end in _fenced(lines)]
     (text,) = [text for text in texts if content in text]
@@ -67,14 +68,14 @@ def python_block(page: str, content: str) -> str:
 
 
 def text_lines(page: str) -> list[str]:
-    """The lines of a page's blocks of kind `text` that show no command."""
+    """Return the lines of a page's `text` blocks that show no command."""
     lines = (ROOT / page).read_text().splitlines()
     contents = [lines[start:end] for start, end in _fenced(lines) if lines[start - 1].strip() == "```text"]
     return [line for content in contents if not content[0].startswith("$ ") for line in content]
 
 
 def _fenced(lines: list[str]) -> list[tuple[int, int]]:
-    """(first line, line after the last) of each fenced block, from 0, without the fences."""
+    """Return (first line, line after the last) of each fenced block, from 0, without the fences."""
     fences = [index for index, line in enumerate(lines) if _FENCE.match(line)]
     return [(start + 1, end) for start, end in zip(fences[::2], fences[1::2], strict=True)]
 
@@ -99,7 +100,7 @@ def _block(page: str, lines: list[str], is_code: set[int], start: int, end: int)
 
 
 def _script(content: list[str]) -> tuple[list[str], list[str]]:
-    """The block is a script. A heredoc stays in one piece with its command."""
+    """Split a script into commands; a heredoc stays with its command. There is no output."""
     commands: list[str] = []
     ending = None
     is_open = False
@@ -119,7 +120,7 @@ def _script(content: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _dialogue(content: list[str]) -> tuple[list[str], list[str]]:
-    """The block is what a terminal showed."""
+    """Split a terminal session into commands and output lines."""
     commands, printed = [], []
     is_open = False
     for line in content:
@@ -134,5 +135,5 @@ def _dialogue(content: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _paragraphs(lines: list[str]) -> list[str]:
-    """The paragraphs of a stretch of a page, blocks of code among them."""
+    """Return the paragraphs of a part of a page, including blocks of code."""
     return [text for text in re.split(r"\n\s*\n", "\n".join(lines)) if text.strip()]

@@ -1,4 +1,4 @@
-"""Reports to draw, and a real browser that tells how it has laid out a page of plans."""
+"""Reports to draw, and a real browser that reports its layout of a page of plans."""
 
 import html
 import json
@@ -16,8 +16,8 @@ FLAGS = ["--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "-
 FLAGS += [f"--disable-{part}" for part in QUIET.split()]
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
-# What the browser has laid out, in CSS pixels, left edges relative to the track.
-# In a frame, because a window is never narrower than 500.
+# The page reports its layout in CSS pixels, with left edges relative to the track.
+# It is in a frame, because a window is never narrower than 500.
 FRAME = '<pre id="probe"></pre><iframe width="{}" height="1500" frameborder="0" srcdoc="{}"></iframe>'
 PROBE = """<script>
 const seen = [...document.querySelectorAll('.bar')].map(bar => {
@@ -34,7 +34,7 @@ parent.document.getElementById('probe').textContent = JSON.stringify({bars: seen
 
 
 def plan(remat="full", activations=2.0, *, allocated=None, limit=15.75, host=0.0, **more):
-    """A 7B model on 16 chips, roughly: sizes in GiB."""
+    """Return the report of roughly a 7B model on 16 chips; sizes are in GiB."""
     sizes = {
         "parameters": 0.8,
         "gradients": 0.8,
@@ -89,7 +89,7 @@ COMPARED = [
 
 
 def browse(text, tmp_path, width=1200, *flags):
-    """The page as chromium has laid it out, and what it said to its console."""
+    """Return chromium's output for the page (its DOM by default), and the messages on its console."""
     file = tmp_path / f"{width}.html"
     file.write_text(text)
     profile = f"--user-data-dir={tmp_path / f'profile{width}'}"

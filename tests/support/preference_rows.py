@@ -1,4 +1,4 @@
-"""Rows of pairs and judged answers, as TRL reads them, of which tests compare the tokens."""
+"""Rows of preference pairs and of unpaired preferences in TRL's format, to compare tokens."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ TEXTS: list[dict[str, Any]] = [
 
 
 def _pair(conversation: list[dict[str, str]]) -> dict[str, Any]:
-    """The conversation with its last answer, and with another one."""
+    """Return a pair: the conversation with its last answer (chosen), and with another one (rejected)."""
     *prompt, answer = conversation
     return {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": "the dog"}]}
 
 
 CHATS: list[dict[str, Any]] = [_pair(chat) for chat in CONVERSATIONS if chat[-1]["role"] == "assistant"]
 
-# Prompts that differ from each other, so that each is mismatched with the answer before it.
+# The prompts differ, so that pairing each prompt with the previous answer gives a mismatch.
 THUMBS: list[dict[str, Any]] = [
     {"prompt": f"{number} is", "completion": completion, "label": label}
     for number, (completion, label) in enumerate([(" a fox", True), (" a dog", False), (" you", True)])

@@ -1,4 +1,4 @@
-"""Losses over preferences as their papers write them, one sequence after the other, in float64; rows of sequences."""
+"""Preference losses as written in their papers, one sequence at a time in float64; and rows of sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from framework.objectives.preferences import DPO, IPO, ORPO, SimPO
 from framework.objectives.thumbs import KTO
 from tools.peers.preference_rows import Answered, batch_of
 
-# By name: ours, and which of the plain formulas it is, with what they take.
+# Our objectives by name. The name's first word selects the plain formula, which reads the config's fields.
 OBJECTIVES: dict[str, Config] = {
     "dpo": config_for(DPO, beta=0.3),
     "dpo_smooth_sft": config_for(DPO, beta=0.3, label_smoothing=0.2, sft=0.5),
@@ -29,7 +29,7 @@ OBJECTIVES: dict[str, Config] = {
 
 
 class PlainSequence(NamedTuple):
-    """One sequence of a row: lists of floats, one for each target of the answer, and of prompt and answer."""
+    """One sequence of a row: a float per target of the answer, or for `all_log_probs` of prompt and answer."""
 
     log_probs: list[float]
     references: list[float]
@@ -39,7 +39,7 @@ class PlainSequence(NamedTuple):
 
 
 def sequences(batch: Batch, log_probs_BS: np.ndarray) -> list[list[PlainSequence]]:
-    """The sequences of each row, read from the arrays position by position."""
+    """Return the sequences of each row, read from the arrays position by position."""
     rows = []
     for row in range(batch["tokens"].shape[0]):
         members = []
@@ -60,7 +60,10 @@ def sequences(batch: Batch, log_probs_BS: np.ndarray) -> list[list[PlainSequence
 
 
 def plain_loss(name: str, batch: Batch, log_probs_BS: np.ndarray, microbatches: int = 1) -> float:
-    """The loss of a batch, by the formula of the paper (for IPO and ORPO: of TRL); rows are dealt to microbatches."""
+    """Return the loss of a batch by the paper's formula (for IPO and ORPO, TRL's).
+
+    Rows are dealt round-robin to microbatches.
+    """
     rows = sequences(batch, log_probs_BS)
     fields = dict(OBJECTIVES[name].items())
     if name == "kto":
@@ -115,9 +118,10 @@ def _sigmoid(x: float) -> float:
 
 
 def random_batch(name: str, shape: tuple[int, int], vocab_size: int, seed: int = 0) -> Batch:
-    """Rows of as many random sequences as fit, of many lengths, with a reference; the last row has the fewest.
+    """Return rows of random sequences of many lengths, with a reference.
 
-    Pairs take turns; of thumbs each is followed by a sequence for the estimate of KL.
+    A row has as many sequences as fit; the last row has the fewest. Chosen and rejected answers alternate. For unpaired
+    preferences, each answer is followed by a sequence for the KL estimate.
     """
     rng = np.random.default_rng(seed)
     thumbs = name == "kto"
@@ -135,6 +139,6 @@ def random_batch(name: str, shape: tuple[int, int], vocab_size: int, seed: int =
                 members += [Answered(prompt, answer, label) for answer, label in zip(answers, labels, strict=True)]
         rows.append(members)
     batch = batch_of(rows, shape[1], labels=thumbs)
-    # What the model itself would say, about: so that log-ratios have both signs.
+    # Close to the log-probabilities of the model itself, so that log-ratios have both signs.
     reference = np.where(batch["weights"] > 0, -math.log(vocab_size) + rng.normal(size=shape), 0.0)
     return {**batch, "reference": reference.astype(np.float32)}

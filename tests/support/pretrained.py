@@ -1,4 +1,4 @@
-"""Directories as published models have them: small tokenizers, with the chat templates of four families."""
+"""Directories in the format of published models: small tokenizers with the chat templates of four families."""
 
 import json
 from pathlib import Path
@@ -72,14 +72,17 @@ FAMILIES: dict[str, tuple[str, list[str], str | None, str, str]] = {
 
 
 def without_generation(template: str) -> str:
-    """The template as most models publish it."""
+    """Return the template without generation tags, as most models publish it."""
     for tag in ("generation", "endgeneration"):
         template = template.replace("{%- " + tag + " %}", "").replace("{% " + tag + " %}", "")
     return template
 
 
 def library(kind: str, special: list[str]) -> Tokenizer:
-    """Byte-level BPE ("bytes"), BPE with bytes to fall back on as Mistral ("pieces") or Gemma has it, or "unigram"."""
+    """Train a tokenizer: byte-level BPE ("bytes"), BPE with byte fallback ("pieces", "gemma"), or "unigram".
+
+    "pieces" is Mistral's form and "gemma" is Gemma's.
+    """
     made = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(byte_fallback=kind != "bytes"))
     options: dict[str, Any] = {"show_progress": False, "special_tokens": special, "vocab_size": 400}
     if kind == "bytes":
@@ -111,7 +114,7 @@ def library(kind: str, special: list[str]) -> Tokenizer:
 
 
 def write(folder: Path, family: str, **config: Any) -> Path:
-    """tokenizer.json and tokenizer_config.json of the family; `config` replaces fields of the latter."""
+    """Write the family's tokenizer.json and tokenizer_config.json; `config` overrides fields of the latter."""
     kind, special, bos, eos, template = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     library(kind, special).save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""How a test runs the commands of a page: as they are written, but for what a recipe replaces."""
+"""Recipes for running the commands of a page in a test: as they are written, with a few replacements."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.pages import Block, blocks, python_block, text_lines
 from tests.support.runs import ROOT, xla_flags
 
-# What commands of the pages name in a checkout.
+# Files and folders of a checkout that commands on the pages use.
 _OF_A_CHECKOUT = (
     *("Makefile", "constraints.txt", "pyproject.toml", "README.md"),
     *("configs", "docs", "framework", "launch", "tests", "tools"),
@@ -24,17 +24,20 @@ _OF_A_CHECKOUT = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a test runs blocks of a page: as they are written, in order, in one folder, but for what is replaced.
+    """A recipe for running blocks of a page in order in one folder: as they are written, with replacements.
 
     Attributes:
-        page: its path. blocks: how the first command of each begins.
-        replaced: text of the commands -> what is run in its place: fewer steps, a folder for DIR. Each must occur.
-        setup: commands before them, for what the reader has already. after: commands that run the page's Python.
-        files: file of the folder -> a line of the page's Python block that it holds.
-        prints: patterns of what the commands print.
-        has_outputs: what the blocks show between prompts, and the page's blocks of kind `text`, is printed too, but for
-            numbers of spaces.
-        fails: the commands end with an exit code other than 0.
+        page: path of the page.
+        blocks: beginning of the first command of each block.
+        replaced: replacements in the commands, old text -> new text: fewer steps, a folder for DIR. Each old text must
+            occur.
+        setup: commands to run first, for things that the reader already has.
+        after: commands to run last, which run the page's Python.
+        files: name of a file to write -> a line that identifies the page's Python block to write into it.
+        prints: patterns that must occur in the output.
+        has_outputs: the output must also contain the lines that the blocks show between prompts (if there are none,
+            the lines of the page's `text` blocks), apart from the number of spaces.
+        fails: the commands must end with an exit code other than 0.
     """
 
     page: str
@@ -48,7 +51,11 @@ class Recipe:
     fails: bool = False
 
     def chosen_blocks(self) -> list[Block]:
-        """The blocks on the page. Raises LookupError: it has none that begins so."""
+        """Return the recipe's blocks in page order.
+
+        Raises:
+            LookupError: a beginning matches no block of the page, or several.
+        """
         chosen = []
         for start in self.blocks:
             matching = [block for block in blocks(self.page) if block.commands[0].startswith(start)]
@@ -59,7 +66,11 @@ class Recipe:
         return sorted(chosen, key=lambda block: block.line)
 
     def commands(self) -> list[str]:
-        """What is run. Raises LookupError: the commands do not hold a text that is to be replaced."""
+        """Return the commands to run.
+
+        Raises:
+            LookupError: no command contains a text that is to be replaced.
+        """
         commands = [command for block in self.chosen_blocks() for command in block.commands]
         for old, new in self.replaced.items():
             if not any(old in command for command in commands):
@@ -68,14 +79,14 @@ class Recipe:
         return commands
 
     def lay_out(self, folder: Path) -> None:
-        """Writes the files of the page into the folder, beside links to what a checkout has."""
+        """Write the page's files into the folder, next to links to the files of a checkout."""
         for name in _OF_A_CHECKOUT:
             (folder / name).symlink_to(ROOT / name)
         for name, line in self.files.items():
             (folder / name).write_text(python_block(self.page, line))
 
     def check(self, printed: str) -> None:
-        """Asserts that the commands have printed what they should."""
+        """Assert that the commands have printed the expected output."""
         for pattern in self.prints:
             assert re.search(pattern, printed), f"{pattern!r} is not in\n{printed}"
         if self.has_outputs:
@@ -90,7 +101,7 @@ class Recipe:
 
 
 def run_here(recipe: Recipe) -> None:
-    """Runs the commands in this process, which shares the imports: no pipes, no setup."""
+    """Run the commands in this process, which shares the imports; pipes and `setup` are not supported."""
     printed = io.StringIO()
     for command in recipe.commands():
         program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
@@ -105,17 +116,17 @@ def run_here(recipe: Recipe) -> None:
 
 
 def run_in_shell(recipe: Recipe, folder: Path) -> None:
-    """Runs the commands as a shell does, in processes of their own with one CPU device."""
+    """Run the commands in a shell, in separate processes with one CPU device."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        # Without a number of devices: the oracle sets its own.
+        # No device count, because the oracle sets its own.
         "XLA_FLAGS": xla_flags().replace("--xla_force_host_platform_device_count=1", ""),
         "JAX_PLATFORMS": "cpu",
     }
     printed = ""
-    # Each command has a shell of its own, so that a failure names the command. A reader of stdin finds it empty.
+    # Each command runs in its own shell, so that a failure names the command. Its stdin is empty.
     for command in (*recipe.setup, *recipe.commands(), *recipe.after):
         words = ["bash", "-o", "pipefail", "-c", command]
         done = subprocess.run(

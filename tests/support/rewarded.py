@@ -1,6 +1,7 @@
-"""A user's own config file: a model of a few layers that answers sums and gets rewards, in $REWARDED where it says so.
+"""A user config file: a model of a few layers that answers sums and is trained on rewards.
 
-The reward functions of the tests are in here as well, so `companion.reward` names this file.
+The reward functions of the tests are in this file too, so `companion.reward` names it. One of them uses the folder
+$REWARDED.
 """
 
 import os
@@ -25,7 +26,7 @@ REWARD = f"{__file__}:high_bytes"
 
 
 def rewarded() -> Config:
-    """Two layers of width 32, four prompts of four answers each. One id of the vocabulary stands for no text."""
+    """Two layers of width 32, four prompts with four answers each. One id of the vocabulary stands for no text."""
     model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=258)
     model.head.objective = config_for(GRPO)
     return config_for(
@@ -56,13 +57,13 @@ def rewarded() -> Config:
 
 
 def high_bytes(prompts, answers, rows):
-    """The share of characters that are no UTF-8: a bit more than a half of what an untrained model writes."""
+    """Return the fraction of characters that are not UTF-8: slightly over half for an untrained model."""
     assert all(prompt == row["prompt"] for prompt, row in zip(prompts, rows, strict=True))
     return [answer.count("\ufffd") / max(len(answer), 1) for answer in answers]
 
 
 def killed_at_eighth(prompts, answers, rows):
-    """high_bytes; the process that calls it for the eighth time is killed; those of later runs in $REWARDED are not."""
+    """high_bytes, but the eighth call kills its process. $REWARDED/calls counts, so later runs are not killed."""
     folder = Path(os.environ["REWARDED"])
     with open(folder / "calls", "a") as file:
         file.write("x")
@@ -72,17 +73,17 @@ def killed_at_eighth(prompts, answers, rows):
 
 
 def too_few(prompts, answers, rows):
-    """One reward is missing."""
+    """Return one reward too few."""
     return [0.0] * (len(answers) - 1)
 
 
 def not_a_number(prompts, answers, rows):
-    """The last one is NaN."""
+    """Return zeros, except for a NaN as the last reward."""
     return [0.0] * (len(answers) - 1) + [float("nan")]
 
 
 def failing(prompts, answers, rows):
-    """It fails."""
+    """Raise an exception."""
     return [1 / 0 for _ in answers]
 
 

@@ -1,4 +1,4 @@
-"""Runs of `plimsoll train` in this process and in others, on a little text."""
+"""Runs `plimsoll train` on a small text, in this process and in others."""
 
 import json
 import os
@@ -20,7 +20,7 @@ WORDS = "the quick brown fox jumps over a lazy dog while other words pass by in 
 
 
 def write_text(folder: Path) -> Path:
-    """train.txt and valid.txt, and $TINY_TEXT says where."""
+    """Write train.txt and valid.txt, and set $TINY_TEXT to their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     words = WORDS.split()
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 160)]
@@ -31,7 +31,7 @@ def write_text(folder: Path) -> Path:
 
 
 def train(workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG) -> int:
-    """`plimsoll train` in this process; the exit code."""
+    """Run `plimsoll train` in this process and return the exit code."""
     return main([f"--config={file}:{config}", f"--workdir={workdir}", *flags])
 
 
@@ -41,7 +41,7 @@ TRAIN = ("-m", "launch.train")
 def command(
     workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG, program: Sequence[str] = TRAIN
 ) -> list[str]:
-    """The command line of a run in a process of its own; `program` is what python is given before the flags."""
+    """Return the command line of a run in a separate process; `program` is the part between python and the flags."""
     return [sys.executable, *program, f"--config={file}:{config}", f"--workdir={workdir}", *flags]
 
 
@@ -51,8 +51,10 @@ def xla_flags(devices: int = 1) -> str:
 
 
 def start(workdir: Path | str, *flags: str, devices: int = 1, out: Path | None = None, **kind: Any) -> subprocess.Popen:
-    """A run in a process of its own, on so many CPU devices; output goes to `out`, or WORKDIR.out. `kind` as for
-    `command`."""
+    """Start a run in a separate process with `devices` CPU devices.
+
+    Output goes to `out`, or to WORKDIR.out. `kind` is passed on to `command`.
+    """
     environment = {
         **os.environ,
         "XLA_FLAGS": xla_flags(devices),
@@ -73,7 +75,10 @@ def several(
     programs: Mapping[int, Sequence[str]] = {},
     **kind: Any,
 ) -> list[subprocess.Popen]:
-    """The processes of one run, with so many devices each. `programs`: what some run instead of `plimsoll train`."""
+    """Start the `count` processes of one run, with `devices` devices each.
+
+    `programs` maps process ids to programs that run instead of `plimsoll train`.
+    """
     where = (f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={count}")
     return [
         start(workdir, *where, f"--process_id={i}", *flags, devices=devices, program=programs.get(i, TRAIN), **kind)
@@ -82,24 +87,24 @@ def several(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def pair(workdir: Path, *flags: str, **kind: str) -> list[subprocess.Popen]:
-    """Two processes of one run, with two devices each; `kind` as for `command`."""
+    """Start the two processes of one run, with two devices each; `kind` is passed on to `command`."""
     return several(workdir, 2, *flags, devices=2, **kind)
 
 
 def output(workdir: Path) -> str:
-    """What its processes have printed."""
+    """Return the output of the processes of a run."""
     return Path(f"{workdir}.out").read_text(errors="replace")
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """What `what()` gives as soon as that is true."""
+    """Wait until `what()` returns a true value, and return it."""
     end = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < end, "waited in vain"
@@ -108,12 +113,12 @@ def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
 
 
 def rows(workdir: Path) -> list[dict]:
-    """The rows of metrics.jsonl, but for one that is being written."""
+    """Return the rows of metrics.jsonl, without one that is still being written."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(workdir: Path) -> dict[int, float]:
-    """Training loss by step."""
+    """Return the training loss by step."""
     return {row["step"]: row["train/loss"] for row in rows(workdir) if "train/loss" in row}

@@ -1,4 +1,4 @@
-"""Tiny models that score sequences, and hand-made batches of packed sequences: no data is read."""
+"""Tiny models that score sequences, and synthetic batches of packed sequences; no data is read."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from tests.support import small
 CLASSES = ["a", "b", "c"]
 
 
-def experiment(kind: str, *, lora: str | None = None, tied: bool = False, **fields: Any) -> Config:
-    """The config of a "reward" model or of one to "classify"; `fields` as for small.experiment.
+def experiment(kind: str, *, lora: str | None = None, **fields: Any) -> Config:
+    """Return the config of a reward model or of a classifier.
 
     Args:
-        kind: which.
-        lora: how the base of adapters is stored; no adapters by default.
-        tied: the language model that it was made of had tied tables.
+        kind: "reward" or "classify".
+        lora: storage of the base weights under LoRA adapters; None for no adapters.
+        fields: fields of small.experiment.
     """
     model = small.llama()
     if kind == "reward":
@@ -45,7 +45,7 @@ def experiment(kind: str, *, lora: str | None = None, tied: bool = False, **fiel
 
 
 def batch(program: Program, seed: int = 0, lengths: tuple[int, ...] = (4, 2, 5, 3)) -> dict[str, np.ndarray]:
-    """Four sequences in a row, of which the last row has two, and padding; labels where the data has classes."""
+    """Return a batch of four sequences per row (two in the last row) and padding; with labels if there are classes."""
     data = program.experiment.data
     shape = (data.global_batch_size, data.seq_len)
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def batch(program: Program, seed: int = 0, lengths: tuple[int, ...] = (4, 2, 5, 
 
 
 def run(program: Program, steps: int) -> tuple[Any, list[dict[str, float]]]:
-    """So many training steps on batches 0, 1, ...: the last state, and the metrics of each step."""
+    """Run `steps` training steps on batches 0, 1, ... and return the last state and the metrics of each step."""
     state = program.init()
     metrics = []
     for step in range(steps):

@@ -37,7 +37,7 @@ class Selection:
 def slow(cases: Iterable[Any]) -> list[Any]:
     """Mark cases for `pytest.mark.parametrize` as slow.
 
-    Returns no case where -m selects no slow test, since each takes a millisecond to collect in every process.
+    Returns no cases if -m selects no slow tests, since each case takes a millisecond to collect in every process.
     """
     if not Selection.has_slow_tests:
         return []
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say which third runs."""
+    """Report which third runs."""
     if not config.getoption("--third"):
         return None
     return f"third {third_of_commit() + 1} of 3, and the tests of {len(changed_files())} changed files"
@@ -108,7 +108,7 @@ def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def draw_third(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the drawn third of the items, and those that belong to changed files."""
+    """Keep the drawn third of the items, and items that belong to changed files."""
     third = third_of_commit()
     files = changed_files()
     seconds_left = CHANGED_SECONDS
@@ -150,18 +150,18 @@ def third_of_commit() -> int:
     if not count:
         raise pytest.UsageError("--third draws by the commit, but this is no git checkout; run all cases without it")
     if _git("rev-parse", "--is-shallow-repository") == "true":
-        # The history that would be counted is not there.
+        # A shallow clone does not have the history to count.
         return int(_git("rev-parse", "HEAD"), 16) % 3
     return int(count) % 3
 
 
 @functools.cache
 def changed_files() -> list[str]:
-    """Return the paths that the last commit changed, and those with changes that are not committed."""
+    """Return the paths that the last commit changed, and the tracked paths with uncommitted changes."""
     return _git("diff", "--name-only", "HEAD^").splitlines()
 
 
 def _git(*words: str) -> str:
-    """Return what a git command prints; nothing if it fails."""
+    """Return the output of a git command; "" if it fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""A command in a process of its own, in a pipe or on a terminal, with the time of every piece of its output."""
+"""Runs a command in a separate process, with a pipe or a terminal, and records the time of every chunk of output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-# The width of the terminal, in characters: no line of a spinner is cut.
+# Width of the terminal in characters, enough not to cut the lines of a spinner.
 _COLUMNS = 160
 
 
 class Chunk(NamedTuple):
-    """A piece of output."""
+    """A chunk of output."""
 
-    seconds: float  # since the command was started
+    seconds: float  # since the command started
     text: str
 
 
 class Heard(NamedTuple):
-    """What was heard of a command, both of its streams together."""
+    """Output of a command: stdout and stderr together."""
 
     chunks: list[Chunk]
     seconds: float  # until it ended
@@ -35,16 +35,16 @@ class Heard(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All of the output."""
         return "".join(chunk.text for chunk in self.chunks)
 
     @property
     def first(self) -> float:
-        """The seconds until the first character."""
+        """Seconds until the first character."""
         return self.chunks[0].seconds if self.chunks else self.seconds
 
     def longest(self) -> tuple[float, str]:
-        """(seconds, the line before it) of the longest silence between two pieces, or before the end."""
+        """Return (seconds, the line before it) of the longest silence between two chunks, or before the end."""
         times = [chunk.seconds for chunk in self.chunks] + [self.seconds]
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         longest = max(range(len(gaps)), key=gaps.__getitem__)
@@ -61,14 +61,14 @@ def hear(
     limit: float = 540.0,
     until_first: bool = False,
 ) -> Heard:
-    """Runs `python -m WORDS` and listens until it ends.
+    """Run `python -m WORDS` and record its output until it ends.
 
     Args:
         words: the module and its arguments.
-        terminal: its streams are a terminal, and not a pipe.
-        environment: more variables for it.
+        terminal: connect its output to a terminal instead of a pipe.
+        environment: environment variables to add.
         limit: seconds after which it is killed.
-        until_first: kill it after the first piece of output.
+        until_first: kill it after the first chunk of output.
     """
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
 
@@ -88,15 +88,15 @@ def hear_program(
     limit: float = 540.0,
     react: Callable[[subprocess.Popen, str], None] | None = None,
 ) -> Heard:
-    """Runs a program in a process group of its own, and listens until it ends.
+    """Run a program in its own session and process group, and record its output until it ends.
 
     Args:
-        program: its file and arguments.
-        environment: all variables.
-        folder: where it runs; here by default.
-        terminal: its streams are a terminal, and not a pipe.
-        limit: seconds after which the group is killed.
-        react: is called after each piece of output, with the process and all text until then.
+        program: file and arguments of the program.
+        environment: all of its environment variables; TERM and COLUMNS are added.
+        folder: working directory; the current one by default.
+        terminal: connect its output to a terminal instead of a pipe.
+        limit: seconds after which the process group is killed.
+        react: called after each chunk of output, with the process and all text so far.
     """
     reader, writer = pty.openpty() if terminal else os.pipe()
     start = time.monotonic()
@@ -116,7 +116,7 @@ def hear_program(
         try:
             data = os.read(reader, 1 << 16) if ready else None
         except OSError:
-            # A terminal without a process on its other side.
+            # Linux raises this when no process has the other end of the terminal open.
             data = b""
         if data == b"":
             break

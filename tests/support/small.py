@@ -1,4 +1,4 @@
-"""Tiny experiments as objects, hand-made batches, and the functions that tests of the core compare: no data is read."""
+"""Tiny experiments, synthetic batches, and functions for comparisons in tests of the core; no data is read."""
 
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def gpt2(**fields: Any) -> Config:
-    """2 layers of width 32, 4 heads, tied, learned positions, biases, dropout. `fields`: paths with __ for dots."""
+    """GPT-2 with 2 layers of width 32, 4 heads, tied tables, learned positions, biases and dropout.
+
+    `fields` overrides config fields; their paths are written with __ for dots.
+    """
     return _with(gpt2_model(layers=2, heads=4, dim=32, vocab_size=VOCAB, positions=32, dropout=0.1), fields)
 
 
 def llama(**fields: Any) -> Config:
-    """2 layers of width 32, 4 heads on 2 of keys and values, gated, rotary, a table of its own for the head."""
+    """Llama with 2 layers of width 32, 4 heads, 2 key-value heads, a gated MLP, rotary positions and an untied head."""
     return _with(llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=VOCAB), fields)
 
 
 def block(model: Config) -> Config:
-    """The config of a model's only layer."""
+    """Return the config of the only layer in a model's pattern."""
     return model.stack.pattern[0]
 
 
@@ -51,7 +54,10 @@ def experiment(
     memory: dict[str, Any] | None = None,
     **learner: Any,
 ) -> Config:
-    """The config of an experiment: AdamW at a rate that moves every weight, unless `learner` says otherwise."""
+    """Return the config of an experiment.
+
+    The optimizer is AdamW with a learning rate that changes every weight, unless `learner` has another one.
+    """
     learner.setdefault("optimizer", config_for(optax.adamw, learning_rate=1e-2, weight_decay=0.1))
     return config_for(
         Experiment,
@@ -72,14 +78,17 @@ def experiment(
 
 
 def program(config: Config) -> Program:
-    """On one device, or on all eight where the config has a mesh."""
+    """Return the program on one device, or on all eight if the config has a mesh."""
     built = config.instantiate()
     single = config.mesh == config_for(MeshShape)
     return Program(built, jax.devices()[:1] if single else jax.devices())
 
 
 def host_batch(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens, a few targets not counted; with a document mask three documents and padding in each row."""
+    """Return a batch of random tokens in which some targets have weight 0.
+
+    With a document mask, each row has three documents and padding.
+    """
     data = program.experiment.data
     shape = (data.global_batch_size, data.seq_len)
     rng = np.random.default_rng(seed)
@@ -98,7 +107,7 @@ def host_batch(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(program: Program, steps: int, state: Any = None) -> tuple[Any, list[dict[str, float]]]:
-    """So many training steps on batches 0, 1, ...: the last state, and the metrics of each step."""
+    """Run `steps` training steps on batches 0, 1, ... and return the last state and the metrics of each step."""
     state = program.init() if state is None else state
     metrics = []
     for step in range(steps):
@@ -108,9 +117,9 @@ def run(program: Program, steps: int, state: Any = None) -> tuple[Any, list[dict
 
 
 def loss_and_grads(program: Program, state: Any = None, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Loss and gradients of a batch as the training step computes them: {path: gradient}.
+    """Return the loss and {path: gradient} of a batch, as the training step computes them.
 
-    `state` may come from a program on another mesh; this one's own first state is the default.
+    `state` may come from a program on another mesh; the default is the initial state of this program.
     """
     state = program.init() if state is None else jax.device_put(state, program.layout.shardings())
     (loss, _), grads = compiled_gradients(program)(state, program.put(host_batch(program, seed)))
@@ -118,7 +127,7 @@ def loss_and_grads(program: Program, state: Any = None, seed: int = 0) -> tuple[
 
 
 def compiled_gradients(program: Program) -> Any:
-    """(state, batch) -> ((loss, out), gradients), compiled for the program's mesh."""
+    """Return the function (state, batch) -> ((loss, out), gradients), compiled for the program's mesh."""
     parts = program.experiment
 
     def gradients(state: Any, batch: Any) -> Any:
@@ -130,12 +139,15 @@ def compiled_gradients(program: Program) -> Any:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    """{path: copy of the leaf on the host}."""
+    """Return {path: copy of the leaf as a numpy array}."""
     return {path: np.array(leaf) for path, leaf in flatten(tree).items()}
 
 
 def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    """Each leaf within `tolerance` of the largest element of the expected leaf (of all, for leaves that are ~0)."""
+    """Assert that the error of each leaf is at most `tolerance`, relative to the largest element of the expected leaf.
+
+    For leaves close to zero the scale is 1% of the largest element of all leaves.
+    """
     assert actual.keys() == expected.keys()
     largest = max(np.abs(value).max() for value in expected.values())
     for path, value in expected.items():
@@ -145,7 +157,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    """Equal structures, dtypes and bits (NaN included)."""
+    """Assert that structures, dtypes and bits are equal (NaN included)."""
     left, right = arrays(actual), arrays(expected)
     assert left.keys() == right.keys()
     for path in left:
@@ -154,7 +166,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def _with(config: Config, fields: dict[str, Any]) -> Config:
-    # Weights so large that attention is far from uniform: each part of the model matters to loss and gradients.
+    # Large weights make attention far from uniform, so every part of the model affects loss and gradients.
     for path, value in list(config.leaves()):
         if path.endswith("stddev"):
             config.set_path(path, 10 * value)

@@ -1,11 +1,11 @@
-"""A transformer as people write one by hand: a scan over stacked layers, remat, a tied embedding, no library."""
+"""A hand-written transformer without a library: a scan over stacked layers, remat, a tied embedding."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-# All of these, and their products that arise below, differ: a buffer's size says what it is.
+# All of these, and the products below, differ, so that a buffer can be identified by its size.
 LAYERS, DIM, WIDE, VOCABULARY = 5, 64, 128, 352
 HEADS = 4
 BATCH, LENGTH = 2, 7
@@ -15,7 +15,7 @@ Params = dict[str, Any]
 
 
 def init(dtype: Any) -> Params:
-    """The parameters: embed [VOCABULARY, DIM], and stacked layers, of `dtype`."""
+    """Return the parameters in `dtype`: embed [VOCABULARY, DIM], and stacked layers."""
     keys = iter(jax.random.split(jax.random.key(0), 5))
 
     def normal(*shape: int) -> jax.Array:
@@ -32,7 +32,7 @@ def init(dtype: Any) -> Params:
 
 
 def tokens() -> jax.Array:
-    """int32 [BATCH, LENGTH]."""
+    """Return random tokens, int32 [BATCH, LENGTH]."""
     return jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
 
 
@@ -44,14 +44,17 @@ def _layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
     query, key, value = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
     scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
     mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, value)
-    # One axis for the heads and one for what is in them, as many write it.
+    # Separate axes for heads and for the features of a head, as in much handwritten code.
     out = weights["out"].reshape(HEADS, DIM // HEADS, DIM)
     x = x + jnp.einsum("bqhd,hdm->bqm", mixed, out)
     return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"], None
 
 
 def loss(params: Params, tokens: jax.Array) -> jax.Array:
-    """The mean negative log-likelihood of each token, which the model has seen: no task, but all its parts."""
+    """Return the mean negative log-likelihood of each token at its own position.
+
+    The model sees the token that it predicts. This is not a useful task, but it has all parts of one.
+    """
     x = params["embed"][tokens]
     x, _ = jax.lax.scan(jax.checkpoint(_layer), x, params["layers"])
     logits = jnp.einsum("bsd,vd->bsv", x, params["embed"])

@@ -1,6 +1,6 @@
-"""A user's own config file, as the tests use it: a model that compiles in seconds, on text in $TINY_TEXT.
+"""A user config file for tests: a model that compiles in seconds, on text in $TINY_TEXT.
 
-Its head turns the loss into NaN in batches that hold the byte \\x01, which a test puts into the text to poison a batch.
+Its head makes the loss NaN in batches that contain the byte \\x01; a test puts it into the text to poison a batch.
 """
 
 import os
@@ -29,25 +29,25 @@ CACHE = str(Path(__file__).parents[2] / ".cache" / "xla")
 
 
 class PoisonHead(LMHead):
-    """An LMHead whose loss is NaN when the batch holds the byte POISON."""
+    """An LMHead whose loss is NaN when the batch contains the byte POISON."""
 
     def apply(self, weights, carry: jax.Array, ctx: Context, layer_state) -> tuple[None, Out]:
-        """As LMHead.apply, times NaN for a poisoned batch."""
+        """Return the result of LMHead.apply; a poisoned batch is multiplied by NaN first."""
         carry = carry * jnp.where(jnp.any(ctx.batch["tokens"] == POISON), jnp.nan, 1.0)
         return super().apply(weights, carry, ctx, layer_state)
 
 
 class SpikeHead(LMHead):
-    """An LMHead whose loss is a hundred times as great when the batch holds the byte SPIKE."""
+    """An LMHead whose loss is 100 times larger when the batch contains the byte SPIKE."""
 
     def apply(self, weights, carry: jax.Array, ctx: Context, layer_state) -> tuple[None, Out]:
-        """As LMHead.apply, times 100 for such a batch."""
+        """Return the result of LMHead.apply, with the loss times 100 for a batch with SPIKE."""
         _, out = super().apply(weights, carry, ctx, layer_state)
         return None, replace(out, loss=out.loss * jnp.where(jnp.any(ctx.batch["tokens"] == SPIKE), 100.0, 1.0))
 
 
 def tiny() -> Config:
-    """Two layers of width 32, bytes, 32 positions, batches of 8."""
+    """Two layers of width 32 on bytes, with 32 positions and batches of 8."""
     folder = os.environ.get("TINY_TEXT", "tests/trainer")
     model = gpt2_model(layers=2, heads=2, dim=32, vocab_size=257, positions=32, dropout=0.1)
     model.head = config_for(PoisonHead, norm=config_for(LayerNorm), tied=True)
@@ -73,13 +73,13 @@ def tiny() -> Config:
             eval_every=None,
             save_every=4,
             keep=3,
-            compilation_cache=CACHE,  # runs of the tests share what they compile
+            compilation_cache=CACHE,  # shared by all runs of the tests
         ),
     )
 
 
 def wide() -> Config:
-    """The same with 2 MiB of parameters, so that a second copy of anything shows; with averages and a sample."""
+    """tiny with 2 MiB of parameters, so that a second copy of anything shows; with EMA weights and a sample."""
     config = tiny()
     config.model.dim = 160
     config.model.stack.pattern[0].mlp.hidden = 640

@@ -1,4 +1,4 @@
-"""A user's own config file, as the tests use it: digits, and a flow that compiles in seconds."""
+"""A user config file for tests: digits, and a flow that compiles in seconds."""
 
 import optax
 
@@ -17,7 +17,7 @@ from tests.support.tiny import CACHE
 
 
 def flow() -> Config:
-    """Two levels of two steps of Glow, with nets of 8 channels; digits in batches of 64."""
+    """Two levels of two Glow steps each, with networks of 8 channels, on digits in batches of 64."""
     coupling = config_for(AffineCoupling, net=config_for(ConvNet, hidden=8))
     pattern = [config_for(ActNorm), config_for(InvertibleConv), coupling]
     stack = config_for(Stack, num_layers=6, pattern=pattern, depth_scaled_init=False)
@@ -40,7 +40,7 @@ def flow() -> Config:
             eval_every=None,
             save_every=4,
             keep=3,
-            compilation_cache=CACHE,  # runs of the tests share what they compile
+            compilation_cache=CACHE,  # shared by all runs of the tests
         ),
     )
 

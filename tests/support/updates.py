@@ -1,4 +1,4 @@
-"""The learner's updates beside plain optax's on unstacked leaves, a list of per-layer trees."""
+"""Compares the learner's updates with plain optax on unstacked leaves, a list of per-layer trees."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ Trees = list[Any]
 
 
 def decide(learner: Learner, loss: Any, grads: Any, step: Any = 0) -> Decision:
-    """The decision on these gradients, at the first step or another."""
+    """Return the learner's decision for these gradients at a step; the first by default."""
     counter = {
         "step": jnp.asarray(step, jnp.int32),
         "skipped": jnp.int32(0),
@@ -28,7 +28,7 @@ def decide(learner: Learner, loss: Any, grads: Any, step: Any = 0) -> Decision:
 
 
 def specs(dtype: str = "float32") -> dict[str, Any]:
-    """Two single stages and a stack of three layers: matrices wide, high and square, biases, a scale."""
+    """Return specs of two single stages and a stack of three layers: wide, tall, square matrices, biases, a scale."""
 
     def spec(*shape: int, layers: bool = False) -> ParameterSpec:
         one = ParameterSpec(shape, dtype, roles=("axis",) * len(shape))
@@ -43,7 +43,7 @@ def specs(dtype: str = "float32") -> dict[str, Any]:
 
 
 def draw(seed: int, dtype: str = "float32", scale: float = 1.0) -> Any:
-    """Random numbers in the shapes of `specs`; leaves of unlike sizes, as gradients have."""
+    """Return random leaves with the shapes of `specs`; their magnitudes differ, as those of gradients do."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda s: jnp.asarray(scale * rng.exponential() * rng.standard_normal(s.shape), dtype), specs(dtype)
@@ -51,20 +51,20 @@ def draw(seed: int, dtype: str = "float32", scale: float = 1.0) -> Any:
 
 
 def gradients(steps: int, dtype: str = "float32") -> Trees:
-    """So many trees of gradients."""
+    """Return `steps` trees of gradients."""
     return [draw(1000 + step, dtype, scale=0.3) for step in range(steps)]
 
 
 def unstack(tree: Any) -> Any:
-    """{"embed": ..., "stack": [layer 0, layer 1, layer 2], "head": ...}; trees without a stack stay."""
+    """Return {"embed": ..., "stack": [layer 0, layer 1, layer 2], "head": ...}; trees without a stack stay."""
     if "stack" not in tree:
         return tree
-    stacks = jax.device_get(tree["stack"])  # on the device each shape and layer would be a program of its own
+    stacks = jax.device_get(tree["stack"])  # on the device, each shape and layer would compile a separate program
     return {**tree, "stack": [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), stacks) for i in range(LAYERS)]}
 
 
 class Kept(NamedTuple):
-    """What the learner keeps."""
+    """State that the learner updates."""
 
     params: Any
     optimizer: Any
@@ -72,12 +72,12 @@ class Kept(NamedTuple):
 
 
 def start(learner: Learner, params: Any) -> Kept:
-    """The first state, jitted."""
+    """Return the initial state; init is jitted."""
     return Kept(*jax.jit(learner.init)(params))
 
 
 def stepper(learner: Learner) -> Callable[..., Kept]:
-    """(state, loss, gradients, number of the step) -> state, jitted."""
+    """Return the jitted function (state, loss, gradients, number of the step) -> state."""
 
     def step(kept: Kept, loss: jax.Array, grads: Any, number: Any = 0) -> Kept:
         decision = decide(learner, loss, grads, number)
@@ -87,7 +87,7 @@ def stepper(learner: Learner) -> Callable[..., Kept]:
 
 
 def ours(learner: Learner, params: Any, grads: Trees) -> list[Kept]:
-    """The state after each step."""
+    """Return the learner's state after each step."""
     kept, step, history = start(learner, params), stepper(learner), []
     for number, tree in enumerate(grads):
         kept = step(kept, jnp.float32(1.0), tree, number)
@@ -96,7 +96,7 @@ def ours(learner: Learner, params: Any, grads: Trees) -> list[Kept]:
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Trees) -> tuple[Trees, Any]:
-    """The unstacked parameters after each step of plain optax, and the last optimizer state."""
+    """Return the unstacked parameters after each step of plain optax, and the last optimizer state."""
     params = unstack(params)
     state = optimizer.init(params)
 
@@ -113,7 +113,7 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Trees) ->
 
 
 def worst(actual: Trees, expected: Trees) -> float:
-    """The largest difference of any leaf at any step, relative to the leaf's largest element."""
+    """Return the largest difference of any leaf at any step, relative to the leaf's largest element."""
     errors = []
     for left, right in zip(actual, expected, strict=True):
         left, right = flatten(left), flatten(right)

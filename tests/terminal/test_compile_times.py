@@ -1,4 +1,4 @@
-"""How long compiling took the last time: remembered by program, in a folder beside the compile cache."""
+"""The last compile time of each program, stored in a folder next to the compilation cache."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Phases by a clock of the test's own: what is said when, on a terminal and elsewhere."""
+"""Status messages of phases, on a terminal and elsewhere, with a clock that the test controls."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from framework.terminal.phase_views import Lines, Spinner, human_seconds, shown_
 
 
 class Clock:
-    """Seconds that pass when the test says so; the board ticks meanwhile as its thread would."""
+    """A clock that the test advances; meanwhile the board ticks as its thread would."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class Clock:
 
 
 class StillBoard(Board):
-    """A board without a thread of its own."""
+    """A board without its own thread."""
 
     def _start_ticking(self) -> None:
         pass
@@ -43,7 +43,7 @@ def clock() -> Clock:
 
 @contextlib.contextmanager
 def board_of(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[StillBoard]:
-    """The process's board, with that view and clock; stdout is shared with the view's stream."""
+    """Install a board with that view and clock as the process's board, and close it at the end."""
     board = StillBoard(view, clock)
     monkeypatch.setattr(phases, "_board", board)
     yield board
@@ -188,13 +188,13 @@ def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
         print("half a line", end="", file=shared)
         size = len(stream.getvalue())
         clock.pass_by(3.0, board)
-        assert len(stream.getvalue()) == size  # nothing is drawn over it
+        assert len(stream.getvalue()) == size  # the half line is not overwritten
         print(file=shared)
         clock.pass_by(1.0, board)
     text = stream.getvalue()
     assert "compiling 2 s" in text
     assert "compiling 7 s" in text
-    assert "\r\033[Kstep 1\nhalf a line\n" in text  # the spinner's line is gone before it
+    assert "\r\033[Kstep 1\nhalf a line\n" in text  # the spinner's line is cleared first
     assert text.endswith("\r\033[K")
 
 
@@ -235,7 +235,7 @@ def test_shown_gives_the_standard_streams_back(capsys):
 
 
 class Stream(io.StringIO):
-    """A stream that says whether it is a terminal."""
+    """A stream that can pretend to be a terminal."""
 
     def __init__(self, is_terminal: bool):
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_function_shows_its_phases_on_a_terminal_and_nowhere_else(is_terminal:
 
 
 def _join_threads() -> None:
-    """Waits for the threads of boards, which end with their last phase."""
+    """Wait for the boards' threads, which end with their last phase."""
     for thread in threading.enumerate():
         if thread.name == "phases":
             thread.join(60.0)

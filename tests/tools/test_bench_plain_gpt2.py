@@ -1,4 +1,4 @@
-"""The hand-written step is GPT-2 and AdamW, and trains exactly as ours does and as torch does."""
+"""The hand-written step is GPT-2 with AdamW, and trains exactly like our program and like torch."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def numpy_logits(params, tokens: np.ndarray, heads: int) -> np.ndarray:
-    """GPT-2 in float64, a position and a head at a time where that is clearest."""
+    """Return the logits of GPT-2 in float64, with attention computed one position and one head at a time."""
     p64 = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
     def norm(p, x):
@@ -58,7 +58,7 @@ def numpy_logits(params, tokens: np.ndarray, heads: int) -> np.ndarray:
 
 
 def perturbed(params, seed: int = 7):
-    """With gains, biases and weights that nothing hides behind."""
+    """Return the parameters plus noise, so that a mistake in any gain, bias or weight shows."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), params)
 
@@ -109,7 +109,7 @@ def test_number_of_parameters_is_the_formula():
 
 
 def as_plain(ours) -> plain_gpt2.Params:
-    """Our parameters in the hand-written step's structure."""
+    """Return our parameters in the structure of the hand-written step."""
     p = {path: np.asarray(leaf) for path, leaf in flatten(ours).items()}
 
     def joined(i: int, name: str) -> np.ndarray:
@@ -155,7 +155,7 @@ def test_ours_as_the_benchmark_configures_it_trains_the_same(tokens: Path):
         state, metrics = program.step(state, program.put(batch))
         params, optimizer, loss = plain_gpt2.step(params, optimizer, ids, targets, heads=TINY.heads)
         assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-6)
-    # A key's bias has no gradient but rounding, which Adam turns into whole steps: compared by what it cannot change.
+    # The gradient of a key's bias is only rounding, which Adam turns into full steps, so key biases are not compared.
     key = slice(TINY.dim, 2 * TINY.dim)
     expected, given = params, as_plain(state["parameter"])
     for tree in (expected, given):
@@ -186,5 +186,5 @@ def test_torch_trains_the_same(tokens: Path):
     plain.params = jax.tree.map(jax.numpy.array, {**embeddings, "layers": layers, "lnf": pair("ln_f", "g")})
     assert theirs.hello().parameters == plain.hello().parameters == TINY.num_parameters
     assert torch.get_num_threads() >= 1
-    for _ in range(4):  # both draw the same windows, from the same seed
+    for _ in range(4):  # both draw the same windows from the same seed
         assert theirs.run(1) == pytest.approx(plain.run(1), rel=1e-5)

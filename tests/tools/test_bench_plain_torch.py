@@ -1,4 +1,4 @@
-"""The hand-written torch step is the model that ours is, and trains the same from the same weights."""
+"""The hand-written torch step is the same model as ours, and trains equally from the same weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_torch_trains_as_ours_from_the_same_weights(size: Size, tmp_path: Path):
     config = Parser("train", "").parse(overrides(size, tokens)).config
     program = Program(config.instantiate(), jax.devices()[:1])
     state = program.init()
-    rng = np.random.default_rng(7)  # gains, biases and weights that nothing hides behind
+    rng = np.random.default_rng(7)  # noise, so that a mistake in any parameter shows
     state["parameter"] = jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), state["parameter"])
     model = plain_torch.build(size)
     plain_torch.load(model, {path: np.asarray(x) for path, x in flatten(state["parameter"]).items()})

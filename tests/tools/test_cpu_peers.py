@@ -1,4 +1,4 @@
-"""The benchmark of training steps: its statistics, its turns between processes, its table, and ours behind the gate."""
+"""The benchmark of training steps: its statistics, turns of processes, table, and our own training run in turns."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def test_quantile_of_nothing():
         quantile([], 0.5)
 
 
-# Table of the sign test: ranks of the two-sided 95% interval of a median.
+# From the table of the sign test: ranks of the two-sided 95% interval of a median.
 @pytest.mark.parametrize(("n", "rank"), [(5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (40, 14)])
 def test_median_interval_has_the_ranks_of_the_sign_test(n: int, rank: int):
     values = [float(v) for v in range(1, n + 1)]
@@ -57,14 +57,14 @@ def test_median_interval_holds_the_median_as_often_as_it_says():
 
 
 def test_ratio_is_of_pairs():
-    # The machine is ten times slower in the middle pair: the ratio of medians would be 2, that of pairs is 1.
+    # In one pair, the machine is ten times slower: the ratio of medians would be 2, but the median of ratios is 1.
     slow = ratio([1.0, 10.0, 1.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
     assert slow.median == 1.0
     assert slow.quartiles == (1.0, 2.0)
     assert slow.interval == (1.0, 2.0)
     assert slow.pairs == 5
     assert str(slow) == "1.000 [1.000, 2.000]"
-    assert ratio([3.0], [2.0]).median == 1.5  # above one: the other one is faster
+    assert ratio([3.0], [2.0]).median == 1.5  # above one: the other is faster
 
 
 @pytest.mark.parametrize(("reference", "other"), [([], []), ([1.0], [1.0, 2.0])])
@@ -145,7 +145,7 @@ def test_batches_are_windows_of_the_file(tmp_path: Path):
     assert len(ids) == 500
     assert ids.max() < TINY.vocab
     counts = np.bincount(ids, minlength=TINY.vocab)
-    assert counts[:5].sum() > 2 * counts[-5:].sum()  # something to learn
+    assert counts[:5].sum() > 2 * counts[-5:].sum()  # the data have structure to learn
     inputs, targets = Batches(path, TINY)()
     assert inputs.shape == targets.shape == (TINY.batch, TINY.seq_len)
     np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
@@ -188,7 +188,7 @@ def test_table():
     header, *lines = table(rows)
     assert [line[header.index("speed (wall)")] for line in lines] == ["1", "2.000 [2.000, 2.000]", ""]
     assert lines[2][1] == "not installed: torch"
-    assert "NaN" not in json.dumps(rows)  # which JSON does not have
+    assert "NaN" not in json.dumps(rows)  # JSON has no NaN
     printed = cpu_peers.markdown(table(rows)).splitlines()
     assert len({len(line) for line in printed}) == 1
     assert set(printed[1]) <= set("|- ")
@@ -226,7 +226,7 @@ def test_ours_stops_and_goes_on_between_steps(tmp_path: Path, capfd: pytest.Capt
     assert hello["tokens_per_step"] == TINY.tokens_per_step
     assert second["loss"] < first["loss"] < math.log(TINY.vocab) + 0.1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [10]  # 15 steps, reported every ten, none after the driver left
+    assert [row["step"] for row in rows] == [10]  # 15 steps, reported every ten; none after the driver left
     assert not list((tmp_path / "run" / "checkpoints").glob("*[0-9]*"))
     assert capfd.readouterr().err.count("error") == 0
 
@@ -239,7 +239,7 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     record = json.loads(out.read_text())
     plain, ours = record["sizes"]["nanogpt-cpu"]["rows"]
     assert len(plain["turns"]) == len(ours["turns"]) == 4
-    # A wide bound, on a machine where much else may run: it catches a step that does the work twice.
+    # The bound is loose, because the machine may be busy; it still catches a step that does the work twice.
     assert ours["speed_cpu"]["median"] > 0.7
     seconds = record["sizes"]["nanogpt-cpu"]["command_to_first_step_s"]
     assert statistics.median(seconds["cached"]) < statistics.median(seconds["cold"])

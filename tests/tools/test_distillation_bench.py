@@ -1,4 +1,4 @@
-"""tools.bench.distillation: what it takes from runs, and the share of the gap that it reports."""
+"""tools.bench.distillation: the values it reads from runs, and the share of the gap that it reports."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_evaluations_are_read_by_step(tmp_path: Path):
 
 
 def test_students_differ_by_the_teacher_alone():
-    """The same model, data and steps: what differs is the objective and what it needs."""
+    """Model, data and steps are the same; only the objective and its teacher differ."""
     alone = configs.load(distillation.ALONE).to_dict()
     distilled = configs.load(distillation.DISTILLED).to_dict()
     left, right = flatten(alone), flatten(distilled)

@@ -1,4 +1,4 @@
-"""What the recording of a first hour says of a command: as a terminal shows it, and with what is wrong."""
+"""The recording of a user's first hour: each command's output as a terminal shows it, and its faults."""
 
 import signal
 from pathlib import Path
@@ -40,7 +40,7 @@ def recording(*chunks: Chunk, seconds: float, code: int = 0, expected_code: int 
         (recording(Chunk(0.1, "a\nb\n"), Chunk(2.6, "c\n"), seconds=2.7), ["2.5 s of silence after 'b'"]),
         (recording(Chunk(0.1, "Traceback (most\n"), seconds=0.2), ["a traceback"]),
         (recording(Chunk(0.1, "a\n"), seconds=0.2, code=1), ["exit code 1, expected 0"]),
-        # A shell says 137 of a process that signal 9 has ended.
+        # A shell reports 137 for a process that was killed by signal 9.
         (recording(Chunk(0.1, "a\n"), seconds=0.2, code=-9, expected_code=137), []),
     ],
 )

@@ -1,4 +1,4 @@
-"""The measures of tools.bench.flow_quality on what is known: controls, closed forms, and a run of two steps."""
+"""The measures of tools.bench.flow_quality: controls, analytical results, and a run of two steps."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_the_two_sample_test_tells_noise_and_not_digits():
         draw.permuted(held.reshape(len(held), -1), axis=1).reshape(held.shape),
     ):
         assert flow_quality.nearest_neighbour(held, noise)[0] > 0.9
-    assert flow_quality.nearest_neighbour(held, held)[0] == 0.0  # copies are found out too
+    assert flow_quality.nearest_neighbour(held, held)[0] == 0.0  # copies are detected, too
 
 
 def test_the_two_sample_test_by_hand():
@@ -38,7 +38,7 @@ def test_the_two_sample_test_by_hand():
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_gaussians_are_those_of_scipy(full: bool):
-    # Every worker collects this file, and one runs it: the import takes 0.9 s.
+    # Every worker collects this file, but only one runs this test, and the import takes 0.9 s.
     from scipy import stats
 
     images = np.random.default_rng(1).integers(0, 9, (500, 2, 3, 1))

@@ -1,4 +1,4 @@
-"""The script for GPUs, as far as a CPU can try it: its rows are valid, its dry run passes, and a bad row says so."""
+"""The GPU script, as far as a CPU can test it: its rows are valid, its dry run passes, and bad rows are reported."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from tools.bench import gpu, gpu_rows
 
 @pytest.fixture(autouse=True)
 def canary_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows let it take more steps, in the process that they are run in."""
+    """Restore the offload self-test's number of steps, which rows raise in the process that runs them."""
     monkeypatch.setattr(canary, "STEPS", canary.STEPS)
 
 
-H100, H200 = 72 * 2**30, 128 * 2**30  # what a program may use
+H100, H200 = 72 * 2**30, 128 * 2**30  # bytes that a program may use
 
 
 def rows_on(limit_bytes: int) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def test_names_are_unique_and_what_is_compared_exists(limit: int) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("limit", [H100, H200])
 def test_rows_are_valid_and_cover_what_memory_knows(limit: int) -> None:
-    """Every config builds; every schedule is tried, and every placement with layer_programs, in both dtypes."""
+    """Every config builds; in both dtypes, all schedules run, and all placements run with layer_programs."""
     tried: dict[str, list[Memory]] = {"float32": [], "bfloat16": []}
     for row in rows_on(limit):
         if row["kind"] == "exact":
@@ -54,14 +54,14 @@ def test_rows_are_valid_and_cover_what_memory_knows(limit: int) -> None:
         assert {one.update for one in found} == {"after_backward", "streamed", "in_backward", "layer_programs"}
         layers = [one for one in found if one.update == "layer_programs"]
         for place in ("optimizer_state", "parameters", "activations", "gradients"):
-            # Some rows host the first layers alone: pinned_host:2.
+            # Some rows offload only the first layers: pinned_host:2.
             kinds = {getattr(one, place).text.partition(":")[0] for one in layers}
             assert kinds == {"device", "pinned_host", *(["none"] if place == "gradients" else [])}
 
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """All parts on a CPU; what is refused or missing is no pass, and here nothing is."""
+    """Run all parts on a CPU. A refused or missing row would not pass, and there is none."""
     command = [sys.executable, "-P", "-m", "tools.bench.gpu", "--dry", f"--out={tmp_path / 'gpu.json'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -114,7 +114,7 @@ def test_a_bad_row_says_so(
 
 @pytest.mark.pairs
 def test_wrong_numbers_and_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule that computes something else is WRONG, and the exit code says so."""
+    """A schedule that computes different numbers, or NaN, is WRONG."""
     monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5})
     found = gpu_rows.exact(row({}), True)
     assert (found["status"], found["off_by"], found["at"]) == ("WRONG", 0.5, "parameter/x")
@@ -123,8 +123,10 @@ def test_wrong_numbers_and_lost_processes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    """Wrong or failed rows are an error; refused ones, and those without time, are told and are none. A ratio is of
-    tokens per second."""
+    """Wrong or failed rows are an error; refused rows and rows without time left are only reported.
+
+    Ratios compare tokens per second.
+    """
     answers = {"machine": "ran", "gpt2-1.5b 32x1024 full": "ran", "gpt2-1.5b 32x1024 streamed full": "refused"}
 
     def run(row: Any, dry: bool, seconds: float, log: Path) -> Any:

@@ -1,4 +1,4 @@
-"""What XLA makes of a step on a GPU: a recorded program, a product by cuBLAS, and mistakes on the command line."""
+"""The program that XLA makes of a step on a GPU: a recorded program, a cuBLAS matmul, and command-line mistakes."""
 
 import json
 from dataclasses import asdict
@@ -13,9 +13,9 @@ from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, read
 from tools.bench import gpu_program, step_programs
 from tools.bench.step_programs import About, CompiledStep
 
-# What jax 0.10.2 made for h100x2 of a step of four layers, x + gelu(attention(x @ w)) with causal cuDNN attention of 8
-# heads of 64, weights float32 [4, 512, 512] over two GPUs, x bfloat16 [4, 256, 512], and of an update by the gradient
-# of the sum of squares. Of each backend_config only what is read is left.
+# The program of jax 0.10.2 for h100x2: a step of four layers x + gelu(attention(x @ w)), with causal cuDNN attention of
+# 8 heads of 64, float32 weights [4, 512, 512] sharded over two GPUs and bfloat16 x [4, 256, 512], and an update by the
+# gradient of the sum of squares. Each backend_config contains only the fields that we read.
 RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "h100_step.txt"
 LAYERS, ROWS, DIM = 4, 2 * 256, 512
 SCORES = 2 * 8 * 256 * 256  # batch, heads, queries, keys of one GPU
@@ -28,7 +28,7 @@ def step(text: str, runs: int = 1) -> CompiledStep:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A kept step."""
+    """The folder of a saved step."""
     path = tmp_path / "step"
     path.mkdir()
     (path / "hlo.txt").write_text(RECORDED.read_text())
@@ -53,7 +53,7 @@ def test_products_and_attention_are_those_of_the_program() -> None:
     assert {(one.maker, one.dtype) for one in products} == {("Triton", "bf16")}
     assert {(one.maker, one.dtype) for one in attention} == {("cuDNN", "bf16")}
     assert sum(one.runs * one.flops for one in products) == LAYERS * 3 * 2 * ROWS * DIM * DIM
-    # Two products forward and five backward, of 64 each way, of which the causal mask leaves half.
+    # Two matmuls forward and five backward, with heads of 64; the causal mask halves each.
     assert sum(one.runs * one.flops for one in attention) == LAYERS * (2 + 5) * 2 * SCORES * 64 // 2
     assert all(one.runs == LAYERS for one in products + attention)
     assert all(one.seconds >= one.flops / 989.5e12 for one in products)

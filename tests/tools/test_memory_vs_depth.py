@@ -1,4 +1,4 @@
-"""Memory against depth: the command writes what it says, refuses what cannot be, and inversion does not grow."""
+"""Memory versus depth: the command's files, its errors, and inversion, whose memory does not grow with depth."""
 
 import csv
 import importlib.util
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def run(out: Path, *flags: str) -> tuple[dict[tuple[str, int], dict[str, str]], str]:
-    """The command in a process of its own: ({(policy, layers): its line in the CSV}, stdout)."""
+    """Run the command in its own process and return ({(policy, layers): its line in the CSV}, stdout)."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     command = [sys.executable, "-P", "-m", "tools.memory_vs_depth", f"--out={out}", *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
@@ -39,7 +39,7 @@ def run(out: Path, *flags: str) -> tuple[dict[tuple[str, int], dict[str, str]], 
 
 
 def read(out: Path) -> dict[tuple[str, int], dict[str, str]]:
-    """Both files are there and nothing else; the CSV's lines."""
+    """Check that exactly the two output files exist, and return the CSV's lines by (policy, layers)."""
     text = out.with_suffix(".csv").read_text()
     assert text.splitlines()[0] == COLUMNS
     assert out.read_bytes().startswith(b"\x89PNG\r\n")
@@ -48,14 +48,16 @@ def read(out: Path) -> dict[tuple[str, int], dict[str, str]]:
 
 
 def temporaries(rows: dict[tuple[str, int], dict[str, str]], policy: str) -> list[int]:
-    """Of a policy, by depth."""
+    """Return the temporary bytes of a policy, by depth."""
     return [int(row["temp_bytes"]) for (name, _), row in rows.items() if name == policy]
 
 
 @pytest.mark.pairs
 def test_measured_on_this_machine(tmp_path: Path) -> None:
-    """Between 8 and 32 layers what is kept grows by megabytes a layer, and what inversion needs by the gradients that
-    wait for the update."""
+    """Compare 8 and 32 layers: without remat, memory grows by megabytes per layer.
+
+    With inversion, it grows only by the gradients that wait for the update.
+    """
     names = ["none", "invert", "invert+in_backward"]
     rows, said = run(tmp_path / "depth.png", *SMALL, "--layers=32,8", "--rounds=1", f"--policies={','.join(names)}")
     assert list(rows) == [(name, depth) for depth in (8, 32) for name in names]
@@ -70,7 +72,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
         assert row["config"] == LANGUAGE
         assert row["target"] == "cpu-1"
         assert row["fits"] == "True"
-        assert row["measured_peak_bytes"] == ""  # a CPU has no statistics
+        assert row["measured_peak_bytes"] == ""  # a CPU has no memory statistics
         assert row["jax_version"] == jax.__version__
         assert float(row["step_seconds"]) > 0.0
         assert float(row["processor_seconds"]) > 0.0
@@ -81,7 +83,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.pairs
 def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A plain stack keeps each layer's input, [12, 64, 32] in float32, and its gradients."""
+    """A plain stack saves each layer's input, float32 [12, 64, 32], and its gradients."""
     out, config = tmp_path / "depth.png", ["--config=nanogpt-cpu", "--config.model.stack.unroll=1", *SMALL]
     assert main([*config, "--policies=full", "--layers=2,6", "--target=cpu:1", f"--out={out}"]) == 0
     assert "step" not in capsys.readouterr().out
@@ -128,7 +130,7 @@ def test_mistakes_are_told_before_anything_is_compiled(
 def test_what_a_platform_does_not_have_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPU offloading is refused: that line is missing, and it is told. Of nothing else there is no picture."""
+    """On GPU, offload is refused: the output leaves out its line and reports this. Without other lines, no picture."""
 
     def rows(configs: dict[str, Any], target: Any, rounds: int) -> list[Row]:
         return [Row("", target.name, name, 0, 8, 2 << 20, 1 << 20, True) for name in configs]
@@ -145,7 +147,10 @@ def test_what_a_platform_does_not_have_is_left_out(
 
 @pytest.mark.pairs
 def test_the_devices_own_peak_is_known_where_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest so far, 30 after initialization: of programs that run by what they need, those that raise it."""
+    """The device reports its highest peak so far, 30 after initialization.
+
+    Programs run in order of the memory they need, and only those that raise the peak have a measured peak.
+    """
     seen = iter([30, 30, 50, 70])
     monkeypatch.setattr("framework.metrics.memory.memory_in_use", lambda _: MemoryInUse(0, next(seen), 0, 0))
     program = SimpleNamespace(
@@ -181,7 +186,7 @@ def test_the_table_compares_with_none_of_the_same_depth() -> None:
 def test_inversion_with_the_update_in_the_backward_pass_needs_the_same_at_any_depth(
     target: str, tmp_path: Path
 ) -> None:
-    """By the compilers of a TPU, where 128 MiB on the chip would hide a smaller model's activations, and of a GPU."""
+    """Check the TPU and GPU compilers; the TPU's 128 MiB of on-chip memory would hide a smaller model's activations."""
     extra, *modules = COMPILERS[target]
     if not any(map(importlib.util.find_spec, modules)):
         pytest.skip(f"the compiler for {target} is not installed: pip install 'plimsoll-train[{extra}]'")

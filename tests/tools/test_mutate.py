@@ -1,4 +1,4 @@
-"""tools/mutate.py: every mutation still finds its line in the source, so none has silently stopped mutating."""
+"""tools/mutate.py: every mutation still finds its line in the source, so that none silently stops working."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""tools.bench.optimizers on a tiny model: what is done is kept and not done again, and bytes are the layout's."""
+"""tools.bench.optimizers on a tiny model: finished runs are stored and not repeated, and bytes equal the layout's."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ SPEC = f"{runs.CONFIG}:tiny"
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The command with a small budget: (function of flags that returns what it printed, the file of results)."""
+    """The command with a small budget: (function from flags to the printed text, the results file)."""
     monkeypatch.setenv("TINY_TEXT", "")
     runs.write_text(tmp_path / "text")
     for name in ("adamw", "lion"):
@@ -33,12 +33,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of results."""
+    """Return the lines of a results file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def cells(out: str, title: str) -> list[str]:
-    """The cells of the first table's row of that title."""
+    """Return the cells of the first table's row with that title."""
     (row,) = (line for line in out.splitlines() if line.startswith(f"| {title} |") and line.count("|") > 4)
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -48,7 +48,7 @@ def test_rows_are_trained_once_and_printed_from_the_file(bench, monkeypatch: pyt
     run, path = bench
     both = ("--rows=adamw,lion", "--seeds=1")
     run("--rows=adamw", "--seeds=1")
-    first = run(*both)  # what is there is not done again
+    first = run(*both)  # stored runs are not repeated
     assert [first.count(f'"run": "{name}"') for name in ("adamw", "lion")] == [0, 1]
     lines = read(path)
     assert [(one["run"], one["rate"], one["seed"], one["steps"]) for one in lines] == [
@@ -69,7 +69,7 @@ def test_rows_are_trained_once_and_printed_from_the_file(bench, monkeypatch: pyt
 
 @pytest.mark.pairs
 def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
-    """What is run, of bits per byte that are the distance from a best rate."""
+    """Check which runs are made if bits per byte are the distance from a best rate, plus the seed."""
     run, path = bench
     monkeypatch.setitem(optimizers.ROWS, "adamw", replace(ROWS["adamw"], rates=(1e-3, 2e-3)))
     monkeypatch.setattr(optimizers, "trace", lambda *args: [1.0])
@@ -82,7 +82,7 @@ def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
     run("--rows=kahan", "--seeds=2")
     assert [(one["rate"], one["seed"]) for one in read(path)][6:] == [(8e-3, 0), (8e-3, 1)]
     assert cells(run("--rows=adamw", "--print"), "AdamW")[7] == "0.008 (edge)"
-    # Another optimizer under the same name: what three steps change is not the same, and nothing counts any more.
+    # If another optimizer has the same name, the trace of three steps differs, and its stored runs no longer count.
     monkeypatch.setattr(optimizers, "trace", lambda *args: [1.01])
     assert run("--rows=adamw", "--seeds=1", "--extend=0").count('"run"') == 2
 

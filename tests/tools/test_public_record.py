@@ -1,4 +1,4 @@
-"""The record of published facts: its form, and that each figure stands in the words that are quoted for it."""
+"""The record of published facts: its format, and that each number occurs in the words quoted for it."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_there_are_enough_and_of_all_kinds():
 
 
 def test_published_models_are_those_that_we_can_load():
-    """A fact of a model that we can load can be planned: its Hub id is among the shapes."""
+    """A fact about a model that we can load can be planned: its Hub id is among the published shapes."""
     models = published_models()
     ids = {fact.hub_id for fact in FACTS if fact.hub_id is not None}
     assert ids <= set(models)
@@ -58,7 +58,7 @@ def test_published_models_are_those_that_we_can_load():
 
 
 def test_what_runs_out_of_memory_is_never_smaller_than_what_fits():
-    """Of facts that differ in the batch alone: a source that was copied wrongly would show here."""
+    """Compare facts that differ only in the batch; this finds sources that were copied wrongly."""
     setting_of = {}
     for fact in FACTS:
         rows = fact.settings.rows_per_device
@@ -114,7 +114,7 @@ def test_it_prints_what_is_asked_for(capsys):
     assert all("v6e" in line and "out of memory" in line for line in lines[:-1])
 
 
-# --- beside our plans ------------------------------------------------------------------------------------------------
+# --- compared to our plans -------------------------------------------------------------------------------------------
 
 
 def test_a_setting_comes_near(tmp_path):
@@ -153,7 +153,7 @@ def test_what_was_planned_is_enough_and_far_ones_have_a_reason():
 
 
 def test_plans_of_programs_like_ours_are_near():
-    """The promise of the page: what we say fits does not run out of memory, and half of the peaks are within 10%."""
+    """The page promises that no setting that we say fits runs out of memory, and a median peak error within 10%."""
     rows = record_page.judged(FACTS, record_results.read_results())
     sums = record_page.summary([row for row in rows if record_page.is_like_ours(row.fact)])
     assert sums.planned >= 40

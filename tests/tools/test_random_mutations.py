@@ -1,4 +1,4 @@
-"""tools/random_mutations.py: each change is of one place, is Python, and is not what was there."""
+"""tools/random_mutations.py: each mutation changes one place, is valid Python, and differs from the original."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cases of public threads still print what docs/memory.md says of them."""
+"""The cases from public threads still print the numbers in docs/memory.md."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of markdown tables."""
+    """Return the cells of the markdown tables in a text."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 

@@ -1,4 +1,4 @@
-"""The command that counts a TPU step's time: a kept program, two side by side, and mistakes."""
+"""The command that counts a TPU step's time: a saved program, two side by side, and mistakes."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +15,7 @@ FLOPS = 6 * 2 * 256 * 512 * 512
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A kept step."""
+    """The folder of a saved step."""
     path = tmp_path / "step"
     path.mkdir()
     (path / "hlo.txt").write_text(RECORDED.read_text())

@@ -1,4 +1,4 @@
-"""The count of MaxText's step: of a package of that name that compiles a small product as MaxText compiles its step."""
+"""The count of MaxText's step, with a fake maxtext package that compiles a small matmul the way MaxText compiles."""
 
 import sys
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ def main(argv):
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The Python of an environment that has the package."""
+    """The Python interpreter of an environment that has the fake package."""
     site = tmp_path / "site"
     package = site / "maxtext" / "trainers" / "pre_train"
     package.mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_its_step_is_compiled_kept_and_counted(python: Path, tmp_path: Path, cap
     assert kept.about.tokens == 1024
     assert kept.about.peak_bytes == pytest.approx(3 * 2 * 1024**2, rel=1e-3)
     assert kept.about.versions["maxtext"] == "9"
-    # The same command beside what it kept; and a field that MaxText does not like.
+    # Run the same command again with the saved step in place, and with a field that MaxText rejects.
     assert tpu_time_maxtext.main(["v5e-4", *options, "base_emb_dim=65"]) == 2
     assert "error: MaxText's train_compile failed: AssertionError" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Text for the runs of these tests, and one undisturbed run to compare with."""
+"""Text for the runs of these tests, and one uninterrupted run to compare with."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from tests.support import runs
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of text for one test; $TINY_TEXT is as before afterwards."""
+    """A folder of text for one test; $TINY_TEXT is restored afterwards."""
     monkeypatch.setenv("TINY_TEXT", "")
     return runs.write_text(tmp_path / "text")
 
 
 @pytest.fixture(scope="session")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of an undisturbed run of 120 steps, made in a process with one device."""
+    """The workdir of an uninterrupted run of 120 steps, made in a process with one device."""
     root = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")

@@ -1,4 +1,4 @@
-"""Memory that is freed is kept for the next step: fewer pages are asked of the kernel again."""
+"""Freed memory stays in the process for the next step, so fewer pages are requested from the kernel."""
 
 import os
 import subprocess

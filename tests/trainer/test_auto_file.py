@@ -1,4 +1,4 @@
-"""auto.json, the file in which a run keeps what memory.auto chose: a workdir may come from someone else."""
+"""auto.json, where a run stores what memory.auto chose. It is untrusted: a workdir may come from someone else."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def config() -> Config:
 
 
 def write(folder: Path, *settings: tuple[Any, Any], **fields: Any) -> Path:
-    """Write a record with these settings, and other fields of the choice replaced."""
+    """Write a record with these settings, and replace other fields of the choice."""
     chosen = tuple(Setting(*pair) for pair in settings)
     machine = Machine("cpu:1", 1, 2**30, None)
     choice = Choice(machine, chosen, (), (), peak=1, host=0, seconds=None, moved=0.0, compiled=True)

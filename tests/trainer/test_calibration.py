@@ -1,4 +1,4 @@
-"""Data-dependent initialization: a fresh start sets parameters by the first batch, and all that follows from them."""
+"""Data-dependent initialization: the first batch of a fresh start sets parameters and everything derived from them."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def first_batch(program: Program, tmp_path: Path) -> dict[str, jax.Array]:
 def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules: list[Config]):
     made = config()
     made.learner.rules = rules
-    made.learner.optimizer = config_for(optax.contrib.schedule_free_adamw, learning_rate=1e-3)  # keeps a copy of them
+    made.learner.optimizer = config_for(optax.contrib.schedule_free_adamw, learning_rate=1e-3)  # copies parameters
     program = Program(made.instantiate(), jax.devices()[:1])
     batch, state = first_batch(program, tmp_path), program.init()
     before = {path: np.asarray(x) for path, x in flatten(program.weights(state)).items()}
@@ -71,7 +71,7 @@ def test_host_leaves_stay_there(tmp_path: Path):
     program.layout.check(state)
 
 
-@pytest.mark.pairs  # tests/launch/test_sample.py looks at the first loss of a run
+@pytest.mark.pairs  # tests/launch/test_sample.py checks the first loss of a run
 def test_the_first_loss_is_that_of_the_calibrated_parameters(tmp_path: Path):
     program = Program(config().instantiate(), jax.devices()[:1])
     batch, losses = first_batch(program, tmp_path), []
@@ -83,7 +83,7 @@ def test_the_first_loss_is_that_of_the_calibrated_parameters(tmp_path: Path):
 
 
 class HalfFlow(Flow):
-    """Parameters in bfloat16, as a model of a user's own may have."""
+    """A flow with bfloat16 parameters, as a user's own model may have."""
 
     def __init__(self, **fields):
         super().__init__(**fields)

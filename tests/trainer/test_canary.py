@@ -1,4 +1,4 @@
-"""framework.run.canary: it agrees where offloading is right, and stops a run where a value or a place is wrong."""
+"""The offload self-test (framework.run.canary): it passes valid offloading, and stops at a wrong value or placement."""
 
 import re
 from pathlib import Path
@@ -50,12 +50,15 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(autouse=True)
 def compiled_once() -> None:
-    """Programs that differ in nothing, as are those with all on the device, are compiled once, as in runs."""
+    """Share the compilation cache, so that identical programs (such as the fully resident ones) compile once."""
     use_compilation_cache(CACHE)
 
 
 def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = None) -> tuple[Any, Program]:
-    """(config, program) of a run on one device, or on all eight; 256 bytes are large enough for the host."""
+    """Return (config, program) of a run on one device, or on all eight.
+
+    The minimum size of an offloaded leaf is lowered to 256 bytes.
+    """
     config = small.experiment(small.llama(**(model or {})), mesh=mesh, memory=memory, **(learner or {}))
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         return config, small.program(config)
@@ -96,14 +99,14 @@ def test_hosts_what_the_run_hosts(memory: dict[str, Any]) -> None:
 
 
 def test_says_when_it_cannot_run() -> None:
-    """The run itself then says what is wrong."""
+    """The self-test reports that it did not run; the run itself then reports the error."""
     line = canary.check(*prepared(TWO_PASS, {}, None, {"clip_mode": "global_norm"}))
     assert line.startswith("canary: did not run, so offloading is not checked: learner.clip_mode = global_norm with ")
 
 
 @pytest.mark.pairs
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of openxla/xla#46231: what comes back for the backward pass is not what was offloaded."""
+    """Reproduce openxla/xla#46231: the backward pass gets back values that differ from the offloaded ones."""
 
     @jax.custom_vjp
     def spoiled(x: jax.Array) -> jax.Array:
@@ -150,7 +153,7 @@ def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.first(1)
 @pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
 def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
-    """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""
+    """The CPU compiler reports 0 bytes of host arguments; on other backends this means that the placement was lost."""
     monkeypatch.setattr(canary.jax, "default_backend", lambda: "gpu")
     with pytest.raises(
         canary.CanaryError, match=r"the compiled step takes 0 bytes from the host, the layout says [1-9]"
@@ -160,7 +163,7 @@ def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory:
 
 @pytest.mark.pairs
 def test_launch_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """A start prints its line; where the canary fails it is a user's error, and before the step is compiled."""
+    """A start prints the self-test's line; a failure is a user error, reported before the step is compiled."""
     monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
     flags = "--config.memory.optimizer_state=pinned_host", "--dry_run"
     assert train(tmp_path / "run", *flags) == 0

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its code runs as it is written."""
+"""The code in docs/architecture.md runs as written."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What is written, and saved, by runs that end in the middle of something: an evaluation, a save, an error."""
+"""Files and checkpoints of runs that end in the middle of an evaluation, a save or an error."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ STEPS = ("--config.trainer.max_steps=4", "--config.trainer.save_every=2", "--con
 
 
 def evaluations(workdir: Path) -> dict[int, list[float]]:
-    """The losses of each evaluation in metrics.jsonl, by step."""
+    """Return the losses of each evaluation in metrics.jsonl, by step."""
     found: dict[int, list[float]] = {}
     for row in rows(workdir):
         losses_of_row = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/loss")]
@@ -28,7 +28,7 @@ def evaluations(workdir: Path) -> dict[int, list[float]]:
 
 @pytest.fixture
 def undisturbed(text: Path, tmp_path: Path) -> dict[int, list[float]]:
-    """The evaluations of a run that nothing interrupts."""
+    """The evaluations of an uninterrupted run."""
     assert train(tmp_path / "undisturbed", *STEPS) == 0
     found = evaluations(tmp_path / "undisturbed")
     assert list(found) == [2, 4]
@@ -74,7 +74,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_up_for(
 def test_a_run_whose_saves_all_failed_starts_again(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A full disk before the first checkpoint, and room for rows of metrics."""
+    """The disk is full before the first checkpoint, but has room for rows of metrics."""
     usage = shutil.disk_usage
     flags = ("--config.trainer.max_steps=6", "--config.trainer.save_every=1")
     with monkeypatch.context() as full:

@@ -1,4 +1,4 @@
-"""At its end a run of a mixture draws the load of its experts, where the router reports them."""
+"""A mixture-of-experts run plots its expert load at the end, if the router reports it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on a chat file by `plimsoll train`: under two schedules, with adapters, through a kill, by epochs."""
+"""Fine-tuning on a chat file with `plimsoll train`: two schedules, adapters, a kill and resume, limits in epochs."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def lora():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's directory, a chat file, and a config file."""
+    """A model directory, a chat file and a config file."""
     pretrained.write(tmp_path / "model", "chatml")
     words = pretrained.TEXTS[0].split()
     with open(tmp_path / "chats.jsonl", "w") as file:
@@ -95,7 +95,7 @@ def test_adapters_learn_too(folder: Path):
 
 @pytest.mark.pairs
 def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
-    def start(workdir: Path):  # a process each: this one's compiler flags would round otherwise
+    def start(workdir: Path):  # a process each: the compiler flags of this process change rounding
         flags = ["--config.trainer.max_steps=20"]
         return runs.start(workdir, *flags, config="chat", file=f"{folder}/my.py", devices=8)
 
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
 
 
 def written(workdir: Path) -> dict[Path, int]:
-    """When each file was written, but hashes of data, which are kept once a file is no longer quite new."""
+    """Return each file's modification time, except data hashes, which are stored only once a file is no longer new."""
     files = [path for path in workdir.rglob("*") if path.is_file() and path.name != "hashes.json"]
     return {path: path.stat().st_mtime_ns for path in files}
 

@@ -1,4 +1,4 @@
-"""A finished run, started again, says so before anything starts, and changes no file."""
+"""A finished run that is started again reports this before any work starts, and changes no file."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.support.runs import rows, train, write_text
 
 
 class Killed(NamedTuple):
-    """What a run left that was killed after its last save."""
+    """Files left by a run that was killed after its last save."""
 
     rows: list[dict]
     checkpoints: dict[str, tuple[int, bytes]]
@@ -24,7 +24,7 @@ FLAGS = ("--config.trainer.max_steps=4", "--config.trainer.save_every=2")
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Killed]]:
-    """(a workdir whose run of four steps came to its end in a second start, what the first had left)."""
+    """(workdir of a four-step run that finished in its second start, the files that the first start left)."""
     root = tmp_path_factory.mktemp("finished")
     saved = Run.save
 
@@ -48,12 +48,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Kil
 
 @pytest.fixture
 def finished(killed: tuple[Path, Killed]) -> Path:
-    """The workdir of a run of four steps that came to its end."""
+    """The workdir of a finished run of four steps."""
     return killed[0]
 
 
 def files(workdir: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file: when it was written, and what is in it."""
+    """Return (modification time, content) of every file, by relative path."""
     return {
         str(path.relative_to(workdir)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(workdir.rglob("*"))
@@ -63,7 +63,7 @@ def files(workdir: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.fixture
 def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test where the command gets as far as what compiles and trains."""
+    """Fail the test if the command gets as far as the code that compiles and trains."""
 
     def start(*_: Any) -> int:
         raise AssertionError("the run was started")

@@ -1,4 +1,4 @@
-"""A user's own hooks: the one of docs/architecture.md, the moments at which hooks are asked, and what is no hook."""
+"""User-defined hooks: the one in docs/architecture.md, when hooks are called, and what is rejected as a hook."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory is a new one, with some text."""
+    """Make a new current directory that contains some text."""
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str])
     heard = [line.removeprefix("heard ") for line in capsys.readouterr().out.splitlines() if line.startswith("heard")]
     assert heard[:4] == ["a before 1", "b before 1", "a before 2", "b before 2"]
     assert heard[4:8] == ["a metrics 1", "b metrics 1", "a metrics 2", "b metrics 2"]
-    # The run's own Save comes first: the last step is saved, or being saved, when the user's hooks are asked.
+    # The run's own Save hook comes first: the last step is saved, or being saved, when the user's hooks are called.
     assert [line.rpartition(" ")[0] for line in heard[8:]] == ["a end 2", "b end 2"]
 
 

@@ -1,6 +1,6 @@
-"""`learner.nonfinite=rollback` leaves out the batches that were not finite, and no other: what a run was trained on.
+"""`learner.nonfinite=rollback` leaves out exactly the batches that were not finite.
 
-The reference is a run that never had those batches: its pipeline counts past them by itself.
+The reference is a run that never had those batches: its pipeline skips them by itself.
 """
 
 import json
@@ -21,20 +21,20 @@ from tests.support.runs import losses, train, write_text
 from tests.support.tiny import POISON
 
 ROLL_BACK = "--config.learner.nonfinite=rollback"
-STEPS = 12  # of the run; a checkpoint every 4
+STEPS = 12  # with a checkpoint every 4 steps
 make_batch = DataPipeline.train_batch
 
 
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text for the runs; $TINY_TEXT is as before afterwards."""
+    """Text for the runs; $TINY_TEXT is restored afterwards."""
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """By step, the index of the batch that it was trained on last, as the program was given it."""
+    """The index of the batch that each step was last trained on, recorded from what the program receives."""
     by_step: dict[int, int] = {}
     given: list[int] = []
     put, begin = Program.put, Trainer.__init__
@@ -65,7 +65,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
-    """From now on, the loss of the batches with these indices is NaN."""
+    """From now on, make the loss of the batches with these indices NaN."""
 
     def train_batch(self: DataPipeline, index: int, rows: Any, origin: int = 0) -> dict[str, np.ndarray]:
         batch = make_batch(self, index, rows, origin)
@@ -77,12 +77,12 @@ def poison(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
 
 
 def leaves(workdir: Path) -> dict[str, Any]:
-    """Shape, dtype and checksum of every array of the last checkpoint."""
+    """Return shape, dtype and checksum of every array in the last checkpoint."""
     return json.loads((workdir / "checkpoints" / f"{STEPS:08d}" / "manifest" / "data.json").read_text())["leaves"]
 
 
 def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    """The run in `workdir` has the losses and the arrays, bit for bit, of one whose data never had these batches."""
+    """Check that a run has, bit for bit, the losses and arrays of one whose data never had these batches."""
     batches = [index for index in range(30) if index not in bad]
 
     def train_batch(self: DataPipeline, index: int, rows: Any, origin: int = 0) -> dict[str, np.ndarray]:
@@ -102,7 +102,7 @@ def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatc
     [
         ({6}, ()),
         ({5, 6, 10}, ()),  # two in a row, and one that is found after a later checkpoint
-        ({0, 2, 6}, ()),  # before there is a checkpoint, and after
+        ({0, 2, 6}, ()),  # before the first checkpoint, and after it
         ({9}, ("--config.learner.accumulate=2", "--config.data.global_batch_size=16")),
         ({11}, ()),  # in the last step
     ],
@@ -132,7 +132,7 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, monkeypatch, trained:
 
 @pytest.mark.pairs
 def test_a_roll_back_past_an_earlier_one_leaves_out_both(tmp_path: Path, monkeypatch, trained: dict[int, int]) -> None:
-    """The newest checkpoint is lost meanwhile, so the second roll back goes to one that knows nothing of the first."""
+    """The newest checkpoint is lost in between, so the second rollback restores one that does not record the first."""
     poison(monkeypatch, 6, 10)
     roll_back = Trainer._roll_back
     calls: list[int] = []
@@ -162,7 +162,7 @@ def test_batches_come_in_turn_but_for_those_left_out() -> None:
 
 
 def test_the_position_of_an_earlier_version_is_kept() -> None:
-    """It stored how far a roll back had moved all batches: at step 20, batches 20 to 22 had been left out."""
+    """Earlier versions stored how far rollbacks had shifted all batches: at step 20, batches 20 to 22 were left out."""
     order = BatchOrder.stored({"fingerprint": "...", "next": 23, "offset": 3})
     assert [order.batch_after(step) for step in (20, 21)] == [23, 24]
     assert [order.without(24).batch_after(step) for step in (20, 21, 22)] == [23, 25, 26]

@@ -1,4 +1,4 @@
-"""One copy: in every phase of a run, live arrays are the layout's leaves, a few batches, and next to nothing else."""
+"""No second copy: in every phase of a run, live arrays are the layout's leaves, a few batches and little else."""
 
 import gc
 from pathlib import Path
@@ -20,19 +20,19 @@ SLACK = 1 << 20
 
 
 def live(memory_kind: str) -> int:
-    """Bytes of live arrays of a kind, over all devices."""
+    """Return the bytes of live arrays in a memory kind, over all devices."""
     return sum(size for (_, kind), size in live_array_bytes().items() if kind == memory_kind)
 
 
 @pytest.fixture(autouse=True)
 def before() -> dict[str, int]:
-    """What other tests of this process left alive: it is not this run's."""
+    """Bytes that other tests of this process left alive, which do not count for this run."""
     gc.collect()
     return {kind: live(kind) for kind in ("device", "pinned_host")}
 
 
 class Probe:
-    """Looks at all live arrays, by phase."""
+    """Records the bytes of all live arrays, by phase."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]) -> None:
         self.before = before
@@ -64,7 +64,7 @@ class Probe:
         monkeypatch.setattr(owner, name, wrapped)
 
     def look(self, phase: str) -> None:
-        """Notes how many bytes are alive beyond the layout, over all devices."""
+        """Record how many bytes are alive beyond the layout, over all devices."""
         assert self.program is not None
         count = self.program.mesh.size
         layout = self.program.layout
@@ -80,7 +80,7 @@ def batch_bytes(program: Program) -> int:
 
 
 def beyond_the_layout_while_sampling(monkeypatch: pytest.MonkeyPatch, before: dict[str, int]) -> list[int]:
-    """Bytes on the devices beyond the layout, noted at every token that a run samples from now on."""
+    """Return a list that collects the device bytes beyond the layout at every token that a run samples from now on."""
     seen: list[int] = []
     original = Generator.stream
 
@@ -119,7 +119,7 @@ def test_one_copy_in_every_phase(
     assert state.bytes_per_device("parameter") * probe.program.mesh.size > 2 * limit, "a copy would not be noticed"
     for phase, (device, host) in probe.seen.items():
         assert device <= limit, f"{phase}: {device} bytes on the devices beyond the layout; all: {probe.seen}"
-        # An asynchronous save takes its snapshot into plain host memory, so there is no array of it either.
+        # An asynchronous save takes its snapshot into plain host memory, so it adds no host arrays either.
         assert host <= SLACK, f"{phase}: {host} bytes of arrays in host memory beyond the layout"
     assert len(sampling) == 6, "three tokens at the end of either run"
     assert 0 < max(sampling) <= SLACK, "a second model"
@@ -154,7 +154,7 @@ def test_a_lost_donation_is_noticed(
     held: list[Any] = []
 
     def hold(self: hooks.Hook, run: Run, number: int) -> None:
-        held[:] = [run.state]  # without donation, the old state is still there after the step
+        held[:] = [run.state]  # without donation, the old state is still alive after the step
 
     monkeypatch.setattr(hooks.Guard, "before_step", hold, raising=False)
     assert train(tmp_path / "run", "--config.trainer.max_steps=2", config="wide") == 0

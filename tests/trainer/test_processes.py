@@ -1,4 +1,4 @@
-"""Two real processes of one run: the losses of one process, and checkpoints that either can restore."""
+"""Two real processes of one run: their losses equal those of one process, and either setup restores the checkpoints."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
     assert one.wait(timeout=300) == 0, Path(f"{tmp_path}/one.out").read_text()
     two = pair(tmp_path / "two", *mesh, "--config.trainer.max_steps=8")
     assert [process.wait(timeout=300) for process in two] == [0, 0], Path(f"{tmp_path}/two.out").read_text()
-    # 8 steps by two processes, then 4 more by one process with another mesh, from the checkpoint of the two.
+    # 8 steps on two processes, then 4 more on one process with another mesh, from the checkpoint of the two.
     rest = start(tmp_path / "two", "--config.mesh.fsdp=2", devices=2)
     assert rest.wait(timeout=300) == 0, Path(f"{tmp_path}/two.out").read_text()
     expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")

@@ -1,4 +1,4 @@
-"""What may change when a run goes on: the size of batches, rates, logging; and what is refused before compiling."""
+"""Resuming: settings that may change (batch size, rates, logging), and changes that are refused before compiling."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ RATE = "--config.learner.optimizer.learning_rate"
 
 
 def position(workdir: Path, step: str) -> dict:
-    """What the checkpoint of a step holds of the data."""
+    """Return the data position stored in the checkpoint of a step."""
     manifest = json.loads((workdir / "checkpoints" / step / "manifest" / "data.json").read_text())
     return manifest["extra"]["data"]
 
@@ -32,7 +32,7 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     assert position(saved, SAVED)["sequences"] == 32
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        # Nothing is compiled before these are refused.
+        # These are refused before anything is compiled.
         patch.setattr("framework.run.canary.check", pytest.fail)
         patch.setattr("framework.plan.guard.need", pytest.fail)
         for flags, message in {
@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     assert train(saved, *changed, f"{RATE}=1e-3", "--config.trainer.max_steps=6") == 0
     printed = capsys.readouterr().out
     assert "global batch 8 -> 16: the data order continues at sequence 32, not at step 4" in printed
-    # A number has no place for the count of the schedule that it replaces.
+    # A plain number has no slot for the step count of the schedule that it replaces.
     assert "config.learner.optimizer.learning_rate: 0.001 from here on, as a constant schedule" in printed
     rate = config_for(optax.constant_schedule, value=0.001)
     stored_config = json.loads((saved / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What a start does before its first step: what it imports, and which programs it compiles."""
+"""The work of a start before its first step: the modules it imports and the programs it compiles."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from framework.program.program import Program
 from framework.program.whole import Whole
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 
-# Libraries that take long to import, and that no start needs before its first step.
+# Libraries that are slow to import and that no start needs before its first step.
 LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")
 
 
@@ -43,8 +43,8 @@ def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeyp
     state = ahead.init()
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
-    # What the thread has compiled is what is called: nothing is compiled a second time.
-    assert ahead.ahead.program(evaluation_of("ema"))  # the last that it compiles
+    # The main thread calls the programs that the other thread compiled: nothing is compiled a second time.
+    assert ahead.ahead.program(evaluation_of("ema"))  # the last one that it compiles
     monkeypatch.setattr(Whole, "_evaluation", lambda *_: pytest.fail("compiled again"))
     for name in ("evaluate_jit", "evaluate_averages_jit"):
         vars(ahead.execution).pop(name)

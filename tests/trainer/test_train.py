@@ -1,4 +1,4 @@
-"""`plimsoll train` as a person uses it: a run leaves what the README says, resumes, stops, and refuses."""
+"""`plimsoll train` end to end: a run leaves the files that the README lists, resumes, stops and refuses."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def test_a_run_leaves_everything(done: Path) -> None:
 
 
 def kill_after_a_save(workdir: Path) -> None:
-    """Starts the run, and kills it at some moment after its first checkpoint."""
+    """Start the run, and kill it at a random moment after its first checkpoint."""
     process = start(workdir, *LONG)
     wait_for(lambda: list(workdir.glob("checkpoints/*/commit_success.txt")))
     time.sleep(random.uniform(0.0, 0.3))
@@ -56,7 +56,7 @@ def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
 ) -> None:
     workdir = tmp_path / "run"
     kill_after_a_save(workdir)
-    # The signal comes long before the end, and no step but the one that it stops at is saved.
+    # The signal comes long before the end, and only the step that it stops at is saved.
     process = start(workdir, "--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
     wait_for(lambda: resumed_from(workdir))
     (saved,) = resumed_from(workdir)
@@ -115,7 +115,7 @@ def test_a_start_before_the_first_checkpoint_leaves_no_second_rows(
 def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Both rows of step 4, of training and of its evaluation, are there when the run dies; its checkpoint is not."""
+    """When the run dies, both rows of step 4 (training and evaluation) are written, but its checkpoint is not."""
     save = Run.save
 
     def die(run: Run, step: int) -> None:
@@ -162,7 +162,7 @@ def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.pairs
 def test_one_experiment_is_built(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the command line is the run's."""
+    """The run uses the experiment that the command line built."""
     built: list[Experiment] = []
     build = Experiment.__init__
 
@@ -186,7 +186,7 @@ def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.pairs
 def test_a_sample_of_no_prompt_where_the_tokenizer_opens_no_text(text, tmp_path, monkeypatch, capsys):
-    """As of most published models: the sample then follows the token between documents."""
+    """As with most published models, the sample then follows the token between documents."""
     monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: list(text.encode()))
     assert train(tmp_path / "run", "--config.trainer.sample_tokens=4", "--config.trainer.max_steps=1") == 0
     output = capsys.readouterr()

@@ -81,14 +81,14 @@ def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
         return head(trained["head"], x, tokens[1:])
 
     trained = {
-        "table": shapes_of(table.init, model.table_shape()),
-        "stack": shapes_of(stack.init, model.stack_shapes()),
-        "head": shapes_of(head.init, model.head_shapes()),
+        "table": get_init_shapes(table.init, model.table_shape()),
+        "stack": get_init_shapes(stack.init, model.stack_shapes()),
+        "head": get_init_shapes(head.init, model.head_shapes()),
     }
     return Training(pl.value_and_update(loss), trained)
 
 
-def shapes_of(init: Callable[..., Any], weights: Any) -> Any:
+def get_init_shapes(init: Callable[..., Any], weights: Any) -> Any:
     """Return the shapes that `init` produces from weights, with a sharding on leaves that it offloads to the host."""
     program, shapes = jax.make_jaxpr(init, return_shape=True)(weights)
     leaves, structure = jax.tree.flatten(shapes)

@@ -64,7 +64,7 @@ LAYERS = "layer_programs full state_hosted"
 H200_BYTES = 128 * 2**30
 
 
-def sets_of(words: str) -> dict[str, str]:
+def parse_overrides(words: str) -> dict[str, str]:
     """Return the overrides for the words of a row, by dotted path."""
     found = dict[str, str]()
     for word in words.split():
@@ -91,7 +91,7 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
 
     def train(config: str, size: str, words: str, steps: int, seconds: int = 150, **more: Any) -> None:
         batch, _, seq = size.partition("x")
-        sets = sets_of(words) if "adafactor" in words else {**adamw, **sets_of(words)}
+        sets = parse_overrides(words) if "adafactor" in words else {**adamw, **parse_overrides(words)}
         row = {"kind": "train", "name": f"{config} {size} {words}", "config": config, "sets": sets, "steps": steps}
         rows.append({**row, "batch": int(batch), "seq": int(seq), "seconds": seconds, **more})
 
@@ -101,7 +101,7 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
             for words in SCHEDULES:
                 dry = dtype == "float32" and words in (SCHEDULES[0], SCHEDULES[5], SCHEDULES[-4])
                 row = {"kind": "exact", "name": f"{words} {dtype}", "config": "llama3-8b", "dry": dry, "seconds": 120}
-                rows.append({**row, "sets": {**types, **sets_of(words)}})
+                rows.append({**row, "sets": {**types, **parse_overrides(words)}})
     elif part == "memory":
         for words in ("none", "full", "streamed full", "in_backward full clip_mode=two_pass", LAYERS):
             train("gpt2-350m", "16x1024", words, 3, dry=words == "full")

@@ -144,8 +144,8 @@ def row_of(name: str, *, estimate: bool) -> Row:
     answer(question, target, host_bytes=host_bytes)
     again = time.monotonic() - start
     known = CompiledBytes(question, fresh=False)
-    best, count = _swept(_informed(_chooser(pair, config, target, host_bytes), known))
-    switched = _switched(_informed(_chooser(pair, config, target, host_bytes), known))
+    best, count = _swept(_add_known_peaks(_chooser(pair, config, target, host_bytes), known))
+    switched = _find_uniform_settings(_add_known_peaks(_chooser(pair, config, target, host_bytes), known))
     return Row(name, found.choice, found.failure, searched, again, switched, count, best)
 
 
@@ -159,7 +159,7 @@ def _chooser(pair: Pair, config: Config, target: Target, host_bytes: int | None)
     )
 
 
-def _informed(chooser: Chooser, known: CompiledBytes) -> Chooser:
+def _add_known_peaks(chooser: Chooser, known: CompiledBytes) -> Chooser:
     """Give the chooser all compiled peaks of the search, so that its notion of what fits is the same."""
     for settings, compiled in known.items():
         cost = chooser.forms.cost(settings)
@@ -168,7 +168,7 @@ def _informed(chooser: Chooser, known: CompiledBytes) -> Chooser:
     return chooser
 
 
-def _switched(chooser: Chooser) -> Switched | None:
+def _find_uniform_settings(chooser: Chooser) -> Switched | None:
     """Return the best settings that do not vary between layers."""
     # With no repeating units, the search has nothing between all layers and none.
     chooser.space.num_units = 0

@@ -38,7 +38,7 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
     used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
     head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
     choices = "".join(_choice_line(row) for row in rows)
-    compared = "".join(_compared_line(row) for row in rows if row["choice"] is not None)
+    compared = "".join(_comparison_line(row) for row in rows if row["choice"] is not None)
     return f"{head}{_CHOICES}{choices}{_COMPARED}{compared}"
 
 
@@ -64,7 +64,7 @@ def _choice_line(row: Mapping[str, Any]) -> str:
     return _line(cells)
 
 
-def _compared_line(row: Mapping[str, Any]) -> str:
+def _comparison_line(row: Mapping[str, Any]) -> str:
     choice = row["choice"]
     switched = row["switched"]
     best = row["best_of_sweep"]

@@ -148,7 +148,7 @@ def all_layers(tokens: int, dtype: str) -> Iterator[Row]:
     yield from layer_rows("head", LMHead(**table), applied, batch, x, dtype)
 
 
-def shared_row(dtype: str) -> Row:
+def measure_shared_layer(dtype: str) -> Row:
     """Return the row of the gradient of a layer that all units of a stack share."""
     stack = Stack(dim=DIM, num_layers=2 * USES, pattern=[config_for(Shift), config_for(Shift)], shared=[1])
     own = {"block0": {"shift": jnp.zeros((USES, DIM), dtype)}}
@@ -202,7 +202,7 @@ def main() -> None:
         parser.error(f"--tokens: expected a multiple of {LENGTH}, given {tokens}")
     columns = []
     for dtype in ("bfloat16", "float32"):
-        columns.append(dict([*all_layers(tokens, dtype), shared_row(dtype), *learner_rows(dtype)]))
+        columns.append(dict([*all_layers(tokens, dtype), measure_shared_layer(dtype), *learner_rows(dtype)]))
     print(f"{tokens:,} tokens on {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print("| sum | bfloat16 parameters | float32 parameters |\n|---|---|---|")
     names = [(left, right) for left, right in zip(*columns, strict=True)]

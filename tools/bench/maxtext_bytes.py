@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if not topologies:
         raise cli.UsageError("compile_topology=NAME is required, such as v5e-16")
     os.environ.update(maxtext_function.ENVIRONMENT, MAXTEXT=" ".join(argv))
-    compiled = _compiled_by_maxtext()
+    compiled = _compile_with_maxtext()
     function, arguments, options = maxtext_function.step()
     report = framework.plan_function(function, arguments, topologies[-1], **options).report
     rows = []
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     return int(max(differences) > _TOLERANCE)
 
 
-def _compiled_by_maxtext() -> dict:
+def _compile_with_maxtext() -> dict:
     """Return the step.json that tools/bench/maxtext_step.py writes. Raises UsageError if MaxText fails."""
     with tempfile.TemporaryDirectory(prefix="plimsoll-maxtext-") as name:
         command = [sys.executable, str(_SCRIPT), name, *maxtext_function.command()[2:]]

@@ -33,7 +33,7 @@ def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] =
             if fact.settings.maxtext is None or (numbers and number not in numbers):
                 continue
             try:
-                result = _planned(number, fact, python, folder)
+                result = _plan_fact(number, fact, python, folder)
             except ValueError as error:
                 print(f"{number}: {fact.line()}: not planned: {error}", file=sys.stderr)
                 continue
@@ -42,7 +42,7 @@ def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] =
             print(f"{number}: {fact.line()}: {result.peak_bytes / 2**30:.2f} GiB, fits: {result.fits}", flush=True)
 
 
-def _planned(number: int, fact: PublicFact, python: Path, folder: Path) -> PlannedFact:
+def _plan_fact(number: int, fact: PublicFact, python: Path, folder: Path) -> PlannedFact:
     """Plan MaxText's own step in a process of MaxText's environment.
 
     Raises:

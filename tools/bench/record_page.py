@@ -189,7 +189,7 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "",
         "| fact | why nothing of ours comes near |",
         "|---|---|",
-        *_not_planned(facts, results),
+        *_list_unplanned(facts, results),
     ]
     return "\n".join(lines) + "\n"
 
@@ -215,7 +215,7 @@ def _table(rows: list[Judged]) -> list[str]:
     return [f"| {' | '.join(header)} |", "|---|---|---|---|---|---|---|", *map(_line, rows)]
 
 
-def _not_planned(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[str]:
+def _list_unplanned(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[str]:
     lines = []
     with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as folder:
         for number, fact in enumerate(facts, start=1):

@@ -93,7 +93,7 @@ class Start(NamedTuple):
     programs: list[tuple[str, float]]
 
 
-def activity_of(frame: FrameType | None) -> str:
+def classify_stack(frame: FrameType | None) -> str:
     """Classify a stack by its innermost frame with a known activity, and by any frame that identifies the program."""
     action = ""
     names: set[str] = set()
@@ -144,7 +144,7 @@ class Sampler(threading.Thread):
             time.sleep(SAMPLE_S)
             frame = sys._current_frames().get(self._main)  # pyright: ignore[reportArgumentType]
             now = time.process_time()
-            processor[activity_of(frame)] += now - before
+            processor[classify_stack(frame)] += now - before
             before = now
         self._report.write_text(json.dumps({"processor": processor, "programs": self.programs}))
         os._exit(0)
@@ -162,7 +162,7 @@ def _num_rows(path: Path) -> int:
         return 0
 
 
-def measured_process(report: Path, arguments: list[str]) -> int:
+def train_with_sampler(report: Path, arguments: list[str]) -> int:
     """Run `plimsoll train` with these arguments in the started process, while sampling it."""
     workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
     sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
@@ -247,7 +247,7 @@ def first_characters(repeats: int) -> list[str]:
 def main() -> int:
     """Measure and print."""
     if report := os.environ.get(REPORT_VARIABLE):
-        return measured_process(Path(report), sys.argv[1:])
+        return train_with_sampler(Path(report), sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", metavar="NAME", help=f"default: {', '.join(DEFAULT_CONFIGS)}")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="an override of the config")

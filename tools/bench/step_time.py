@@ -63,14 +63,14 @@ class Row(NamedTuple):
         return self.estimated / self.measured
 
 
-def estimated_seconds(words: Sequence[str], folder: Path) -> float:
+def estimate_step_time(words: Sequence[str], folder: Path) -> float:
     """Return the planned seconds of a step."""
     path = folder / "plan.json"
     _run("launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
     return json.loads(path.read_text())["time"]["seconds"]
 
 
-def measured_seconds(words: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
+def measure_step_time(words: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
     """Return the seconds of a step in training, measured over the fastest window of steps."""
     window = max(2, round(seconds / _WINDOWS / estimate))
     workdir = folder / "run"
@@ -139,8 +139,8 @@ def main(argv: list[str]) -> int:
             continue
         with tempfile.TemporaryDirectory(prefix="plimsoll-step-time-") as name:
             folder = Path(name)
-            estimate = estimated_seconds(words, folder)
-            measured = measured_seconds(words, estimate, args.seconds, folder)
+            estimate = estimate_step_time(words, folder)
+            measured = measure_step_time(words, estimate, args.seconds, folder)
         rows.append(Row(setting, estimate, measured))
         print(f"{setting}: {1e3 * estimate:.1f} estimated, {1e3 * measured:.1f} measured", file=sys.stderr)
     print(render([section(rows)]), end="")

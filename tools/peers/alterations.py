@@ -395,7 +395,7 @@ def _shards(folder: Path, tensors: Tensors, *, lose: int = 0, more: bool = False
     _index(folder, dict(list(home.items())[lose:]))
 
 
-def _index_of(file: str) -> Callable[[Path, Tensors], None]:
+def _make_index(file: str) -> Callable[[Path, Tensors], None]:
     return lambda folder, tensors: _index(folder, dict.fromkeys(tensors, file))
 
 
@@ -416,8 +416,8 @@ def _as(dtype: Any) -> Callable[[Path, Tensors], None]:
 FILES: dict[str, Callable[[Path, Tensors], None]] = {
     "shards": _shards,
     "a stale index and its shards beside a single file": _stale_shards,
-    "an index of nothing beside a single file": _index_of("nowhere.safetensors"),
-    "an index of the single file": _index_of("model.safetensors"),
+    "an index of nothing beside a single file": _make_index("nowhere.safetensors"),
+    "an index of the single file": _make_index("model.safetensors"),
     "an index that leaves a tensor out": lambda folder, tensors: _shards(folder, tensors, lose=1),
     "a shard with tensors of another": lambda folder, tensors: _shards(folder, tensors, more=True),
     "the head's table is that of the embedding": _with(lambda t: {**t, "lm_head.weight": t[_table(t)].copy()}),

@@ -94,7 +94,7 @@ def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed
 
     Compares only the metrics that TRL has.
     """
-    program, params, reference = _given(case, results, packed=packed)
+    program, params, reference = _build_case(case, results, packed=packed)
     arrays = batch(program, case, reference, seed, packed=packed)
     loss, metrics, gradients = _gradients(program, params, arrays)
     errors = {"loss": _relative(loss, results.loss)}
@@ -106,14 +106,14 @@ def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed
 
 def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
     """Return the relative errors of the losses of ten steps, and of the weights after them, against TRL's, by path."""
-    program, params, reference = _given(case, results, packed=packed)
+    program, params, reference = _build_case(case, results, packed=packed)
     batches = [batch(program, case, reference, number, packed=packed) for number in training_seeds(seed)]
     losses, trained = _train(program, params, batches)
     worst_loss = float(np.max(np.abs(losses / results.losses - 1)))
     return {"losses": worst_loss, **_tensor_errors(trained, results.trained)}
 
 
-def _given(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
+def _build_case(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
     """Return (program, weights, weights of the reference)."""
     program = program_of(case, packed=packed)
     model = program.experiment.language_model

@@ -99,7 +99,7 @@ def compute(model: Model, family: Family, inputs: Inputs) -> Results:
     """Compute everything that is compared. This trains the model, so its weights change."""
     weights = weights_of(model)
     logits, loss, gradients = gradients_of(model, inputs)
-    packed_logits = _packed_logits(model, inputs)
+    packed_logits = _compute_packed_logits(model, inputs)
     losses = _train(model, inputs)
     moved = {name: p - weights[name] for name, p in weights_of(model).items()}
     ours = flatten(to_ours(family, moved))
@@ -148,7 +148,7 @@ def published(model_type: str, tensors: Tensors) -> Tensors:
     return renamed
 
 
-def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:
+def _compute_packed_logits(model: Model, inputs: Inputs) -> np.ndarray:
     logits = np.zeros((len(DOCUMENTS), SEQ_LEN, VOCAB), np.float32)
     for row, lengths in enumerate(DOCUMENTS):
         ends = np.cumsum(lengths)
@@ -187,12 +187,12 @@ def rotary(name: str) -> Tensors:
     """
     query = rotary_inputs(name)
     with wide_float():
-        exact = _rotated(name, query)
-    error = np.abs(_rotated(name, query.astype(np.float32)) - exact).max(axis=1)
+        exact = _rotate_query(name, query)
+    error = np.abs(_rotate_query(name, query.astype(np.float32)) - exact).max(axis=1)
     return {"query": query, "rotated": exact, "float32_error": error}
 
 
-def _rotated(name: str, query_PH: np.ndarray) -> np.ndarray:
+def _rotate_query(name: str, query_PH: np.ndarray) -> np.ndarray:
     head_dim, theta, scaling = ROTARY[name]
     # A dict, because the type checker does not know the fields that the configs of both versions 4 and 5 accept.
     fields: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 131_072}

@@ -79,12 +79,12 @@ def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_B
     places_BN = jnp.where(is_kept_BN, experts_BN * count + queue_BN, num_experts * count)
     tokens_N = jnp.tile(jnp.arange(length, dtype=jnp.int32), top_k)
 
-    def tokens_of_places(places_N: jax.Array) -> jax.Array:
+    def scatter_tokens(places_N: jax.Array) -> jax.Array:
         empty = jnp.full(num_experts * count, length, jnp.int32)
         # The index of dropped choices is past the last slot.
         return empty.at[places_N].set(tokens_N, mode="drop")
 
-    tokens_BEC = jax.vmap(tokens_of_places)(places_BN).reshape(batch, num_experts, count)
+    tokens_BEC = jax.vmap(scatter_tokens)(places_BN).reshape(batch, num_experts, count)
 
     def by_token(x_BN: jax.Array) -> jax.Array:
         return x_BN.reshape(batch, top_k, length).swapaxes(1, 2)

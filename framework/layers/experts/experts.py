@@ -226,7 +226,7 @@ class Experts(Layer):
         multiply: Any = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
-            multiply = partial(_multiply_as_estimated, dot)
+            multiply = partial(_multiply_for_estimate, dot)
         experts_N = experts_of_rows(groups.sizes_E, num_rows) if self.bias else None
 
         def project(name: str, rows_NI: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ class Experts(Layer):
         h_NF = self._hidden(project, x_ND)
         y_ND = checkpoint_name(project("down", h_NF), "mlp_down")
         y_TKD = collect(y_ND, groups)
-        y_TD = _weighted_sum(y_TKD, choice.shares_BSK.reshape(-1, top_k))
+        y_TD = _combine_outputs(y_TKD, choice.shares_BSK.reshape(-1, top_k))
         return y_TD.reshape(x_BSD.shape)
 
     def _hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -286,7 +286,7 @@ class Experts(Layer):
         y_BECD = placed(project("down", h_BECF), None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
         y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
-        return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK
+        return _combine_outputs(y_BSKD, choice.shares_BSK), places.is_kept_BSK
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the K experts of a token, not all: 2 * K * (2 or 3) * D * F, and their adapters."""
@@ -307,7 +307,7 @@ def _gathered(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
     return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
 
 
-def _multiply_as_estimated(
+def _multiply_for_estimate(
     dot: Callable[[jax.Array, jax.Array], jax.Array],
     x: jax.Array,
     weights: Any,
@@ -320,7 +320,7 @@ def _multiply_as_estimated(
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 
-def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
+def _combine_outputs(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
     """Sum over K, weighted by shares, in float32 or wider: [..., D] in y's dtype."""
     wide = jnp.promote_types(y_TKD.dtype, jnp.float32)
     # Not a matrix product: XLA would compute one with a single row for each token.

@@ -93,7 +93,7 @@ def grouped_dot(
         return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
     # Kernels skip rows without a token; array shapes do not show this, so the scope records the number of rows.
     work = _Work(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
-    return _grouped_dot(x_NI, weight_EIO, sizes_E, work)
+    return _multiply_groups(x_NI, weight_EIO, sizes_E, work)
 
 
 def multiply_stored(
@@ -127,21 +127,21 @@ class _Work(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_dot(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, work: _Work) -> jax.Array:
+def _multiply_groups(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, work: _Work) -> jax.Array:
     with jax.named_scope(work.scope):
         return _PRODUCTS[work.implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _grouped_dot_forward(x: Any, weight: Any, sizes: Any, work: _Work) -> Any:
+def _multiply_groups_forward(x: Any, weight: Any, sizes: Any, work: _Work) -> Any:
     """Return the product, and the residuals of the gradients: frozen weights need no rows."""
     # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
-    y_NO = _grouped_dot(x.value, weight.value, sizes.value, work)
+    y_NO = _multiply_groups(x.value, weight.value, sizes.value, work)
     return y_NO, (x_residual, weight_residual, sizes.value)
 
 
-def _grouped_dot_backward(work: _Work, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
+def _multiply_groups_backward(work: _Work, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
     products = _PRODUCTS[work.implementation]
     grad_NO = dense_cotangent(grad_NO)
@@ -155,7 +155,7 @@ def _grouped_dot_backward(work: _Work, residuals: Any, grad_NO: Any) -> tuple[An
     return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 
-_grouped_dot.defvjp(_grouped_dot_forward, _grouped_dot_backward, symbolic_zeros=True)
+_multiply_groups.defvjp(_multiply_groups_forward, _multiply_groups_backward, symbolic_zeros=True)
 
 
 def _over_blocks(

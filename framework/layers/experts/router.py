@@ -170,7 +170,7 @@ class Router(Layer):
     def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
         """Route the tokens x_BSD; `buffers` has the structure of `own_buffers`."""
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
-        inputs_BSD = self._jittered(x_BSD.astype(wide), ctx)
+        inputs_BSD = self._apply_jitter(x_BSD.astype(wide), ctx)
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
         if self.logit_bias:
             logits_BSE = logits_BSE + weights["bias"].astype(wide)
@@ -187,10 +187,10 @@ class Router(Layer):
         new_buffers = self._new_buffers(bias_E, choice.experts_BSK, buffers, ctx)
         if not ctx.training:
             return Routing(choice, None, {}, new_buffers)
-        loss, metrics = self._judged(logits_BSE, choice, ctx)
+        loss, metrics = self._compute_losses(logits_BSE, choice, ctx)
         return Routing(choice, loss, metrics, new_buffers)
 
-    def _jittered(self, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+    def _apply_jitter(self, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         if self.jitter == 0.0 or not ctx.training:
             return x_BSD
         assert ctx.rng is not None, "jitter needs a key"
@@ -204,7 +204,7 @@ class Router(Layer):
 
         return x_BSD * jax.vmap(row_factors)(ctx.rows)
 
-    def _judged(
+    def _compute_losses(
         self, logits_BSE: jax.Array, choice: Choice, ctx: Context
     ) -> tuple[jax.Array | None, dict[str, jax.Array]]:
         """Return (the losses times their coefficients, metrics), both divided by ctx.num_targets."""

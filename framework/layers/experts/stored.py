@@ -121,7 +121,7 @@ class StoredMatrix:
         if self.storage is None:
             y = dot(x, weights[name])
         else:
-            y = _stored_product(multiply, self.storage, x, weights[name], sizes)
+            y = _matmul_stored(multiply, self.storage, x, weights[name], sizes)
         if self.rank is None:
             return y
         low = dot(x, weights[f"{name}_lora_a"])
@@ -144,22 +144,24 @@ def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _stored_product(
+def _matmul_stored(
     multiply: Multiply, storage: Storage, x: jax.Array, parts: Nested, sizes: jax.Array | None
 ) -> jax.Array:
     return multiply(x, parts, partial(dequantize, storage=storage, dtype=x.dtype), False, sizes)
 
 
-def _stored_forward(
+def _matmul_stored_forward(
     multiply: Multiply, storage: Storage, x: jax.Array, parts: Nested, sizes: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    return _stored_product(multiply, storage, x, parts, sizes), (parts, sizes)
+    return _matmul_stored(multiply, storage, x, parts, sizes), (parts, sizes)
 
 
-def _stored_backward(multiply: Multiply, storage: Storage, residuals: Any, y_grad: jax.Array) -> tuple[Any, Any, Any]:
+def _matmul_stored_backward(
+    multiply: Multiply, storage: Storage, residuals: Any, y_grad: jax.Array
+) -> tuple[Any, Any, Any]:
     parts, sizes = residuals
     dense = partial(dequantize, storage=storage, dtype=y_grad.dtype)
     return multiply(y_grad, parts, dense, True, sizes), None, None
 
 
-_stored_product.defvjp(_stored_forward, _stored_backward)
+_matmul_stored.defvjp(_matmul_stored_forward, _matmul_stored_backward)

@@ -66,8 +66,8 @@ def neighbors(forms: ClosedForms, space: Space, room: Room, chosen: Candidate) -
 
 def _differences(forms: ClosedForms, space: Space, settings: Settings) -> Iterator[Settings]:
     in_effect = _InEffect(forms, settings)
-    yield from _less_recomputed(space, in_effect)
-    yield from _less_moved(space, in_effect)
+    yield from _reduce_remat(space, in_effect)
+    yield from _reduce_offload(space, in_effect)
     counts = space.accumulations(tuple(one for one in settings if one.path in MESH))
     present = int(in_effect.text(ACCUMULATE))
     if present in counts:
@@ -92,7 +92,7 @@ class _InEffect:
         return self._texts.get(path, str(self._forms.config.get_path(path)))
 
 
-def _less_recomputed(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
+def _reduce_remat(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
     remats = space.remats()
     present = in_effect.text(REMAT)
     if present in remats:
@@ -105,7 +105,7 @@ def _less_recomputed(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
         yield (setting(REMAT, span.policy),)
 
 
-def _less_moved(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
+def _reduce_offload(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
     """Yield, for each offloaded field, the setting that keeps it on the device.
 
     For a partially offloaded field, also yield the setting that offloads one unit of the stack less.

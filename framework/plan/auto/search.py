@@ -84,7 +84,7 @@ class Search:
             branch.expand()
         if not self.found:
             return None
-        return self._filled(self._preferred())
+        return self._filled(self._select_preferred())
 
     def _filled(self, best: Candidate) -> Candidate:
         """Return the settings with less recomputation in as many layers as there is room for."""
@@ -96,7 +96,7 @@ class Search:
     def _best_seconds(self) -> float:
         return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
 
-    def _preferred(self) -> Candidate:
+    def _select_preferred(self) -> Candidate:
         """Return the candidate that moves and changes least, among those as fast as the fastest."""
         fast_enough = self._best_seconds * AS_FAST
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]

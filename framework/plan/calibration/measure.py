@@ -40,14 +40,14 @@ def measured_rates(devices: Sequence[Any]) -> DeviceRates:
     points: dict[Kind, list[tuple[float, float]]] = {}
     for workload in workloads(spec.platform):
         with phase(f"measuring {workload.kind}"):
-            seconds = _seconds_of_turn(workload, spec, device)
+            seconds = _measure_turn(workload, spec, device)
         # A curve maps a size to the seconds for an amount equal to that size.
         point = (workload.size, seconds * workload.size / workload.amount)
         points.setdefault(workload.kind, []).append(point)
     on_host = spec.platform == "cpu"
     return DeviceRates(
         device=spec.name,
-        curves={kind: Curve(_sorted(kind_points)) for kind, kind_points in points.items()},
+        curves={kind: Curve(_sort_points(kind_points)) for kind, kind_points in points.items()},
         program_start=_seconds_to_start(device),
         host_link=None if on_host else _host_link(device),
         links=None if on_host or len(devices) < 2 else _links(devices),
@@ -56,11 +56,11 @@ def measured_rates(devices: Sequence[Any]) -> DeviceRates:
     )
 
 
-def _sorted(kind_points: list[tuple[float, float]]) -> Points:
+def _sort_points(kind_points: list[tuple[float, float]]) -> Points:
     return tuple(sorted(kind_points))
 
 
-def _seconds_of_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
+def _measure_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
     start, *others = (jax.device_put(array, device) for array in (workload.start, *workload.others))
 
     def run(value: Any, turns: Any, others: Any) -> Any:
@@ -69,14 +69,14 @@ def _seconds_of_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> 
     options: dict[str, Any] = dict(spec.compiler_options)
     program = jax.jit(run).lower(start, jnp.int32(1), others).compile(compiler_options=options)
 
-    def seconds_of(turns: int) -> float:
+    def time_turns(turns: int) -> float:
         num_turns = jnp.int32(turns)
         return _shortest(lambda: program(start, num_turns, others))
 
-    seconds_of_start = seconds_of(0)
+    seconds_of_start = time_turns(0)
     turns = 1
     while True:
-        seconds = seconds_of(turns) - seconds_of_start
+        seconds = time_turns(turns) - seconds_of_start
         if seconds > _SECONDS:
             return seconds / turns
         turns *= 4

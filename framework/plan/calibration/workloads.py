@@ -59,7 +59,7 @@ def workloads(platform: str) -> Iterator[Workload]:
         yield _memory(length)
     if is_cpu:
         # On accelerators these rates do not matter: attention kernels are fused, and memory bandwidth bounds the rest.
-        yield from map(_batched_product, _BATCHED_SIDES)
+        yield from map(_batch_matmul, _BATCHED_SIDES)
         yield from map(_arithmetic, _LENGTHS)
         yield from map(_transcendental, _LENGTHS)
 
@@ -71,7 +71,7 @@ def _product(kind: Kind, dtype: Any, side: int) -> Workload:
     return Workload(kind, flops, flops, jnp.matmul, jnp.ones((side, side), dtype), (weights,))
 
 
-def _batched_product(side: int) -> Workload:
+def _batch_matmul(side: int) -> Workload:
     """Return products of small matrices, one for each head."""
     shape = (_HEADS, side, side)
     weights = jnp.full(shape, 1.0 / side, jnp.float32)

@@ -131,7 +131,7 @@ def _collective(
 ) -> Collective:
     kind = kind_of(instruction)
     mode = _mode(scheduled)
-    received = _received(module, instruction)
+    received = _count_received(module, instruction)
     if mode == "fused" and kind == "all-reduce":
         # Of the all-reduce, only the scatter half arrives: this chip receives only its own part of the result.
         kind = "reduce-scatter"
@@ -147,7 +147,7 @@ def _collective(
     )
 
 
-def _received(module: Module, instruction: Instruction) -> float:
+def _count_received(module: Module, instruction: Instruction) -> float:
     """Return the bytes that one chip receives in a ring of n: (n-1)/n of the array, for an all-reduce twice that."""
     kind = kind_of(instruction)
     size = group_size(instruction)

@@ -41,9 +41,9 @@ class Flops:
         if instruction.opcode == "dot":
             return _dot(self._module, instruction)
         if instruction.opcode == "fusion":
-            return self._of_called(instruction.called("calls"))
+            return self._count_computation(instruction.called("calls"))
         if instruction.opcode == "call":
-            return self._of_called(instruction.called("to_apply"))
+            return self._count_computation(instruction.called("to_apply"))
         if instruction.opcode == "custom-call":
             return _grouped(self._module, instruction)
         return 0
@@ -62,7 +62,7 @@ class Flops:
         for inner in self._module.fused(instruction):
             yield from self._products(inner)
 
-    def _of_called(self, computation: str) -> int:
+    def _count_computation(self, computation: str) -> int:
         if computation not in self._of_computation:
             inner = self._module.computations.get(computation, [])
             self._of_computation[computation] = sum(map(self.of, inner))

@@ -58,14 +58,14 @@ class Module(Computations):
                 channel = re.search(r"channel_id=(\d+)", instruction.attributes)
                 # An asynchronous collective may appear twice in the text, with the same channel.
                 key = (kind, channel[1] if channel else instruction.name)
-                size = self._exchanged_bytes(instruction)
+                size = self._count_exchanged_bytes(instruction)
                 bytes_by_channel[key] = max(bytes_by_channel.get(key, 0), size * runs)
         totals: Counter[str] = Counter()
         for (kind, _), size in bytes_by_channel.items():
             totals[kind] += size
         return dict(totals)
 
-    def _exchanged_bytes(self, collective: Instruction) -> int:
+    def _count_exchanged_bytes(self, collective: Instruction) -> int:
         operand_bytes = 0
         for name in collective.operands:
             if name in self.instructions:

@@ -42,7 +42,7 @@ class Traffic:
         return bytes_in(instruction.type, VMEM) + sum(bytes_in(operand.type, VMEM) for operand in operands)
 
     def _of_fusion(self, fusion: Instruction) -> int:
-        return self._read_by_fusion(fusion) + self._written_by_fusion(fusion)
+        return self._read_by_fusion(fusion) + self._count_fusion_writes(fusion)
 
     def _read_by_fusion(self, fusion: Instruction) -> int:
         parameters = self._parameters(fusion)
@@ -54,7 +54,7 @@ class Traffic:
                 total += self._read(parameters[index], size)
         return total
 
-    def _written_by_fusion(self, fusion: Instruction) -> int:
+    def _count_fusion_writes(self, fusion: Instruction) -> int:
         root = self._module.root(fusion.called("calls"))
         results = placed(fusion.type)
         if root is None:

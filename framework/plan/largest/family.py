@@ -105,7 +105,7 @@ class Family:
     def members(self, most: int) -> list[Member]:
         """Return the sizes of up to `most` times the known width, smallest first."""
         widths = range(self._step, most * self.known.heads + 1, self._step)
-        depths = [self._depths_of(heads) for heads in widths]
+        depths = [self._depths_for_width(heads) for heads in widths]
         members = []
         for depth, next_depth in itertools.pairwise(depths):
             layers = depth.first
@@ -114,9 +114,9 @@ class Family:
                 layers += self._unit_layers
         return members
 
-    def _depths_of(self, heads: int) -> _Depths:
+    def _depths_for_width(self, heads: int) -> _Depths:
         """Return the models of one width: the first depth, and the parameters by depth."""
-        first = self._layers_of(heads)
+        first = self._layers_for_width(heads)
         shallow = num_parameters(self.config_of(Size(heads, self._unit_layers)))
         deeper = num_parameters(self.config_of(Size(heads, 2 * self._unit_layers)))
         of_layer = (deeper - shallow) // self._unit_layers
@@ -126,7 +126,7 @@ class Family:
     def _unit_layers(self) -> int:
         return len(self.config.model.stack.pattern)
 
-    def _layers_of(self, heads: int) -> int:
+    def _layers_for_width(self, heads: int) -> int:
         """Return the depth that the family's rule gives a width."""
         known = self.known
         units = round(known.layers / self._unit_layers * heads / known.heads)

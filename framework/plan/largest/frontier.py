@@ -99,8 +99,8 @@ class Search:
 
     def largest(self) -> Point | None:
         """Return the largest size that fits; None if none was found."""
-        number = self._largest_by_closed_form()
-        return None if number is None else self._confirmed(number)
+        number = self._estimate_largest()
+        return None if number is None else self._confirm_largest(number)
 
     def run(self, name: str) -> Frontier:
         """Return the largest size that fits, and smaller ones."""
@@ -110,7 +110,7 @@ class Search:
         smaller = [self._point(number) for number in self._numbers_below(point.parameters)]
         return Frontier(name, [*(found for found in smaller if found is not None), point])
 
-    def _largest_by_closed_form(self) -> int | None:
+    def _estimate_largest(self) -> int | None:
         """Return the index of the largest size that fits by the estimate, or None.
 
         The search assumes that if a size does not fit, no larger size does.
@@ -144,7 +144,7 @@ class Search:
             middle = self._nearest(math.sqrt(self._parameters[low] * self._parameters[high]))
         return min(max(middle, low + 1), max(high - 1, low + 1))
 
-    def _confirmed(self, number: int) -> Point | None:
+    def _confirm_largest(self, number: int) -> Point | None:
         """Return the largest size that fits when compiled, searching downward from the estimated one.
 
         Return None if none fits within `_COMPILES` compilations.

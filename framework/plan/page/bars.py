@@ -92,7 +92,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     # The largest bar or limit leaves a margin of 5%.
     scale = 1.05 * max(longest, 1, *near_limits)
     drawing = _Drawing(kind, scale, colours(part for bar in bars for part in bar.parts))
-    marks = [drawing.limit_mark(limit) for limit in _named_limits(limits, scale)]
+    marks = [drawing.limit_mark(limit) for limit in _select_labeled_limits(limits, scale)]
     drawn_rows = []
     for row in rows:
         if isinstance(row, str):
@@ -107,7 +107,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     return f"{drawing.row('', marks)}{''.join(drawn_rows)}{axis}<div class=legend>{legend}</div>"
 
 
-def _named_limits(limits: Iterable[float], scale: float) -> list[float]:
+def _select_labeled_limits(limits: Iterable[float], scale: float) -> list[float]:
     """Return the limits that have room for a label. The lines of the others are still drawn."""
     named: list[float] = []
     for limit in sorted(limits, reverse=True):

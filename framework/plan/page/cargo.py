@@ -80,8 +80,8 @@ def buffers(plan: Report, held: Sequence[Layer]) -> str:
 def _buffer_row(buffer: Mapping, colour: str, share: float) -> str:
     repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
     bar = f'<svg class="mini"><rect width="{min(1, share):.2%}" height="100%" fill="{colour}"/></svg>'
-    name = escape(_shortened(buffer["name"])).replace("/", "/<wbr>")
-    shape = escape(_shortened(buffer["shape"]) + repeats)
+    name = escape(_truncate(buffer["name"])).replace("/", "/<wbr>")
+    shape = escape(_truncate(buffer["shape"]) + repeats)
     return f"<tr><td>{name}<td class=shape>{shape}<td class=number>{human_bytes(buffer['bytes'])}<td>{bar}"
 
 
@@ -110,5 +110,5 @@ def _swatch(colour: str) -> str:
     return f'<i style="background: {colour}"></i>'
 
 
-def _shortened(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MOST_CUT else f"{text[: _MOST_CUT - 1]}…"

@@ -50,14 +50,14 @@ def page(
     if len(plans) == 1:
         moves = levers(plans[0]) if moves is None else moves
         sections.append(("Where each byte goes" + (", and what moves it" if moves else ""), planned.cargo(moves)))
-    sections += _sections_of_all(plans, planned)
+    sections += _make_shared_sections(plans, planned)
     body = "".join(_section(heading, content) for heading, content in sections if content)
     script = planned.script()
     head = f"{_HEAD}<title>{escape(title)}: plan</title></head>"
     return f"{head}<body><main>{hull.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
 
 
-def _sections_of_all(plans: Sequence[Report], planned: "_Planned") -> list[tuple[str, str]]:
+def _make_shared_sections(plans: Sequence[Report], planned: "_Planned") -> list[tuple[str, str]]:
     names = tables.names(plans)
     sections = []
     if len(plans) > 1:
@@ -77,7 +77,7 @@ def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_Planned")
         return tables.tables_of(plans[0], is_drawn=True)
     folded = ""
     for name, plan in zip(names, plans, strict=True):
-        command = planned.command_of(plan)
+        command = planned.command_for(plan)
         content = command + tables.tables_of(plan, is_drawn=False)
         folded += f"<details><summary>{escape(name)}</summary>{content}</details>"
     return tables.compared(plans) + folded
@@ -100,7 +100,7 @@ class _Planned:
         self._layers = load.layers(reports)
         self._parts = step_time.part_names(reports)
         self._point_figures = [self._figures_at(point) for point in self._points]
-        self._shown = self._shown_figures()
+        self._shown = self._select_figures()
 
     def settings(self, common_settings: str) -> str:
         """Return the settings that all plans share; with a slider, all settings of the point."""
@@ -114,7 +114,7 @@ class _Planned:
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
-        return self._shown_verdict()
+        return self._format_verdict()
 
     def ship(self) -> str:
         """Return the chart with its sliders, or one chart for each of several plans."""
@@ -122,7 +122,7 @@ class _Planned:
             return self._fleet() if len(self._plans) <= _FLEET else ""
         content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
         if len(self._plans) > 1:
-            content += self._shown_verdict()
+            content += self._format_verdict()
         if self._points:
             content += slider.basis(self._shown) + slider.controls(self._points)
         return content
@@ -144,7 +144,7 @@ class _Planned:
             return boxes + commands.box(self._shown, "command.plan", "plan it again")
         return commands.box(self._shown, "command.plan", "plan them again")
 
-    def command_of(self, plan: Report) -> str:
+    def command_for(self, plan: Report) -> str:
         """Return the command that trains one of several plans."""
         if self._asked is None or "subject" in plan:
             return ""
@@ -164,10 +164,10 @@ class _Planned:
             return ""
         data = ""
         if self._points:
-            data = slider.data(self._points, self._point_figures, self._shown_index())
+            data = slider.data(self._points, self._point_figures, self._find_shown_index())
         return f"{data}<script>{_SCRIPT}</script>"
 
-    def _shown_verdict(self) -> str:
+    def _format_verdict(self) -> str:
         verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
         return verdict + bound("p", self._shown, {"text": "need.of"})
 
@@ -181,13 +181,13 @@ class _Planned:
         caption = "Each ship is drawn to a scale of its own; the bars below share one."
         return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
 
-    def _shown_index(self) -> int:
+    def _find_shown_index(self) -> int:
         asked = point_of(self._first)
         return next(index for index, point in enumerate(self._points) if point[:2] == asked[:2])
 
-    def _shown_figures(self) -> Figures:
+    def _select_figures(self) -> Figures:
         if self._points:
-            return self._point_figures[self._shown_index()]
+            return self._point_figures[self._find_shown_index()]
         figures = load.figures(self._first, self._layers) | step_time.figures(self._first, self._parts)
         if self._asked is None:
             return figures

@@ -328,13 +328,13 @@ def _time(
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_LINKS_SHOWN * link_seconds, link_seconds - products),
-        host_link=waited_seconds + _shown_host_seconds(work, host_seconds, pass_seconds, products),
+        host_link=waited_seconds + _estimate_host_wait(work, host_seconds, pass_seconds, products),
         python=0.0,
         basis=_BASIS,
     )
 
 
-def _shown_host_seconds(work: Work, update: float, passes: float, products: float) -> float:
+def _estimate_host_wait(work: Work, update: float, passes: float, products: float) -> float:
     """Return the seconds that a step waits for the host link.
 
     Args:

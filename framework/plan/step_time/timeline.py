@@ -187,7 +187,7 @@ def _merged(events: Iterable[_Event]) -> list[_Event]:
     merged: list[_Event] = []
     for event in events:
         if isinstance(event, _Loop) and all(isinstance(inner, _Work) for inner in event.events):
-            event = _work_of_loop(event)
+            event = _collapse_loop(event)
         last = merged[-1] if merged else None
         if isinstance(event, _Work) and isinstance(last, _Work):
             seconds = last.cost.seconds + event.cost.seconds
@@ -198,7 +198,7 @@ def _merged(events: Iterable[_Event]) -> list[_Event]:
     return merged
 
 
-def _work_of_loop(loop: _Loop) -> _Work:
+def _collapse_loop(loop: _Loop) -> _Work:
     """Return all iterations of a loop that contains only work, as one event."""
     costs = [event.cost for event in loop.events if isinstance(event, _Work)]
     seconds = loop.turns * sum(cost.seconds for cost in costs)
@@ -251,7 +251,7 @@ class _Player:
         begin = max(self._now, self._free_at[start.lane])
         end = begin + start.num_bytes / self._speeds[start.lane]
         self._free_at[start.lane] = end
-        self._under_way[start.name] = _UnderWay(start, end, self._worked)
+        self._under_way[start.name] = _UnderWay(start, end, self._busy_seconds)
         if start.lane != "from chips":
             self.timeline.moved[start.lane] += start.num_bytes
             self.timeline.transfers[start.lane] += 1
@@ -267,10 +267,10 @@ class _Player:
             self.timeline.collective_waits += wait
             return
         self.timeline.waits += wait
-        worked_meanwhile = self._worked - transfer.worked_before
+        worked_meanwhile = self._busy_seconds - transfer.worked_before
         hidden = min(transfer.start.num_bytes, worked_meanwhile * self._speeds[lane])
         self.timeline.hidden_alone[lane] += hidden
 
     @property
-    def _worked(self) -> float:
+    def _busy_seconds(self) -> float:
         return self.timeline.compute + self.timeline.collectives

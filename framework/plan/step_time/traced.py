@@ -38,13 +38,13 @@ def traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
     product_bytes = 0
     received_bytes = 0
     for equation in equations.eqns:
-        work = _work_of(equation)
+        work = _work_for_equation(equation)
         product_bytes += work.product_bytes
         received_bytes += work.received_bytes
     return TracedWork(product_bytes, received_bytes)
 
 
-def _work_of(equation: JaxprEqn) -> TracedWork:
+def _work_for_equation(equation: JaxprEqn) -> TracedWork:
     name = equation.primitive.name
     taken_bytes = sum(map(_num_bytes, equation.invars))
     made_bytes = sum(map(_num_bytes, equation.outvars))

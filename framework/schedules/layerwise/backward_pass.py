@@ -95,7 +95,7 @@ class BackwardPass(Pass[LayerFunctions]):
         for number in reversed(range(len(self.f.units.groups))):
             self._group_backward(number, start.residuals, carry, purpose)
         if carry.shared_sums:
-            self._visit_shared(carry, purpose)
+            self._process_shared_grads(carry, purpose)
         for index in reversed(range(self.f.num_first)):
             self._first_backward(index, carry, purpose)
         self._leave_embedding(carry, start.tie_grads, purpose)
@@ -294,7 +294,7 @@ class BackwardPass(Pass[LayerFunctions]):
         if not purpose.measures:
             self.updates.want_gradients(Part.unit(index - 1))
 
-    def _visit_shared(self, carry: BackwardCarry, purpose: Purpose) -> None:
+    def _process_shared_grads(self, carry: BackwardCarry, purpose: Purpose) -> None:
         """Process the gradients of the parameters that all layers share, which are now complete."""
         f = self.f
         part = Part("shared")

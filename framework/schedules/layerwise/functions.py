@@ -102,9 +102,9 @@ class LayerFunctions:
         """Run the embedding: (the stack's input; loss and metrics; buffers of the embedding)."""
         ctx = self.context(inputs)
         y, out = self.stage("embed", weights, None, buffers, ctx)
-        return self._entered(y), (out.loss, out.metrics), out.layer_state
+        return self._enter_stack(y), (out.loss, out.metrics), out.layer_state
 
-    def _entered(self, y: Carry) -> Carry:
+    def _enter_stack(self, y: Carry) -> Carry:
         """Convert the embedding's output to the first layer's input."""
         first_stack = self.model.first or self.model.stack
         return first_stack.enter(y)
@@ -160,7 +160,7 @@ class LayerFunctions:
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
             y, _ = self.stage("embed", stage_weights, None, buffers, self.context(inputs))
-            return self._entered(y)
+            return self._enter_stack(y)
 
         # The embedding runs forward again here, so that it needs no residuals.
         _, pull = jax.vjp(run, weights["parameter"])

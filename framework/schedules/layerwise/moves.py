@@ -34,7 +34,7 @@ class Moves:
     def __init__(self, programs: Programs):
         self._programs = programs
         # Offloaded leaves that the next call should fetch. All dicts here are keyed by the key of a tree, and below
-        # it by the index of a leaf, see `_numbered`.
+        # it by the index of a leaf, see `_index_offloaded_leaves`.
         self._wanted: dict[MoveKey, NumberedLeaves] = {}
         # Leaves that were fetched, and not taken yet.
         self._arrived: dict[MoveKey, NumberedLeaves] = {}
@@ -49,13 +49,13 @@ class Moves:
 
     def want(self, key: MoveKey, tree: Tree) -> None:
         """Request that the next call fetches the offloaded leaves of a tree to the device."""
-        hosted = _numbered(tree)
+        hosted = _index_offloaded_leaves(tree)
         if hosted:
             self._wanted[key] = hosted
 
     def take(self, key: MoveKey, tree: Tree) -> Tree:
         """Return a requested tree on the device."""
-        hosted = _numbered(tree)
+        hosted = _index_offloaded_leaves(tree)
         if not hosted:
             return tree
         if key not in self._arrived:
@@ -76,7 +76,7 @@ class Moves:
     ) -> None:
         """Replace `old` with `new`, which is on the device; the next call writes offloaded leaves to host memory."""
         leaves = jax.tree.leaves(new)
-        room = _numbered(old)
+        room = _index_offloaded_leaves(old)
         if room:
             self._room[key] = room
             self._leaving[key] = {number: leaves[int(number)] for number in room}
@@ -167,7 +167,7 @@ def _roles(keys: Iterable[MoveKey]) -> dict[MoveKey, str]:
     return roles
 
 
-def _numbered(tree: Tree) -> NumberedLeaves:
+def _index_offloaded_leaves(tree: Tree) -> NumberedLeaves:
     """Return the leaves of a tree that are in host memory, by their index."""
     hosted = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):

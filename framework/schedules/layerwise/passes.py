@@ -144,10 +144,10 @@ class Pass(Generic[Functions]):
         for index in range(f.num_units):
             x, unit_residuals, unit_loss = self.unit_forward(index, x, keeping_of(index), index + 1)
             residuals_by_unit.append(unit_residuals)
-            losses[STACK] = self._added_loss(losses[STACK], unit_loss)
+            losses[STACK] = self._add_loss(losses[STACK], unit_loss)
         return x, residuals_by_unit, losses
 
-    def _added_loss(self, earlier: LossAndMetrics, unit_loss: LossAndMetrics) -> LossAndMetrics:
+    def _add_loss(self, earlier: LossAndMetrics, unit_loss: LossAndMetrics) -> LossAndMetrics:
         """Add a layer's loss and metrics to those of the layers before it."""
         # A layer may have neither a loss nor metrics.
         if not jax.tree.leaves(unit_loss):
@@ -180,7 +180,7 @@ class Pass(Generic[Functions]):
             )
             if buffers:
                 self.new_buffers[FIRST][index] = buffers
-            loss = self._added_loss(loss, unit_loss)
+            loss = self._add_loss(loss, unit_loss)
         return x, loss
 
     def unit_forward(

@@ -237,10 +237,10 @@ class Programs:
             lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
             chosen_shardings = lowered.compile().output_shardings
 
-            def chosen_place(kind: Any, sharding: Any) -> Any:
+            def resolve_place(kind: Any, sharding: Any) -> Any:
                 return Place(sharding.with_memory_kind(kind), kind) if isinstance(kind, str) else kind
 
-            out = jax.tree.map(chosen_place, out, chosen_shardings)
+            out = jax.tree.map(resolve_place, out, chosen_shardings)
         return jax.tree.map(lambda x: x if isinstance(x, Place) else self._place(x), out)
 
     def _rehearsed(

@@ -75,13 +75,13 @@ class UpdatePass:
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    def _stored_state(self, part: Part) -> tuple[Nested, Nested]:
+    def _get_stored_state(self, part: Part) -> tuple[Nested, Nested]:
         """Return optimizer state and averages, in the memory in which they are stored."""
         return part.of(self.state["optimizer"]), part.of(self.state["ema"])
 
     def want_state(self, part: Part) -> None:
         """Request that the next program fetches optimizer state and averages."""
-        self.run.want(part.old_state, self._stored_state(part))
+        self.run.want(part.old_state, self._get_stored_state(part))
 
     def update(
         self,
@@ -102,7 +102,7 @@ class UpdatePass:
             decision = decision._replace(layer=self.numbers[part.index])
         run = self.run
         stored_params = part.of(self.state["parameter"])
-        stored_state = self._stored_state(part)
+        stored_state = self._get_stored_state(part)
         if params is None:
             params = run.take(part.old_parameters, stored_params)
         new = run(
