@@ -278,10 +278,10 @@ def test_an_experiment_fills_in_its_length():
     config = configs.load("nanogpt-cpu")
     for steps in (20, 300):
         config.trainer.max_steps = steps
-        rate = config.instantiate().learner.learning_rate
+        rate = config.instantiate().learner.learning_rates["default"]
         assert [float(rate(step)) for step in (0, steps // 20, steps)] == pytest.approx([0.0, 1e-3, 1e-4])
     config.learner.optimizer.learning_rate.steps = 2000
-    assert float(config.instantiate().learner.learning_rate(100)) == pytest.approx(1e-3)
+    assert float(config.instantiate().learner.learning_rates["default"](100)) == pytest.approx(1e-3)
     assert config.to_dict()["learner"]["optimizer"]["learning_rate"]["steps"] == 2000
 
 
@@ -334,13 +334,12 @@ def test_epochs_alone_are_the_length():
         (config_for(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=100), "0.1 -> 0"),
         (config_for(optax.linear_schedule, init_value=0.0, end_value=0.1, transition_steps=9), "0 -> 0.1"),
         (0.25, "0.25"),
-        (None, None),
     ],
 )
-def test_the_course_of_the_learning_rate_is_read_from_the_schedule(rate: Any, course: str | None):
+def test_the_course_of_the_learning_rate_is_read_from_the_schedule(rate: Any, course: str):
     if isinstance(rate, Config):
         rate = with_run_length(rate, 300).instantiate()
-    elif rate is not None:
+    else:
         rate = optax.constant_schedule(rate)
     assert rate_course(rate, 300) == course
 
