@@ -290,7 +290,7 @@ def test_one_line_says_what_is_wrong(message: str, tmp_path: Path):
     [
         ("too_few", "expected 16 rewards, one for each answer, given 15"),
         ("not_a_number", "expected finite numbers, given nan for the answer"),
-        ("failing", ": line 86: ZeroDivisionError: division by zero"),
+        ("failing", f": line {rewarded.failing.__code__.co_firstlineno + 2}: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_reward_function_that_fails_is_named(function: str, message: str, program: Program, state):

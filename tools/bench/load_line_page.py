@@ -12,12 +12,12 @@ from framework.terminal.tables import human_bytes, human_duration
 
 _HEAD = """# Autotuning on eight pairs
 
-The settings that `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#autotuning)), next to the
-same search with one setting for all layers, and next to the best of a sweep of a smaller space
+The settings that `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#autotuning)), next to
+the same search with one setting for all layers, and next to the best of a sweep of a smaller space
 (`tools/bench/load_line.py` defines it). `python -m tools.bench.load_line` wrote this page on {day}: two CPU cores with
 other work, {versions}; the GPU rows are from an environment with the `plan-gpu` extra. Bytes are those of the target's
-compiler. Seconds of a step are those of the analytical estimate, by which both sides are ranked; no step ran. If nothing
-has to be offloaded, less than 92% may be used: the next faster setting does not fit.
+compiler. Seconds of a step are those of the analytical estimate, by which both sides are ranked; no step ran. If
+nothing has to be offloaded, less than 92% may be used: the next faster setting does not fit.
 
 """
 _CHOICES = """| pair | allowed | device | of its limit | host | a step | pass the link | search | again | choice |
