@@ -200,7 +200,7 @@ class Chat:
         sampling = replace(self._sampling, seed=seed)
         self._num_answers += 1
         # Keep the cache, because the next prompt starts with this one and its answer.
-        steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keeps_cache=True)
+        steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keep_cache=True)
         return Answer(steps, self.num_samples, sampling.max_new_tokens)
 
 

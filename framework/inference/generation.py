@@ -32,7 +32,7 @@ _MOST_NEW_TOKENS = 512
 
 
 @dataclass
-class _Kept:
+class _CachedPrompt:
     """The cache of a prompt and its continuation, reused if a longer prompt starts with the same tokens.
 
     Attributes:
@@ -90,7 +90,7 @@ class Generator:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
-        self._kept: _Kept | None = None
+        self._cached: _CachedPrompt | None = None
         # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         self._program = program
@@ -145,34 +145,34 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         *,
-        keeps_cache: bool = False,
+        keep_cache: bool = False,
     ) -> Iterator[list[int | None]]:
         """Yields, per step, the next token of each row, or None for rows that have ended. Ends when all rows have.
 
         Args:
             prompts: token ids, of any lengths.
             sampling: sampling settings.
-            keeps_cache: for a single prompt, keep the cache for a later, longer prompt that starts with the same
+            keep_cache: for a single prompt, keep the cache for a later, longer prompt that starts with the same
                 tokens. The cache stays on the device until the next prompt.
 
         Raises:
             ValueError: see `check`; raised by this call, not when the first token is requested.
         """
         self.check(prompts, sampling)
-        return self._steps(prompts, sampling, keeps_cache and len(prompts) == 1) if prompts else iter(())
+        return self._steps(prompts, sampling, keep_cache and len(prompts) == 1) if prompts else iter(())
 
     def _steps(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        keeps_cache: bool,
+        keep_cache: bool,
     ) -> Iterator[list[int | None]]:
         kind = _kind(sampling)
         stop_ids = set(sampling.stop_ids)
         running = [True] * len(prompts)
         # Each function is compiled on its first call with these shapes.
         with phase("compiling and reading the prompt", patience=SHORT):
-            token_B, kept, chosen = self._read(prompts, sampling, kind, keeps_cache)
+            token_B, cached, chosen = self._read(prompts, sampling, kind, keep_cache)
             token_B.block_until_ready()
         try:
             for index in range(sampling.max_new_tokens):
@@ -180,16 +180,16 @@ class Generator:
                 # Start the next token before reading this one, so that the device stays busy.
                 if index + 1 < sampling.max_new_tokens:
                     where = {
-                        "slot": np.int32(kept.first_B[0] + len(kept.tokens)),
-                        "first": kept.first_B,
+                        "slot": np.int32(cached.first_B[0] + len(cached.tokens)),
+                        "first": cached.first_B,
                         "index": np.int32(index + 1),
                     }
                     first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
                     with first_call:
-                        token_B, kept.cache = self._decode(
+                        token_B, cached.cache = self._decode(
                             (kind,),
                             self._arrays,
-                            kept.cache,
+                            cached.cache,
                             last_B,
                             where,
                             chosen,
@@ -197,65 +197,88 @@ class Generator:
                 # Rows that were added to fill the mesh come last; drop them.
                 values = np.asarray(last_B)[: len(prompts)].tolist()
                 if index + 1 < sampling.max_new_tokens:
-                    kept.tokens.append(values[0])
+                    cached.tokens.append(values[0])
                 running = [runs and value not in stop_ids for runs, value in zip(running, values, strict=True)]
                 if not any(running):
                     return
                 yield [value if runs else None for runs, value in zip(running, values, strict=True)]
         finally:
             # Keep the cache even if the caller stops early. If the program failed, the donated cache no longer exists.
-            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.cache))
-            self._kept = kept if keeps_cache and is_whole else None
+            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(cached.cache))
+            self._cached = cached if keep_cache and is_whole else None
 
     def _read(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         kind: str,
-        keeps_cache: bool,
-    ) -> tuple[jax.Array, _Kept, dict[str, Any]]:
-        """Reads prompts; returns (first new token of each row, their cache, settings for `choose`)."""
+        keep_cache: bool,
+    ) -> tuple[jax.Array, _CachedPrompt, dict[str, Any]]:
+        """Read prompts; returns (first new token of each row, their cache, settings for `choose`)."""
         vocab_size = self._program.experiment.language_model.vocab_size
         # Drop this reference, so that two caches never exist at the same time.
-        kept, self._kept = self._kept, None
-        if kept is not None and keeps_cache:
+        cached, self._cached = self._cached, None
+        if cached is not None and keep_cache:
             (prompt,) = prompts
             # Always read the last token: its logits give the first new token.
-            num_cached = min(_num_common(kept.tokens, prompt), len(prompt) - 1)
-            num_new = len(prompt) - num_cached
-            if num_cached and num_new <= _MOST_NEW_TOKENS:
-                slot = int(kept.first_B[0]) + num_cached
-                padded = bucket(num_new)
-                chosen = _settings(sampling, vocab_size, len(kept.first_B))
-                capacity = max(kept.capacity, bucket(slot + max(padded, num_new + sampling.max_new_tokens)))
-                tokens_BS = np.zeros((len(kept.first_B), padded), np.int32)
-                tokens_BS[:, :num_new] = prompt[num_cached:]
-                where = {"slot": np.int32(slot), "first": kept.first_B, "count": np.int32(num_new)}
-                if capacity > kept.capacity:
-                    kept.cache = self._grow(capacity - kept.capacity, kept.cache)
-                token_B, cache = self._extend(
-                    (kind,),
-                    self._arrays,
-                    kept.cache,
-                    tokens_BS,
-                    where,
-                    chosen,
-                )
-                return token_B, _Kept(list(prompt), kept.first_B, capacity, cache), chosen
-        del kept
+            num_cached = min(_count_common(cached.tokens, prompt), len(prompt) - 1)
+            if num_cached and len(prompt) - num_cached <= _MOST_NEW_TOKENS:
+                settings = _settings(sampling, vocab_size, len(cached.first_B))
+                token_B = self._read_rest(cached, prompt, num_cached, sampling.max_new_tokens, kind, settings)
+                return token_B, cached, settings
+        del cached
         tokens_BS, first_B = self._padded(prompts)
         num_rows, length = tokens_BS.shape
         # One cache slot per prompt token and per new token.
         capacity = bucket(length + sampling.max_new_tokens)
-        chosen = _settings(sampling, vocab_size, num_rows)
+        settings = _settings(sampling, vocab_size, num_rows)
         token_B, cache = self._prefill(
             (kind, capacity),
             self._arrays,
             tokens_BS,
             first_B,
-            chosen,
+            settings,
         )
-        return token_B, _Kept(list(prompts[0]), first_B, capacity, cache), chosen
+        return token_B, _CachedPrompt(list(prompts[0]), first_B, capacity, cache), settings
+
+    def _read_rest(
+        self,
+        cached: _CachedPrompt,
+        prompt: Sequence[int],
+        num_cached: int,
+        max_new_tokens: int,
+        kind: str,
+        settings: dict[str, Any],
+    ) -> jax.Array:
+        """Read the part of a prompt that is not in the cache, and extend the cache; returns the first new token, [B].
+
+        Args:
+            cached: cache of another prompt; afterwards, of this one.
+            prompt: token ids, of which the first `num_cached` are in the cache.
+            num_cached: number of tokens not to read again.
+            max_new_tokens: number of tokens to make room for.
+            kind, settings: as for `choose`.
+        """
+        num_rows = len(cached.first_B)
+        new_tokens = prompt[num_cached:]
+        slot = int(cached.first_B[0]) + num_cached
+        tokens_BS = np.zeros((num_rows, bucket(len(new_tokens))), np.int32)
+        tokens_BS[:, : len(new_tokens)] = new_tokens
+        capacity = bucket(slot + max(tokens_BS.shape[1], len(new_tokens) + max_new_tokens))
+        if capacity > cached.capacity:
+            cached.cache = self._grow(capacity - cached.capacity, cached.cache)
+            cached.capacity = capacity
+        where = {"slot": np.int32(slot), "first": cached.first_B, "count": np.int32(len(new_tokens))}
+        token_B, cached.cache = self._extend(
+            (kind,),
+            self._arrays,
+            cached.cache,
+            tokens_BS,
+            where,
+            settings,
+        )
+        cached.tokens = list(prompt)
+        return token_B
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Pad the prompts on the left; returns tokens int32 [B, S] and the first column of each prompt, int32 [B]."""
@@ -373,7 +396,7 @@ def _extend(
     chosen: Any,
 ) -> tuple[jax.Array, Nested]:
     """Read `count` more tokens after a cached prompt; returns the first new token of each row, and the cache."""
-    logits_BV, cache = _read_behind(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])
+    logits_BV, cache = _read_tokens(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])
     (kind,) = static
     token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
     return token_B, cache
@@ -390,10 +413,10 @@ def read_token(
         token_B: last token of each row.
         slot: int32, cache slot to write for `token_B`.
     """
-    return _read_behind(forward, arrays, cache, token_B[:, None], first_B, slot, None)
+    return _read_tokens(forward, arrays, cache, token_B[:, None], first_B, slot, None)
 
 
-def _read_behind(
+def _read_tokens(
     forward: Forward,
     arrays: Any,
     cache: Nested,
@@ -447,7 +470,7 @@ def _with_room(cache: Nested, num_more: int) -> Nested:
     return jax.tree.map(lambda x_UBCKH: jnp.pad(x_UBCKH, pad), cache)
 
 
-def _num_common(tokens: Sequence[int], other: Sequence[int]) -> int:
+def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     count = 0
     for token, other_token in zip(tokens, other, strict=False):
@@ -529,17 +552,17 @@ def stream_text(
     sampling: Sampling,
     stops: Any = (),
     *,
-    keeps_cache: bool = False,
+    keep_cache: bool = False,
 ) -> Iterator[list[str]]:
     """Yields, per step, the new text of each row; ends when all rows have.
 
     Args:
-        generator, prompts, sampling, keeps_cache: as for `Generator.stream`.
+        generator, prompts, sampling, keep_cache: as for `Generator.stream`.
         tokenizer: tokenizer of the model.
         stops: strings that end a row.
     """
     streams = [TextStream(tokenizer, stops) for _ in prompts]
-    for tokens in generator.stream(prompts, sampling, keeps_cache=keeps_cache):
+    for tokens in generator.stream(prompts, sampling, keep_cache=keep_cache):
         yield [stream.push(token) for stream, token in zip(streams, tokens, strict=True)]
         # The generator does not know about stop strings, so it would continue.
         if all(stream.ended for stream in streams):

@@ -109,7 +109,7 @@ def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
 def talk(generator: Generator, prompt: list[int], count: int, stop_after: int | None = None) -> list[int]:
     """Return the greedy answer to a prompt, keeping the cache for the next call."""
     tokens = []
-    for (token,) in generator.stream([prompt], Sampling(count), keeps_cache=True):
+    for (token,) in generator.stream([prompt], Sampling(count), keep_cache=True):
         tokens.append(token)
         if len(tokens) == stop_after:
             break

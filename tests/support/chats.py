@@ -30,7 +30,7 @@ class Script:
         self.meanwhile = meanwhile
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keeps_cache: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_cache: bool = False
     ) -> Iterator[list[int | None]]:
         prompt = ByteTokenizer().decode(prompts[0])
         self.prompts.append(prompt)
