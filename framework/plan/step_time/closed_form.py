@@ -40,7 +40,7 @@ _HIDDEN_BY_BACKWARD = 0.6
 # and two sequences per chip: 0.38 and 0.32 with prefetch, 1.59 and 1.56 in chunks. In chunks, the two directions are
 # used one after the other, so the fraction exceeds 1.
 _SHOWN_WITH_PREFETCH = 0.35
-_SHOWN_IN_PIECES = 1.58
+_SHOWN_IN_CHUNKS = 1.58
 _BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
 
 
@@ -113,7 +113,7 @@ def work_of(
         host_bytes=_update_host_bytes(experiment, layout),
         hidden_by=_hidden_by(experiment),
         least_shown=_least_shown(experiment),
-        pass_host_bytes=passes.beside,
+        pass_host_bytes=passes.overlapped,
         waited_host_bytes=passes.waited,
         waited_received_bytes=experiment.learner.accumulate * _expert_bytes(layout, sizes),
     )
@@ -208,11 +208,11 @@ class _PassBytes(NamedTuple):
     """Bytes that move between device and host for the forward and backward passes of a step.
 
     Attributes:
-        beside: bytes in each direction while matrix products run.
+        overlapped: bytes in each direction while matrix products run.
         waited: bytes in both directions while nothing else runs.
     """
 
-    beside: float
+    overlapped: float
     waited: float
 
 
@@ -250,7 +250,7 @@ def _least_shown(experiment: Experiment) -> float:
     memory = experiment.memory
     if memory.update != "in_backward":
         return 0.0
-    return _SHOWN_WITH_PREFETCH if memory.prefetch == "unit" else _SHOWN_IN_PIECES
+    return _SHOWN_WITH_PREFETCH if memory.prefetch == "unit" else _SHOWN_IN_CHUNKS
 
 
 def closed_form_time(work: Work, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
