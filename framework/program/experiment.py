@@ -253,17 +253,17 @@ class Experiment:
 
         Gradients are part of the state only in host memory. On the device they exist only within a step.
         """
-        hosted = self._find_offloaded_stages("gradients")
-        specs = self.learner.gradient_specs(hosted)
-        hosted_specs = {stage: tree for stage, tree in specs.items() if stage in hosted}
-        return {"gradient": hosted_specs} if hosted_specs else {}
+        offloaded = self._find_offloaded_stages("gradients")
+        specs = self.learner.gradient_specs(offloaded)
+        offloaded_specs = {stage: tree for stage, tree in specs.items() if stage in offloaded}
+        return {"gradient": offloaded_specs} if offloaded_specs else {}
 
     def _placed(self, weights: Nested) -> Nested:
         """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
-        hosted = self._find_offloaded_stages("parameters")
+        offloaded = self._find_offloaded_stages("parameters")
         placed_specs = {}
         for stage, specs in weights.items():
-            if stage in hosted:
+            if stage in offloaded:
                 specs = move_to_host(specs, "pinned_host", stacked=stage in self.model.stacks)
             placed_specs[stage] = specs
         return placed_specs
