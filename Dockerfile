@@ -13,10 +13,11 @@ ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
 
 RUN useradd --create-home --uid 10001 plimsoll
 WORKDIR /app
-COPY LICENSE README.md constraints.txt plimsoll_command.py pyproject.toml ./
+COPY LICENSE README.md constraints.txt pyproject.toml ./
 COPY configs configs
 COPY framework framework
 COPY launch launch
+COPY plimsoll plimsoll
 RUN python -m pip install --no-cache-dir --constraint constraints.txt --editable ".${EXTRAS:+[$EXTRAS]}" \
     && mkdir runs \
     && chown plimsoll runs

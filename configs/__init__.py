@@ -20,10 +20,10 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from framework.config import Config, ConfigError, did_you_mean
-from framework.config.names import nearest
-from framework.files import hub_models
-from framework.program import stored
+from plimsoll.framework.config import Config, ConfigError, did_you_mean
+from plimsoll.framework.config.names import nearest
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.program import stored
 
 ConfigFunction = Callable[[], Config]
 
@@ -80,7 +80,8 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
         raise ConfigError(f"{error}{place}") from error
     if is_published_model(spec):
         # Imported here, because the package of the families imports JAX and a mistyped name should fail quickly.
-        published = importlib.import_module("configs.families.published")
+        from plimsoll.framework.families import published
+
         place = config.pretrained.path
         for line in published.note(place) or hub_models.note(place):
             tell(line)
@@ -125,8 +126,10 @@ def is_published_model(spec: str) -> bool:
 
 def _get_published_kinds() -> dict[str, Callable[[str, bool], Config]]:
     """Return {kind: function that builds the config of a published model}, such as "hf", "lora" and "qlora"."""
-    # Imported here, because that module imports this package.
-    return importlib.import_module("configs.finetune").KINDS
+    # Imported here, because that module imports JAX and a mistyped name should fail quickly.
+    from plimsoll.configs.finetune import KINDS
+
+    return KINDS
 
 
 def _from_file(path: Path, name: str) -> ConfigFunction:

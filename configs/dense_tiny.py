@@ -5,10 +5,10 @@ Each has the parts that its family adds to Llama, at the sizes of stdlib-tiny. R
 
 from __future__ import annotations
 
-from configs.gemma import gemma_layers
-from configs.olmo import norm_all_heads
-from configs.tiny import stdlib_tiny
-from framework.config import Config
+from plimsoll.configs.gemma import gemma_layers
+from plimsoll.configs.olmo import norm_all_heads
+from plimsoll.configs.tiny import stdlib_tiny
+from plimsoll.framework.config import Config
 
 
 def _tie(config: Config) -> None:

@@ -15,17 +15,18 @@ little text exists. `python -m tools.bench.distillation` runs all of this and co
 
 from __future__ import annotations
 
-from configs.parts import llama_model, muon
-from framework.companions.teacher import Teacher
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import StdlibSource
-from framework.data.tokenizers import ByteTokenizer
-from framework.devices.mesh import MeshShape
-from framework.learner.learner import Learner
-from framework.objectives.distillation import Distillation
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import muon
+from plimsoll.framework.companions.teacher import Teacher
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import StdlibSource
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.distillation import Distillation
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 # Number of the teacher's most likely bytes, of 257, that the student receives.
 _TOP_K = 32

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from configs import families
-from configs.families.published import place_to_plan
-from configs.parts import adamw, large
-from configs.scored import as_classifier, as_published, as_reward_model
-from configs.tiny import stdlib_tiny
-from framework.config import Config, config_for
-from framework.data.chats import ChatSource
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.files import hub_models
-from framework.layers.lora import LoRA
-from framework.weights.pretrained import Pretrained
+from plimsoll.configs.parts import adamw, large
+from plimsoll.configs.scored import as_classifier, as_published, as_reward_model
+from plimsoll.configs.tiny import stdlib_tiny
+from plimsoll.framework import families
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.chats import ChatSource
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.families.published import place_to_plan
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.layers.lora import LoRA
 
 
 def lora_tiny() -> Config:
@@ -52,8 +51,8 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
         shape_is_enough: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
     """
     path = place_to_plan(source) if shape_is_enough else hub_models.pinned(source)
-    facts, _ = families.read(path)
-    model, family = families.model_of(path)
+    model, pretrained = families.pretrained_model(path)
+    facts = pretrained.facts
     # The second name is GPT-2's.
     max_length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
     seq_len = min(2048, max_length)
@@ -73,13 +72,7 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
     config.data.document_mask = True
     config.trainer.max_steps = None
     config.trainer.max_epochs = 3
-    config.pretrained = config_for(
-        Pretrained,
-        path=path,
-        family=family,
-        facts=facts,
-        generation=families.generation_facts(path),
-    )
+    config.pretrained = pretrained
     config.memory.remat = "full"
     config.trainer.save_every = config.trainer.eval_every = 200
     return as_published(config, facts)

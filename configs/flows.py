@@ -6,20 +6,20 @@ pixel 3.40, one with full covariance 2.97 (dequantized in the same way, fitted o
 
 from __future__ import annotations
 
-from configs.parts import adamw, no_decay
-from framework.config import Config, config_for
-from framework.data.images import DigitsSource, ImageFolder, ImagePipeline
-from framework.devices.mesh import MeshShape
-from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
-from framework.layers.flow.nets import ConvNet
-from framework.layers.flow.residual import ResidualBlock
-from framework.layers.stack import Stack
-from framework.learner.learner import Learner
-from framework.models.flow import Flow
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.schedules.memory import Memory
+from plimsoll.configs.parts import adamw, no_decay
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.images import DigitsSource, ImageFolder, ImagePipeline
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
+from plimsoll.framework.layers.flow.nets import ConvNet
+from plimsoll.framework.layers.flow.residual import ResidualBlock
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.models.flow import Flow
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.schedules.memory import Memory
 
 
 def flow(

@@ -6,10 +6,11 @@ state them. We have not run this size.
 
 from __future__ import annotations
 
-from configs.parts import large, llama_model
-from framework.config import Config, config_for
-from framework.layers.norm import RMSNorm
-from framework.layers.rotary import LinearScaling, Rotary
+from plimsoll.configs.parts import large
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.rotary import LinearScaling, Rotary
 
 _WINDOW = 1024
 

@@ -7,8 +7,9 @@ for these sizes, as in nanoGPT. According to nanoGPT's log for 124M on OpenWebTe
 
 from __future__ import annotations
 
-from configs.parts import gpt2_model, large
-from framework.config import Config
+from plimsoll.configs.parts import large
+from plimsoll.framework.config import Config
+from plimsoll.framework.families.decoders import gpt2_model
 
 
 def _gpt2(layers: int, heads: int, dim: int, peak: float) -> Config:

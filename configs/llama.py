@@ -7,8 +7,9 @@ these sizes.
 
 from __future__ import annotations
 
-from configs.parts import large, llama_model
-from framework.config import Config
+from plimsoll.configs.parts import large
+from plimsoll.framework.config import Config
+from plimsoll.framework.families.decoders import llama_model
 
 
 def _llama(layers: int, heads: int, dim: int, hidden: int, peak: float) -> Config:

@@ -7,12 +7,13 @@ these sizes.
 
 from __future__ import annotations
 
-from configs.parts import deepseek_model, gpt_oss_model, large, llama_model, mixture, no_decay
-from configs.tiny import stdlib_tiny
-from framework.config import Config, config_for
-from framework.layers.norm import RMSNorm
-from framework.layers.yarn import YarnScaling
-from framework.optimizers import matrices
+from plimsoll.configs.parts import large, no_decay
+from plimsoll.configs.tiny import stdlib_tiny
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import deepseek_model, gpt_oss_model, llama_model, mixture
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.yarn import YarnScaling
+from plimsoll.framework.optimizers import matrices
 
 
 def moe_tiny() -> Config:

@@ -5,15 +5,15 @@ Each has the parts that its family adds to Mixtral, at the sizes of stdlib-tiny.
 
 from __future__ import annotations
 
-from configs.mixtures import moe_tiny
-from configs.parts import mixture
-from framework.config import Config, config_for
-from framework.layers.experts.gating import ClampedSwiGLU
-from framework.layers.latent_attention import LatentAttention
-from framework.layers.mlp import MLP
-from framework.layers.norm import RMSNorm
-from framework.layers.rotary import Rotary
-from framework.layers.stack import Stack
+from plimsoll.configs.mixtures import moe_tiny
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.latent_attention import LatentAttention
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layers.stack import Stack
 
 
 def qwen3_moe_tiny() -> Config:

@@ -6,9 +6,10 @@ have not run these sizes.
 
 from __future__ import annotations
 
-from configs.parts import large, llama_model, mixture
-from framework.config import Config, config_for
-from framework.layers.norm import RMSNorm
+from plimsoll.configs.parts import large
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import llama_model, mixture
+from plimsoll.framework.layers.norm import RMSNorm
 
 
 def norm_all_heads(model: Config, eps: float) -> None:

@@ -6,8 +6,9 @@ not state them. We have not run these sizes.
 
 from __future__ import annotations
 
-from configs.parts import large, llama_model
-from framework.config import Config
+from plimsoll.configs.parts import large
+from plimsoll.framework.config import Config
+from plimsoll.framework.families.decoders import llama_model
 
 
 def phi3_mini() -> Config:

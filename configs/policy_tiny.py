@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from configs.parts import adamw, llama_model
-from framework.companions.rollouts import Rollouts
-from framework.config import Config, config_for
-from framework.data.prompts import Arithmetic, Prompts
-from framework.data.tokenizers import ByteTokenizer
-from framework.devices.mesh import MeshShape
-from framework.learner.learner import Learner
-from framework.objectives.policy_gradient import GRPO
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import adamw
+from plimsoll.framework.companions.rollouts import Rollouts
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.prompts import Arithmetic, Prompts
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.policy_gradient import GRPO
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 
 def grpo_tiny() -> Config:
@@ -42,7 +43,7 @@ def grpo_tiny() -> Config:
         ),
         companion=config_for(
             Rollouts,
-            reward="framework.companions.rewards.exact",
+            reward="plimsoll.framework.companions.rewards.exact",
             demonstrations=60,
             table_every=200,
         ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from configs.parts import adamw
-from configs.tiny import stdlib_tiny
-from framework.companions.reference import Reference
-from framework.config import Config, config_for
-from framework.data.preferences import StdlibPairs
-from framework.objectives.preferences import DPO
+from plimsoll.configs.parts import adamw
+from plimsoll.configs.tiny import stdlib_tiny
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.preferences import StdlibPairs
+from plimsoll.framework.objectives.preferences import DPO
 
 
 def dpo_tiny() -> Config:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families import scores
-from framework.config import Config, config_for
-from framework.data.scored import LabelledSource, RankedSource
-from framework.objectives.rewards import Classification, PairwiseReward
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.families import scores
+from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
 
 _FILE = "data/scored.jsonl"
 

@@ -6,18 +6,19 @@ Ouyang et al. 2022, arXiv 2203.02155. Every named config accepts adapters on the
 
 from __future__ import annotations
 
-from configs.parts import adamw, llama_model
-from framework.config import Config, config_for
-from framework.data.library_passages import LibraryPairs, LibraryPassages
-from framework.data.pipeline import DataPipeline
-from framework.data.tokenizers import BPETokenizer
-from framework.devices.mesh import MeshShape
-from framework.layers.norm import RMSNorm
-from framework.layers.score_head import ScoreHead
-from framework.learner.learner import Learner
-from framework.objectives.rewards import Classification, PairwiseReward
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import adamw
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.library_passages import LibraryPairs, LibraryPassages
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.tokenizers import BPETokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 
 def reward_tiny() -> Config:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from configs.parts import adamw, gpt2_model, llama_model, muon, no_decay
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import StdlibSource
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer
-from framework.devices.mesh import MeshShape
-from framework.learner.learner import Learner
-from framework.program.experiment import AcceleratorRule, Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import adamw, muon, no_decay
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import StdlibSource
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import gpt2_model, llama_model
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.program.experiment import AcceleratorRule, Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 _SAMPLE_PROMPT = """class Reader:
     def __init__(self, path):

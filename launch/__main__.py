@@ -5,9 +5,10 @@ import importlib
 import sys
 from pathlib import Path
 
-import launch
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
+import plimsoll
+from plimsoll import launch
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
 
 
 def verbs() -> dict[str, str]:
@@ -26,10 +27,13 @@ def verbs() -> dict[str, str]:
 @cli.main
 def main(argv: list[str]) -> int:
     """Dispatch to `launch.VERB.main`."""
+    if argv[:1] == ["--version"]:
+        print(f"plimsoll {plimsoll.__version__}")
+        return ExitCode.DONE
     line_by_verb = verbs()
     if argv and argv[0] not in ("-h", "--help", "help"):
         verb = cli.choose("verb", argv[0], list(line_by_verb))
-        module = importlib.import_module(f"launch.{verb}")
+        module = importlib.import_module(f"plimsoll.launch.{verb}")
         return module.main(argv[1:])
     width = max(map(len, line_by_verb))
     lines = [f"  {verb:{width}}  {line}" for verb, line in line_by_verb.items()]

@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.tables import Section, render
-from launch import cli
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.launch import cli
 
 
 @cli.main
@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
-    from framework.devices.accelerators import spec_for
-    from framework.plan.calibration import store
+    from plimsoll.framework.devices.accelerators import spec_for
+    from plimsoll.framework.plan.calibration import store
 
     devices = jax.local_devices()
     name = spec_for(devices).name
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         if rates is None:
             raise cli.UsageError(f"{name} was never measured on this machine: plimsoll calibrate")
     else:
-        from framework.plan.calibration.measure import measured_rates
+        from plimsoll.framework.plan.calibration.measure import measured_rates
 
         rates = measured_rates(devices)
         store.save(rates)

@@ -15,12 +15,12 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from framework.terminal.exit_codes import ExitCode
-from launch import chat_lines, chat_web, cli, sampling_flags, weights
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import chat_lines, chat_web, cli, sampling_flags, weights
 
 if TYPE_CHECKING:
-    from framework.inference.chat import Chat
-    from framework.inference.sampling import Sampling
+    from plimsoll.framework.inference.chat import Chat
+    from plimsoll.framework.inference.sampling import Sampling
 
 _DEFAULT_TOKENS = 512
 _DEFAULT_PORT = 8000
@@ -76,8 +76,8 @@ def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Samp
     """
     loaded = weights.load(args, overrides)
 
-    from framework.api.chats import chat_of
-    from framework.inference.generation import Generator
+    from plimsoll.api.chats import chat_of
+    from plimsoll.framework.inference.generation import Generator
 
     return chat_of(
         loaded,

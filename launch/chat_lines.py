@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from framework.run import mistakes
-from framework.terminal import interrupts
-from launch import cli
-from launch.generate import show
-from launch.weights import tell
+from plimsoll.framework.run import mistakes
+from plimsoll.framework.terminal import interrupts
+from plimsoll.launch import cli
+from plimsoll.launch.generate import show
+from plimsoll.launch.weights import tell
 
 if TYPE_CHECKING:
-    from framework.inference.chat import Chat, Turn
+    from plimsoll.framework.inference.chat import Chat, Turn
 
 HELP = """/reset         forget the conversation
 /system TEXT   another system prompt; without TEXT, none
@@ -134,7 +134,7 @@ def talk(session: Session) -> None:
 
 def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) -> None:
     """Show the answers to a message as they are generated, and add the first one to the conversation."""
-    from framework.inference.chat import Turn
+    from plimsoll.framework.inference.chat import Turn
 
     prompt = session.chat.prompt(session.system, session.turns, question)
     if prompt.turns_left_out:

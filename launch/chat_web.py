@@ -34,13 +34,13 @@ from urllib.parse import parse_qs
 
 from waitress.server import create_server
 
-from framework.files.texts import parse_json
-from launch import cli
-from launch.chat_lines import left_out
-from launch.weights import tell
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.launch import cli
+from plimsoll.launch.chat_lines import left_out
+from plimsoll.launch.weights import tell
 
 if TYPE_CHECKING:
-    from framework.inference.chat import Chat, Prompt, Turn
+    from plimsoll.framework.inference.chat import Chat, Prompt, Turn
 
 ADDRESS = "127.0.0.1"
 # Far larger than a conversation that fits any context.
@@ -272,7 +272,7 @@ def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
     Raises:
         ValueError: the body is not JSON, or does not have that form.
     """
-    from framework.inference.chat import Turn
+    from plimsoll.framework.inference.chat import Turn
 
     expected = 'expected {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}'
     try:

@@ -27,16 +27,16 @@ from typing import Any, NamedTuple, NoReturn
 from absl import flags
 from absl import logging as absl_logging
 
-import configs
-from framework.config import Config, ConfigError, FieldError, did_you_mean
-from framework.config.accelerator_rules import apply_accelerator_rules, is_for, rules_of
-from framework.data import own_data
-from framework.devices.environment import prepare_jax
-from framework.run import mistakes
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.visible import visible
-from launch import first_words, flag_hints, reports
+from plimsoll import configs
+from plimsoll.configs import data_flag
+from plimsoll.framework.config import Config, ConfigError, FieldError, did_you_mean
+from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, is_for, rules_of
+from plimsoll.framework.devices.environment import prepare_jax
+from plimsoll.framework.run import mistakes
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.visible import visible
+from plimsoll.launch import first_words, flag_hints, reports
 
 __all__ = [
     "Command",
@@ -205,7 +205,7 @@ class Parser(argparse.ArgumentParser):
         named = configs.load(spec, notes.append, shape_is_enough=self._shape_is_enough)
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]
-            named, data_lines = own_data.with_data(named, args.data, overridden)
+            named, data_lines = data_flag.with_data(named, args.data, overridden)
             notes += data_lines
         command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.

@@ -9,10 +9,10 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from framework.files.workdir import safe_child
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import meaning_of
-from launch import cli, train
+from plimsoll.framework.files.workdir import safe_child
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import meaning_of
+from plimsoll.launch import cli, train
 
 
 class Parser(cli.Parser):

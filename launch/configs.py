@@ -13,11 +13,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import configs
-from framework.config import Config, diff, join, target_of
-from framework.config.texts import as_text
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, shown_fields
+from plimsoll import configs
+from plimsoll.framework.config import Config, diff, join, target_of
+from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, shown_fields
 
 # The maximum widths of a column of values and of a comment.
 _COLUMN = 60

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from framework.files.texts import parse_json, read_text
-from framework.files.workdir import writing
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.phases import SHORT, phase
-from launch import cli, weights
+from plimsoll.framework.files.texts import parse_json, read_text
+from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.launch import cli, weights
 
 
 @cli.main
@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
     texts = {path: read_text(path) for path in args.files}
     questions = [] if args.choices is None else read_choices(args.choices)
     if args.tasks:
-        from launch import harness
+        from plimsoll.launch import harness
 
         harness.check()
     # A run on images has validation sets too, but no tokenizer.
     loaded = weights.load(args, overrides, text=reads_text)
 
-    from framework.api.model import Model
+    from plimsoll.api.model import Model
 
     model = Model(loaded, batch_size=args.batch_size)
     results: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
     Raises:
         ValueError: the run has no validation sets.
     """
-    from framework.inference.held_out import evaluated
+    from plimsoll.framework.inference.held_out import evaluated
 
     data = loaded.experiment.data
     if not data.validation_names:
@@ -188,7 +188,7 @@ def score_choices(
     Raises:
         ValueError: the tokenizer cannot encode a choice.
     """
-    from framework.inference.scoring import encode_pair
+    from plimsoll.framework.inference.scoring import encode_pair
 
     pairs = []
     for number, question in enumerate(questions, 1):

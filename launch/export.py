@@ -10,8 +10,8 @@ too, and with a whole model also the generation_config.json of the directory tha
 import sys
 from pathlib import Path
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, weights
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, weights
 
 
 @cli.main
@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
     if Path(args.to).expanduser().exists():
         raise FileExistsError(f"--to={args.to} is there already; choose another, or remove it")
 
-    from framework.api.export import export
-    from framework.terminal.tables import human_bytes
+    from plimsoll.api.export import export
+    from plimsoll.framework.terminal.tables import human_bytes
 
     loaded = weights.load(args, overrides)
     exported = export(loaded, args.to, adapter=args.adapter, tell=weights.tell)

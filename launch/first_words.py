@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from framework.terminal import phases
-from framework.terminal.phase_views import view_of
+from plimsoll.framework.terminal import phases
+from plimsoll.framework.terminal.phase_views import view_of
 
 # Variables in which launchers and schedulers store the index of this process in its job, from 0.
 _RANKS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
@@ -43,7 +43,7 @@ def is_first(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
 def first_words(argv: Sequence[str]) -> str:
     """Return the startup message of a command line, such as "starting train of stdlib-tiny"."""
     program, *words = argv
-    # For `python -m launch.train` this is the path of the file; for a process of launch.local it is the module name.
+    # For `python -m plimsoll` this is the path of its file; for a process of `plimsoll local` it is the module name.
     verb = os.path.basename(program).removesuffix(".py").rpartition(".")[2]
     if verb in ("plimsoll", "__main__", "launch", "-m") and words:
         verb = words[0]

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from framework.config import Config
-from framework.config.names import nearest
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.names import nearest
 
 # Names that other trainers use for our config fields and for two of our flags.
 _ELSEWHERE = {

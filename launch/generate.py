@@ -9,9 +9,9 @@ Several prompts are one batch; the first is shown as it grows, the others after 
 import itertools
 import sys
 
-from framework.files.texts import read_text
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, sampling_flags, weights
+from plimsoll.framework.files.texts import read_text
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, sampling_flags, weights
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
 
-    from framework.api.model import DEFAULT_TOKENS, Model
+    from plimsoll.api.model import DEFAULT_TOKENS, Model
 
     sampling = sampling_flags.sampling_of(args, DEFAULT_TOKENS)
     model = Model(weights.load(args, overrides))

@@ -20,10 +20,9 @@ from typing import Any
 
 import yaml
 
-from framework.plan import targets
-from framework.terminal.exit_codes import HOPELESS, ExitCode
-from launch import cli, commands
-from launch.start_words import words_of_train
+from plimsoll.framework.plan import targets
+from plimsoll.framework.terminal.exit_codes import HOPELESS, ExitCode
+from plimsoll.launch import cli, commands
 
 # GKE's names for the accelerators of its nodes.
 TPUS = {
@@ -243,7 +242,7 @@ def _container(
     return {
         "name": "train",
         "image": args.image,
-        "command": [*words_of_train("python", is_here=False), *words],
+        "command": ["python", "-m", "plimsoll", "train", *words],
         "env": environment,
         "envFrom": [{"secretRef": {"name": secret}} for secret in args.secret],
         "resources": {"limits": {resource: pods.chips}},

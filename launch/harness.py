@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.packing import num_windows
-from framework.inference.generation import Generator, stream_text
-from framework.inference.sampling import Sampling
-from framework.inference.scoring import Scorer, encode_pair
-from launch import cli
-from launch.weights import Loaded
+from plimsoll.framework.data.packing import num_windows
+from plimsoll.framework.inference.generation import Generator, stream_text
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.inference.scoring import Scorer, encode_pair
+from plimsoll.launch import cli
+from plimsoll.launch.weights import Loaded
 
 
 def check() -> None:

@@ -6,7 +6,7 @@ this.
 
 import signal
 
-from framework.terminal.tied import tie
+from plimsoll.framework.terminal.tied import tie
 
 __all__ = ["tie"]
 

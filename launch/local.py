@@ -30,17 +30,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
-from framework.checkpoint.directory import folder, scan
-from framework.processes import rendezvous
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
-from launch import cli, commands
-from launch.start_words import from_here, words_of_train
-
-# Tells Python to exclude the start folder from its path.
-_SAFE_PATH = "PYTHONSAFEPATH"
-# Set if the variable above was set only for the fork server.
-_OF_SERVER = "PLIMSOLL_SAFE_PATH_OF_SERVER"
+from plimsoll.framework.checkpoint.directory import folder, scan
+from plimsoll.framework.processes import rendezvous
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
+from plimsoll.launch import cli, commands
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -92,7 +86,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         for index, environment in enumerate(environments):
             place = _place("127.0.0.1:PORT", len(environments), index)
-            line = [*words_of_train(sys.executable), *words, *place]
+            line = [sys.executable, "-m", "plimsoll", "train", *words, *place]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
         return ExitCode.DONE
@@ -168,14 +162,11 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
     os.setsid()
     interrupts.begin()
     # Not imported at the top, because the launcher itself must survive the end of its shell.
-    from launch import leash
+    from plimsoll.launch import leash
 
     leash.tie()
     # A backend reads these variables when it starts, so they take effect although JAX is already imported.
     os.environ.update(environment)
-    # Commands started by the run find their modules as usual.
-    if os.environ.pop(_OF_SERVER, None):
-        del os.environ[_SAFE_PATH]
     # Redirect the descriptors, because C and C++ libraries write to stdout and stderr too.
     for descriptor in (1, 2):
         os.dup2(out.fileno(), descriptor)
@@ -188,8 +179,8 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
 class Supervisor:
     """Runs `plimsoll train *words` once per environment; `committed()` returns the step of the newest checkpoint."""
 
-    verb = "launch.train"
-    preload = "launch.preload"
+    verb = "plimsoll.launch.train"
+    preload = "plimsoll.launch.preload"
 
     def __init__(
         self,
@@ -217,11 +208,8 @@ class Supervisor:
         os.environ.update(shared, PYTHONUNBUFFERED="1")
         # With this key, process 0 ignores messages from other users of this machine.
         os.environ.setdefault(rendezvous.KEY, secrets.token_hex(16))
-        # The start folder comes first in the server's path, and may contain a launch.py.
-        if not from_here() and _SAFE_PATH not in os.environ:
-            os.environ.update({_SAFE_PATH: "1", _OF_SERVER: "1"})
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["plimsoll_command", "launch.leash", self.preload])
+        self._context.set_forkserver_preload(["plimsoll.launch.leash", self.preload])
         with interrupts.heard_by(self._hear):
             return self._run(grace, backoff, max_restarts)
 

@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
-from launch.plan_auto import asked_mode, check_auto, plan_auto
-from launch.plan_function import plan_functions
-from launch.plan_largest import check_largest, plan_largest
-from launch.plan_page import page_of_one_machine
-from launch.plan_parts import check_files, choices_of, give, plan_of
-from launch.plan_targets import list_targets, which_machine
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
+from plimsoll.launch.plan_auto import asked_mode, check_auto, plan_auto
+from plimsoll.launch.plan_function import plan_functions
+from plimsoll.launch.plan_largest import check_largest, plan_largest
+from plimsoll.launch.plan_page import page_of_one_machine
+from plimsoll.launch.plan_parts import check_files, choices_of, give, plan_of
+from plimsoll.launch.plan_targets import list_targets, which_machine
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -48,7 +48,7 @@ def add_flags(parser: cli.Parser) -> None:
         "--function",
         metavar="FILE.py:NAME",
         help="plan any JAX function instead of a config: NAME() returns (function, arguments), or these and a dict of "
-        "options of framework.plan_function",
+        "options of pl.plan_function",
     )
     add("--targets", action="store_true", help="list all targets; stands alone")
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
-    from framework.plan import machines, targets
+    from plimsoll.framework.plan import machines, targets
 
     names = machines.names_of(args.target or "")
     targets.environment(args.target or "")
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
 
 def _one_machine(command: cli.Command, name: str) -> int:
     """Plan each setting for one target."""
-    from framework.plan import report, targets
+    from plimsoll.framework.plan import report, targets
 
     args = command.args
     target = targets.resolve(name)
@@ -173,7 +173,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
     All combinations are validated before the first one is compiled. With several --compare flags, invalid
     combinations are reported and left out.
     """
-    from framework.plan.suggest import check
+    from plimsoll.framework.plan.suggest import check
 
     for choice in choices_of(compare):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])

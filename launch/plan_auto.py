@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from framework.plan.auto import allow
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
-from launch.plan_page import page_of_one_machine
-from launch.plan_parts import give, settings_of
+from plimsoll.framework.plan.auto import allow
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
+from plimsoll.launch.plan_page import page_of_one_machine
+from plimsoll.launch.plan_parts import give, settings_of
 
 
 def asked_mode(command: cli.Command) -> str | None:
@@ -33,11 +33,11 @@ def check_auto(command: cli.Command) -> None:
 
 def plan_auto(command: cli.Command, name: str) -> int:
     """Choose settings for a target, and print the overrides, their plan, and the rejected alternatives."""
-    from framework.plan import targets
-    from framework.plan.auto.answer import answer
-    from framework.plan.auto.settings import with_settings
-    from framework.plan.planned import planned
-    from framework.plan.report import sections
+    from plimsoll.framework.plan import targets
+    from plimsoll.framework.plan.auto.answer import answer
+    from plimsoll.framework.plan.auto.settings import with_settings
+    from plimsoll.framework.plan.planned import planned
+    from plimsoll.framework.plan.report import sections
 
     args = command.args
     target = targets.resolve(name)
@@ -76,9 +76,9 @@ def plan_auto(command: cli.Command, name: str) -> int:
 
 def question_of(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
     """Build the question that the command line of `plan`, or of `train --dry_run`, asks."""
-    from framework.plan.auto.choice import Machine
-    from framework.plan.auto.settings import fixed_paths
-    from framework.plan.auto.stored import Question
+    from plimsoll.framework.plan.auto.choice import Machine
+    from plimsoll.framework.plan.auto.settings import fixed_paths
+    from plimsoll.framework.plan.auto.stored import Question
 
     args = command.args
     fixed = fixed_paths(config, command.chosen)

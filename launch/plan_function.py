@@ -4,10 +4,10 @@ import functools
 import inspect
 from typing import Any
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
-from launch.plan_page import page_of_several
-from launch.plan_parts import check_files, give, start_cpus
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
+from plimsoll.launch.plan_page import page_of_several
+from plimsoll.launch.plan_parts import check_files, give, start_cpus
 
 
 def plan_functions(args: Any) -> int:
@@ -23,8 +23,8 @@ def plan_functions(args: Any) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
-    from framework.plan import machines, report, targets
-    from framework.plan.function import plan_call
+    from plimsoll.framework.plan import machines, report, targets
+    from plimsoll.framework.plan.function import plan_call
 
     names = machines.names_of(args.target)
     targets.environment(names[0])
@@ -51,8 +51,8 @@ def _call(spec: str) -> Any:
     Raises:
         UsageError: there is no such file or name, or it returns something else.
     """
-    import configs
-    from framework.plan.function_call import Call
+    from plimsoll import configs
+    from plimsoll.framework.plan.function_call import Call
 
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.config import Config
-from framework.plan.auto import allow
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
-from launch.plan_parts import choices_of, give, start_cpus
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.auto import allow
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
+from plimsoll.launch.plan_parts import choices_of, give, start_cpus
 
 
 class Series(NamedTuple):
@@ -54,10 +54,10 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
         command: command with --largest.
         names: names of the targets.
     """
-    from framework.plan import targets
-    from framework.plan.largest import shown
-    from framework.plan.largest.family import Family
-    from framework.plan.largest.frontier import Search
+    from plimsoll.framework.plan import targets
+    from plimsoll.framework.plan.largest import shown
+    from plimsoll.framework.plan.largest.family import Family
+    from plimsoll.framework.plan.largest.frontier import Search
 
     args = command.args
     machines = [targets.resolve(name) for name in names]
@@ -82,7 +82,7 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
 
 
 def _draw(draw: Any, frontiers: Any, picture: Path, title: str) -> None:
-    from framework.files.workdir import writing
+    from plimsoll.framework.files.workdir import writing
 
     with writing(picture):
         draw(frontiers, picture, title)
@@ -122,10 +122,10 @@ class _Asking:
 
     def __call__(self, config: Config, estimate: bool) -> Any:
         """See `frontier.Ask`."""
-        from framework.plan.auto.answer import answer
-        from framework.plan.auto.choice import Machine
-        from framework.plan.auto.settings import fixed_paths
-        from framework.plan.auto.stored import Question
+        from plimsoll.framework.plan.auto.answer import answer
+        from plimsoll.framework.plan.auto.choice import Machine
+        from plimsoll.framework.plan.auto.settings import fixed_paths
+        from plimsoll.framework.plan.auto.stored import Question
 
         fixed = fixed_paths(config, self._series.command.chosen)
         machine = Machine.of(self._target, self._device_bytes, self._host_bytes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch import cli
+from plimsoll.launch import cli
 
 if TYPE_CHECKING:
-    from framework.plan.page import Asked
+    from plimsoll.framework.plan.page import Asked
 
 
 def page_of_one_machine(
@@ -18,8 +18,8 @@ def page_of_one_machine(
     reports: Sequence[dict[str, Any]],
 ) -> str:
     """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare."""
-    from framework.plan import grid, levers
-    from framework.plan.page import page
+    from plimsoll.framework.plan import grid, levers
+    from plimsoll.framework.plan.page import page
 
     asked = describe_command(command.args, f"--config={command.spec}", command.overrides)
     if not command.args.compare:
@@ -38,14 +38,14 @@ def page_of_one_machine(
 
 def page_of_several(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
     """Build the page of several targets, or of a function."""
-    from framework.plan.page import page
+    from plimsoll.framework.plan.page import page
 
     return page(reports, asked=describe_command(args, source, overrides))
 
 
 def describe_command(args: Any, source: str, overrides: cli.Overrides) -> Asked:
     """Return the command line as a page shows it, without flags that only select other outputs of the report."""
-    from framework.plan.page import Asked
+    from plimsoll.framework.plan.page import Asked
 
     # Training takes the data flag too; the page of a function has none.
     data_flags = [] if args.data is None else [f"--data={args.data}"]

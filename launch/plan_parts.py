@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from framework.files.workdir import writing
-from launch import cli
+from plimsoll.framework.files.workdir import writing
+from plimsoll.launch import cli
 
 
 def check_files(args: Any) -> None:
@@ -44,7 +44,7 @@ def start_cpus(machines: Iterable[Any]) -> None:
 
 def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
     """Produce one report: from the cache, the analytical estimate or the compiler."""
-    from framework.plan.planned import planned
+    from plimsoll.framework.plan.planned import planned
 
     args = command.args
     config, rule_lines = command.resolve(target.name)
@@ -70,7 +70,7 @@ def settings_of(command: cli.Command) -> list[str]:
 
 def give(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
     """Print the tables, and write the requested files."""
-    from framework.terminal.tables import render
+    from plimsoll.framework.terminal.tables import render
 
     print(render(sections))
     if args.json:

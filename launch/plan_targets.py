@@ -3,18 +3,18 @@
 import functools
 from typing import Any
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
-from launch.plan_page import page_of_several
-from launch.plan_parts import give, plan_of, start_cpus
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
+from plimsoll.launch.plan_page import page_of_several
+from plimsoll.launch.plan_parts import give, plan_of, start_cpus
 
 
 def list_targets(argv: list[str]) -> int:
     """Print the table of targets; needs neither JAX nor a config."""
     if len(argv) > 1:
         raise cli.UsageError("--targets stands alone: it lists what --target takes")
-    from framework.plan import target_table
-    from framework.terminal.tables import render
+    from plimsoll.framework.plan import target_table
+    from plimsoll.framework.terminal.tables import render
 
     print(render(target_table.sections()))
     return ExitCode.DONE
@@ -22,7 +22,7 @@ def list_targets(argv: list[str]) -> int:
 
 def which_machine(command: cli.Command, names: list[str]) -> int:
     """Plan for several targets: one table of all, or of those up to the smallest that fits the config."""
-    from framework.plan import machines, targets
+    from plimsoll.framework.plan import machines, targets
 
     args = command.args
     if args.compare or args.device_memory_gib is not None or "local" in names:
@@ -57,8 +57,8 @@ def which_machine(command: cli.Command, names: list[str]) -> int:
 
 def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
     """Return a report by the analytical estimate; by the compiler if it is installed, wanted, and worth trying."""
-    from framework.plan import machines, targets
-    from framework.terminal.phases import phase
+    from plimsoll.framework.plan import machines, targets
+    from plimsoll.framework.terminal.phases import phase
 
     args = command.args
     with phase(f"looking at {name}"):

@@ -10,9 +10,9 @@ import jax.experimental.multihost_utils  # noqa: F401
 import tensorboardX.event_file_writer  # noqa: F401
 from orbax.checkpoint import multihost, v1
 
-import framework.run.start
-import framework.run.training  # noqa: F401
-import launch.train  # noqa: F401
+import plimsoll.framework.run.start
+import plimsoll.framework.run.training
+import plimsoll.launch.train  # noqa: F401
 
 # Orbax imports these on first use, so use them here.
 _ = v1.save_checkpointables_async, v1.Context, v1.handlers, multihost.get_barrier_sync_fn

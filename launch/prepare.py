@@ -16,18 +16,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config
-from framework.data.encoding import Encode, WorkerLostError, by_workers, default_workers
-from framework.data.files import FileHashes
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap, located
-from framework.data.tokenize import Progress, write_tokens
-from framework.files import durable
-from framework.files.texts import parse_json
-from framework.files.workdir import writing
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
+from plimsoll.framework.config import Config
+from plimsoll.framework.data.encoding import Encode, WorkerLostError, by_workers, default_workers
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap, located
+from plimsoll.framework.data.tokenize import Progress, write_tokens
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
 
 MANIFEST = "prepare.json"
 # Seconds between two lines of progress if stderr is not a terminal.
@@ -114,7 +114,7 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         take_back()
     print(f"wrote {out}: {', '.join(files)}; to train on it, for each source:")
-    print("  --config.data.source=framework.data.sources.TokenMemmap")
+    print("  --config.data.source=plimsoll.TokenMemmap")
     print(f"  --config.data.source.path={out}/{next(iter(records))}.bin")
     if (out / "tokenizer.json").exists():
         print(f"  --config.data.tokenizer.path={out}/tokenizer.json")

@@ -10,8 +10,8 @@ import math
 import sys
 from pathlib import Path
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, weights
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, weights
 
 
 @cli.main
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a mistake on the command line shows immediately.
     import numpy as np
 
-    from framework.inference.images import Images, save_grid
+    from plimsoll.framework.inference.images import Images, save_grid
 
     loaded = weights.load(args, overrides, text=False)
     data = loaded.experiment.data

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from launch import cli
+from plimsoll.launch import cli
 
 if TYPE_CHECKING:
-    from framework.inference.sampling import Sampling
+    from plimsoll.framework.inference.sampling import Sampling
 
 
 def add_flags(parser: cli.Parser, *, max_new_tokens: str, seed: str) -> None:
@@ -33,7 +33,7 @@ def sampling_of(args: argparse.Namespace, default_tokens: int) -> Sampling:
     Raises:
         ValueError: a flag is out of range.
     """
-    from framework.inference.sampling import Sampling
+    from plimsoll.framework.inference.sampling import Sampling
 
     max_tokens = default_tokens if args.max_new_tokens is None else args.max_new_tokens
     return Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)

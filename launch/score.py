@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.tables import human_bytes
-from launch import cli, weights
+from plimsoll.framework.config import Config
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.tables import human_bytes
+from plimsoll.launch import cli, weights
 
 # The flag that requests scores of a reward model or a classifier.
 _TEXTS_FLAG = "--texts"
@@ -32,7 +32,7 @@ _TOP_K = 64
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 once all rows are stored."""
     if any(token.partition("=")[0] == _TEXTS_FLAG for token in argv):
-        from launch import score_texts
+        from plimsoll.launch import score_texts
 
         return score_texts.main(argv)
     command = _parser().parse(argv)
@@ -84,8 +84,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _score(args: argparse.Namespace, config: Config) -> int:
     """Load the teacher, read the data of the student's config, and store the rows that are not stored yet."""
-    from framework.companions.teacher_files import Facts
-    from framework.companions.teacher_scoring import (
+    from plimsoll.framework.companions.teacher_files import Facts
+    from plimsoll.framework.companions.teacher_scoring import (
         TeacherScorer,
         check_teacher,
         digests_of,
@@ -93,7 +93,7 @@ def _score(args: argparse.Namespace, config: Config) -> int:
         store,
         weights_digest,
     )
-    from framework.data.pipeline import DataPipeline
+    from plimsoll.framework.data.pipeline import DataPipeline
 
     student: Any = config.instantiate()
     data = student.data
@@ -129,7 +129,7 @@ def _score(args: argparse.Namespace, config: Config) -> int:
 
 def _tell_size(facts: Any, num_rows: int, folder: Path) -> None:
     """Print the size of the files for these `Facts`. Raises ValueError if the disk has less free space."""
-    from framework.companions.teacher_files import MANIFEST, read_manifest
+    from plimsoll.framework.companions.teacher_files import MANIFEST, read_manifest
 
     size = num_rows * facts.row_bytes
     weights.tell(

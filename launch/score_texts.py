@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.files.workdir import writing
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.phases import SHORT, phase
-from launch import cli, weights
+from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.launch import cli, weights
 
 
 class Row(NamedTuple):
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
 
 def read_rows(path: str) -> Iterator[Row]:
     """Yield the rows of a file. Raises ValueError with file, row and field if a row has an unknown form."""
-    from framework.data.files import find
-    from framework.data.scored import class_name, content_of, sequences_of
-    from framework.data.sources import rows_of_file
+    from plimsoll.framework.data.files import find
+    from plimsoll.framework.data.scored import class_name, content_of, sequences_of
+    from plimsoll.framework.data.sources import rows_of_file
 
     for file in find([path]):
         for place, row in rows_of_file(file):
@@ -97,7 +97,7 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
         ValueError: the model cannot score texts, a classifier is given pairs or a label that is not one of its
             classes, or a row cannot be encoded.
     """
-    from framework.inference.sequence_scores import SequenceScorer
+    from plimsoll.framework.inference.sequence_scores import SequenceScorer
 
     source = loaded.experiment.data.scored_source
     scorer = SequenceScorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=batch_size)

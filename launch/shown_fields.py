@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from framework.config import REQUIRED, Config, did_you_mean, schema_of
-from launch import cli
+from plimsoll.framework.config import REQUIRED, Config, did_you_mean, schema_of
+from plimsoll.launch import cli
 
 # A config with at most this many fields is shown in full.
 _FEW = 60

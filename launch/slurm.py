@@ -13,9 +13,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, commands
-from launch.start_words import words_of_train
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, commands
 
 # srun itself returns only the highest exit code, which hides why the first task ended from those that were terminated
 # afterwards, so every task records its own. A task that has saved returns 0 to srun, which would otherwise terminate
@@ -124,7 +123,7 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
     srun = ["srun", "--kill-on-bad-exit=1", *_container_options(args)]
     # The image has its own Python.
     python = "python" if args.container else sys.executable
-    line = [*words_of_train(python, is_here=not args.container), *words]
+    line = [python, "-m", "plimsoll", "train", *words]
     # sbatch reads its options from lines of the script, so no word may contain a line break.
     for word in (*sbatch_options, *srun, *line):
         if not word.isprintable():

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any
 
-from framework.terminal.exit_codes import ExitCode
-from launch import cli
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli
 
 # A process counts as silent if it has not written for this many of its intervals plus this many seconds.
 _SILENT = 3.0
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_flags(argv)
 
-    from framework.checkpoint.directory import folder
+    from plimsoll.framework.checkpoint.directory import folder
 
     workdir = folder(os.path.expanduser(args.workdir))
     facts = status(workdir, time.time())
@@ -48,8 +48,8 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     Raises:
         FileNotFoundError: no process has ever written there.
     """
-    from framework.checkpoint.directory import scan
-    from framework.processes.health import read
+    from plimsoll.framework.checkpoint.directory import scan
+    from plimsoll.framework.processes.health import read
 
     processes = []
     for path in sorted((workdir / "health").glob("process-*.json")):
@@ -92,7 +92,7 @@ def _worst(states: list[str], missing: int) -> str:
 
 def _health(facts: dict[str, Any], now: float) -> str:
     """Classify a process as running, done, ended (with its exit code), gone, silent, or standing still."""
-    from framework.processes.health import has_gone
+    from plimsoll.framework.processes.health import has_gone
 
     code = facts.get("exit")
     if code is not None:
@@ -112,8 +112,8 @@ def _health(facts: dict[str, Any], now: float) -> str:
 
 def _table(facts: dict[str, Any]) -> str:
     """Format the state of a run, as returned by `status`, for the terminal."""
-    from framework.metrics.goodput import PHASES
-    from framework.terminal.tables import Section, render
+    from plimsoll.framework.metrics.goodput import PHASES
+    from plimsoll.framework.terminal.tables import Section, render
 
     run = _run_rows(facts)
     if facts["missing"]:
@@ -136,7 +136,7 @@ def _table(facts: dict[str, Any]) -> str:
 
 def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the (name, value) rows that describe the run as a whole."""
-    from framework.terminal.tables import human_count
+    from plimsoll.framework.terminal.tables import human_count
 
     step = facts["step"] if facts["step"] is not None else "-"
     max_steps = facts["max_steps"] or "-"

@@ -13,14 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import configs
-from framework.companions.teacher import Teacher
-from framework.run.finished import last_checkpoint
-from framework.run.job import Job
-from framework.terminal import interrupts
-from framework.terminal.tied import tie
-from launch import cli
-from launch.start_words import words_of
+from plimsoll import configs
+from plimsoll.framework.companions.teacher import Teacher
+from plimsoll.framework.run.finished import last_checkpoint
+from plimsoll.framework.run.job import Job
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.tied import tie
+from plimsoll.launch import cli
 
 _MODEL = "model"
 
@@ -72,7 +71,7 @@ def _execute(verb: str, *flags: str) -> int:
     """Run `plimsoll VERB` on this machine; returns its exit code, 128 + n if signal n killed it."""
     # Flush first, so that this process's output precedes the command's, even if it goes to a file.
     sys.stdout.flush()
-    words = [*words_of(sys.executable, verb), *flags]
+    words = [sys.executable, "-m", "plimsoll", verb, *flags]
     # In its own session it receives Ctrl-C once, from here, and saves first. It is killed with this process, so that
     # a repeated command finds its workdir free.
     process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie)

@@ -18,9 +18,9 @@ import re
 import shlex
 import sys
 
-from framework.plan import targets
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, commands
+from plimsoll.framework.plan import targets
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, commands
 
 RUNTIMES = {
     "v4": "tpu-ubuntu2204-base",
@@ -35,7 +35,7 @@ INSTALL = (
     f"mkdir -p plimsoll && tar -xzf {ARCHIVE} -C plimsoll && cd plimsoll && python3 -m venv .venv && "
     ".venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'"
 )
-RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -P -m launch.local {words}"
+RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -m plimsoll local {words}"
 
 
 @cli.main

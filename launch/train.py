@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from framework.program import stored
-from framework.run.job import Job
-from framework.terminal.exit_codes import ExitCode
-from launch import cli, reports
+from plimsoll.framework.program import stored
+from plimsoll.framework.run.job import Job
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import cli, reports
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -63,12 +63,12 @@ def main(argv: list[str]) -> int:
     experiment = command.config.instantiate()
 
     # Imported late, so that a typo on the command line shows immediately.
-    from framework.files.workdir import safe_child
-    from framework.metrics.goodput import Goodput
-    from framework.processes import distributed
-    from framework.processes.rendezvous import ProcessesMissingError
-    from framework.run import start
-    from launch import teacher_first
+    from plimsoll.framework.files.workdir import safe_child
+    from plimsoll.framework.metrics.goodput import Goodput
+    from plimsoll.framework.processes import distributed
+    from plimsoll.framework.processes.rendezvous import ProcessesMissingError
+    from plimsoll.framework.run import start
+    from plimsoll.launch import teacher_first
 
     args = command.args
     job = Job(
@@ -103,8 +103,8 @@ def _guarded(train: Callable[[], int]) -> int:
 
 def _dry_run(job: Job, command: cli.Command) -> int:
     """Do the start of a run on another machine's devices: everything that needs no arrays."""
-    from framework.files.workdir import Workdir
-    from framework.plan import startup, targets
+    from plimsoll.framework.files.workdir import Workdir
+    from plimsoll.framework.plan import startup, targets
 
     workdir = Workdir(job.folder)
     if not job.dry_run:
@@ -136,11 +136,11 @@ def _chosen(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[A
     Raises:
         DoesNotFitError: no settings fit.
     """
-    from framework.plan.auto.answer import answer
-    from framework.plan.auto.settings import with_settings
-    from framework.terminal.exit_codes import DoesNotFitError
-    from framework.terminal.tables import render
-    from launch.plan_auto import question_of
+    from plimsoll.framework.plan.auto.answer import answer
+    from plimsoll.framework.plan.auto.settings import with_settings
+    from plimsoll.framework.terminal.exit_codes import DoesNotFitError
+    from plimsoll.framework.terminal.tables import render
+    from plimsoll.launch.plan_auto import question_of
 
     found = answer(question_of(command, config, target, job.limit or target.limit_bytes, None), target)
     if found.choice is None:

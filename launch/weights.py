@@ -4,11 +4,11 @@ import argparse
 import sys
 from functools import partial
 
-import configs
-from framework.api import loaded
-from framework.api.loaded import Loaded
-from framework.terminal.visible import visible
-from launch import cli
+from plimsoll import configs
+from plimsoll.api import loaded
+from plimsoll.api.loaded import Loaded
+from plimsoll.framework.terminal.visible import visible
+from plimsoll.launch import cli
 
 __all__ = ["Loaded", "load", "parse", "parser", "tell"]
 

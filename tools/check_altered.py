@@ -30,14 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from configs import families
-from framework.layers.base import Context
-from framework.layout import unflatten
-from framework.models.causal_lm import CausalLM
-from framework.weights.checked import checked
-from framework.weights.directory import Directory
-from framework.weights.family import Family
-from framework.weights.source import layer_shape
+from plimsoll.framework import families
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layout import unflatten
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
 from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
 from tools.peers.recording import Tensors

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.parts import adamw
-from configs.tiny import nanogpt_cpu
-from framework.config import Config, config_for
-from framework.data.images import ImageFolder, ImagePipeline
-from framework.devices.mesh import MeshShape
-from framework.layers.flow.coupling import AffineCoupling
-from framework.layers.flow.linear import ActNorm, InvertibleConv
-from framework.layers.flow.nets import ConvNet
-from framework.layers.stack import Stack
-from framework.learner.learner import Learner
-from framework.models.flow import Flow
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import adamw
+from plimsoll.configs.tiny import nanogpt_cpu
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.images import ImageFolder, ImagePipeline
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers.flow.coupling import AffineCoupling
+from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv
+from plimsoll.framework.layers.flow.nets import ConvNet
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.models.flow import Flow
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 LANGUAGE = f"{Path(__file__).relative_to(Path(__file__).parents[1])}:language"
 

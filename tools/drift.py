@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.parts import llama_model
-from framework.layers.base import Context
-from framework.layout import initialize
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layout import initialize
 
 
 def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from framework.metrics.jsonl import read_metrics
+from plimsoll.framework.metrics.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[1]
 LEAST = 0.85
@@ -71,7 +71,7 @@ class Run:
     def start(self) -> None:
         """Start the run; `stop` ends it."""
         words = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=0.2", "--max_restarts=20"]
-        command = [sys.executable, "-P", "-m", "launch.local", *FLAGS, *words]
+        command = [sys.executable, "-P", "-m", "plimsoll", "local", *FLAGS, *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

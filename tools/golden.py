@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-import configs
-from framework.config import ABSENT, REQUIRED, Config, config_for, target_of
-from framework.config.names import name_of
+from plimsoll import configs
+from plimsoll.framework.config import ABSENT, REQUIRED, Config, config_for, target_of
+from plimsoll.framework.config.names import name_of
 
 FOLDER = Path(__file__).parents[1] / "tests" / "configs" / "golden"
 DEFAULTS = "defaults"

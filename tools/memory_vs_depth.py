@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config, ConfigError
-from framework.terminal.tables import Section, human_bytes, render
-from launch import cli
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.terminal.tables import Section, human_bytes, render
+from plimsoll.launch import cli
 from tools.bench.turns import rotate
 from tools.depth_configs import LANGUAGE
 from tools.depth_picture import draw
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
     import jax
 
-    from framework.plan import targets
+    from plimsoll.framework.plan import targets
 
     targets.environment(args.target)
     cli.prepare_jax()
@@ -151,8 +151,8 @@ def _settings(
     Updates in the backward pass cannot clip gradients by their global norm. If the config does, these policies limit
     the RMS of each update instead.
     """
-    from framework.layers.remat import check_platform
-    from framework.plan.suggest import check
+    from plimsoll.framework.layers.remat import check_platform
+    from plimsoll.framework.plan.suggest import check
 
     for name in policies:
         changed = dict[str, Any](POLICIES[name])
@@ -181,9 +181,9 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
     """Yield the row of each policy at one depth."""
     import jax
 
-    from framework.devices.executables import HostBytes, on_device, peak_bytes
-    from framework.plan.rehearsal import compile_step
-    from framework.program.program import Program
+    from plimsoll.framework.devices.executables import HostBytes, on_device, peak_bytes
+    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.program.program import Program
 
     programs, rows = {}, dict[str, Row]()
     for name, config in configs.items():
@@ -214,7 +214,7 @@ def _measure(programs: dict[str, Any], peaks: dict[str, int], rounds: int) -> di
     """
     import jax
 
-    from framework.metrics.memory import memory_in_use
+    from plimsoll.framework.metrics.memory import memory_in_use
 
     names = sorted(programs, key=lambda name: peaks[name])
     first = programs[names[0]]

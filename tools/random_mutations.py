@@ -164,7 +164,7 @@ class LineTracer:
 
         TRACE.mkdir(parents=True, exist_ok=True)
         self._coverage = coverage.Coverage(
-            data_file=str(TRACE / f"{os.getpid()}.db"), include=[f"{ROOT}/framework/*"], config_file=False
+            data_file=str(TRACE / f"{os.getpid()}.db"), include=[f"{ROOT}/plimsoll/framework/*"], config_file=False
         )
         self._coverage.start()
 
@@ -203,7 +203,7 @@ def _tests_by_line() -> dict[tuple[str, int], set[str]]:
         data = CoverageData(str(file))
         data.read()
         for path in data.measured_files():
-            name = str(Path(path).relative_to(ROOT))
+            name = str(Path(path).relative_to(ROOT / "plimsoll"))
             for line, contexts in data.contexts_by_lineno(path).items():
                 tests = {context for context in contexts if context}
                 tests_by_line.setdefault((name, line), set()).update(tests)

@@ -25,10 +25,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  
 
 import jax
 
-import configs
-from framework.config import ConfigError
-from framework.program.program import Program
-from framework.schedules.layerwise.programs import Compiled
+from plimsoll import configs
+from plimsoll.framework.config import ConfigError
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.layerwise.programs import Compiled
 from tests.support import exact
 
 # Overrides to try with every named config.

@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import configs
-from configs.parts import llama_model
-from framework.config import Config, config_for
-from framework.devices.executables import HostBytes
-from framework.layers.base import Context, Layer, Out
-from framework.layout import Nested, ParameterSpec, TensorSpec, copy_partition, flatten
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
-from framework.metrics.memory import live_array_bytes
-from framework.optimizers.offload import offload_optimizer
-from framework.plan import targets
-from framework.plan.compiled import Compiled, compile_for
-from framework.program.program import Program
-from framework.terminal.tables import human_bytes
+from plimsoll import configs
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, copy_partition, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.metrics.memory import live_array_bytes
+from plimsoll.framework.optimizers.offload import offload_optimizer
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.compiled import Compiled, compile_for
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import human_bytes
 
 SGD = config_for(optax.sgd, learning_rate=0.01)
 ADAMW = config_for(optax.adamw, learning_rate=0.01)

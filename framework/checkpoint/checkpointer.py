@@ -22,16 +22,16 @@ from typing import Any
 import jax
 from absl import logging
 
-from framework.checkpoint import directory as files
-from framework.checkpoint import objects, storage
-from framework.checkpoint.directory import (
+from plimsoll.framework.checkpoint import directory as files
+from plimsoll.framework.checkpoint import objects, storage
+from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointSaveError,
 )
-from framework.checkpoint.integrity import checksums
-from framework.checkpoint.leaves import (
+from plimsoll.framework.checkpoint.integrity import checksums
+from plimsoll.framework.checkpoint.leaves import (
     array_leaves,
     manifest_of,
     narrow_averages,
@@ -40,12 +40,12 @@ from framework.checkpoint.leaves import (
     widened,
     without_frozen,
 )
-from framework.config import PositiveInt
-from framework.files import durable
-from framework.files.remote import is_url
-from framework.layout import flatten
-from framework.processes import distributed
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import PositiveInt
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.remote import is_url
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # Upper bound for the rest of a checkpoint: the manifest and the index of the stored chunks.
 _OVERHEAD_BYTES = 1 << 20

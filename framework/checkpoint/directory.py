@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.files.remote import connect, is_url
-from framework.files.texts import parse_json
-from framework.terminal.tables import Section, render
+from plimsoll.framework.files.remote import connect, is_url
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.terminal.tables import Section, render
 
 FORMAT = 1
 MANIFEST = "manifest"

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from framework.devices import executables
+from plimsoll.framework.devices import executables
 
 # An offloaded leaf is copied to the device in chunks of at most this size, if its leading axis allows.
 _PIECE_BYTES = 64 << 20

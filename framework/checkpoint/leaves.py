@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.checkpoint import directory as files
-from framework.checkpoint.integrity import checksums
-from framework.layout import flatten
+from plimsoll.framework.checkpoint import directory as files
+from plimsoll.framework.checkpoint.integrity import checksums
+from plimsoll.framework.layout import flatten
 
 
 def without_frozen(groups: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from framework.checkpoint.directory import MANIFEST, MANIFEST_FILE, STATE, CheckpointCorruptError, Manifest, one_line
-from framework.checkpoint.storage import empty, read_bytes
-from framework.processes import distributed
+from plimsoll.framework.checkpoint.directory import (
+    MANIFEST,
+    MANIFEST_FILE,
+    STATE,
+    CheckpointCorruptError,
+    Manifest,
+    one_line,
+)
+from plimsoll.framework.checkpoint.storage import empty, read_bytes
+from plimsoll.framework.processes import distributed
 
 # Maximum size of an object; larger arrays are split into several.
 _PIECE_BYTES = 64 << 20

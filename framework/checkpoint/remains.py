@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from framework.checkpoint import directory as files
-from framework.config.changes import config_changes
-from framework.files.texts import parse_json
-from framework.files.workdir import Workdir, write_json
-from framework.metrics.jsonl import read_metrics
+from plimsoll.framework.checkpoint import directory as files
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import Workdir, write_json
+from plimsoll.framework.metrics.jsonl import read_metrics
 
 Resume = Literal["auto", "never", "must"]
 # File in the workdir with the newest step whose checkpoint was committed.

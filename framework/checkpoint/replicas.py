@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.checkpoint.integrity import leaf_sum, pieces
-from framework.devices import executables
-from framework.layout import flatten
+from plimsoll.framework.checkpoint.integrity import leaf_sum, pieces
+from plimsoll.framework.devices import executables
+from plimsoll.framework.layout import flatten
 
 # Maximum number of leaves to name in an error.
 _MAX_LEAVES = 5

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, one_line
+from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, one_line
 
 # Maximum size of a stored chunk of an array, so that reading a small shard does not require reading the whole leaf.
 _CHUNK_BYTES = 64 << 20

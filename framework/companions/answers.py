@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from framework.data.prompts import Prompts, Row
-from framework.inference.rollout import Answers
+from plimsoll.framework.data.prompts import Prompts, Row
+from plimsoll.framework.inference.rollout import Answers
 
 # Added to the standard deviation, as in TRL: a group whose rewards barely differ gets small advantages.
 _STD_EPS = 1e-4

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.devices.executables import HostBytes, compiled
-from framework.layers.base import Context, batch_specs
-from framework.layers.head import LMHead
-from framework.layout import Group, Nested, merge
-from framework.models.causal_lm import CausalLM
-from framework.program.program import Program
-from framework.program.rows import Batch
-from framework.program.whole import Whole
-from framework.schedules.layerwise.programs import Compile, Ledger
-from framework.schedules.step import microbatches
+from plimsoll.framework.devices.executables import HostBytes, compiled
+from plimsoll.framework.layers.base import Context, batch_specs
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import Group, Nested, merge
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.program.whole import Whole
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.schedules.step import microbatches
 
 # (head, its prepared weights, x_BSD before the final norm, context) -> {name: array [B, S, ...]}.
 HeadFunction = Callable[[LMHead, Nested, jax.Array, Context], dict[str, jax.Array]]

@@ -7,12 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from framework.companions.forward import HeadFunction
-from framework.data.batches import Shapes
-from framework.layers.base import Context
-from framework.layers.chunked_loss import by_position
-from framework.layers.head import LMHead
-from framework.layout import Nested
+from plimsoll.framework.companions.forward import HeadFunction
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import by_position
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import Nested
 
 IDS = "teacher_ids"
 LOG_PROBS = "teacher_log_probs"

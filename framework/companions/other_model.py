@@ -11,22 +11,23 @@ from typing import Any
 
 import optax
 
-from framework.companions.forward import Forward, HeadFunction
-from framework.config import config_for
-from framework.config.named import load_named
-from framework.data.files import FileHashes, digest_of, find
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.tokenizers import Tokenizer
-from framework.files import hub_models
-from framework.layout import Nested, flatten
-from framework.learner.learner import Learner
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.program.rows import Batch
-from framework.schedules.layerwise.programs import Compile, Ledger
-from framework.schedules.memory import Memory
-from framework.terminal.phases import SHORT, phase
-from framework.weights.directory import Directory
+from plimsoll.framework import families
+from plimsoll.framework.companions.forward import Forward, HeadFunction
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.files import FileHashes, digest_of, find
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.families.published import place_to_plan
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.weights.directory import Directory
 
 
 class OtherModel:
@@ -184,12 +185,12 @@ def other_experiment(run: Experiment, path: str | None) -> Experiment:
     model = run.model
     pretrained = run.pretrained
     if path is not None:
-        published = load_named(f"hf:{path}", shape_is_enough=True)
+        published_model, published_weights = families.pretrained_model(place_to_plan(path))
         # The same dtypes for both models, so that their log-probabilities are rounded the same way.
-        published.model.param_dtype = str(run.model.param_dtype)
-        published.model.compute_dtype = str(run.model.compute_dtype)
-        model = published.model.instantiate()
-        pretrained = published.pretrained.instantiate()
+        published_model.param_dtype = str(run.model.param_dtype)
+        published_model.compute_dtype = str(run.model.compute_dtype)
+        model = published_model.instantiate()
+        pretrained = published_weights.instantiate()
     experiment: Experiment = config_for(Experiment).instantiate(
         model=model,
         data=run.data,

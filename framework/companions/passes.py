@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from framework.layout import Group, StateLayout
-from framework.program.companion import Passes
-from framework.program.experiment import Experiment
-from framework.program.program import with_hosted_stages
+from plimsoll.framework.layout import Group, StateLayout
+from plimsoll.framework.program.companion import Passes
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import with_hosted_stages
 
 _GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer")
 

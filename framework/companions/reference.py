@@ -17,21 +17,21 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.companions.forward import Forward
-from framework.companions.other_model import OtherModel, other_experiment
-from framework.companions.passes import forward_passes
-from framework.companions.scoring import Scoring
-from framework.config import component
-from framework.data.batches import Shapes
-from framework.layers.base import Context
-from framework.layers.head import LMHead
-from framework.layout import Nested
-from framework.models.causal_lm import CausalLM
-from framework.program.companion import Companion, Passes, Tell
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.program.rows import Batch
-from framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.companions.forward import Forward
+from plimsoll.framework.companions.other_model import OtherModel, other_experiment
+from plimsoll.framework.companions.passes import forward_passes
+from plimsoll.framework.companions.scoring import Scoring
+from plimsoll.framework.config import component
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.companion import Companion, Passes, Tell
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
 
 ARRAY = "reference"
 Kind = Literal["adapter_off", "stored", "hosted", "none"]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from framework.companions.answers import (
+from plimsoll.framework.companions.answers import (
     Clock,
     advantages,
     demonstrated_answers,
@@ -24,23 +24,23 @@ from framework.companions.answers import (
     rows_of_answers,
     texts_of,
 )
-from framework.companions.passes import sampling_passes
-from framework.companions.reference import Reference
-from framework.companions.reward_function import RewardFunction
-from framework.config import Config, NonNegativeInt, PositiveInt, component
-from framework.data.batches import Shapes
-from framework.data.prompts import Prompts, prompt_text
-from framework.devices.executables import HostBytes
-from framework.inference.rollout import Answers, Draws, rollout_jit
-from framework.layout import merge
-from framework.models.causal_lm import CausalLM
-from framework.objectives.policy_gradient import GRPO
-from framework.program.companion import Companion, Passes, Tell
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.program.rows import Batch
-from framework.schedules.layerwise.programs import Compile, Ledger
-from framework.schedules.sections import sections_of
+from plimsoll.framework.companions.passes import sampling_passes
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.companions.reward_function import RewardFunction
+from plimsoll.framework.config import Config, NonNegativeInt, PositiveInt, component
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.data.prompts import Prompts, prompt_text
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.inference.rollout import Answers, Draws, rollout_jit
+from plimsoll.framework.layout import merge
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.objectives.policy_gradient import GRPO
+from plimsoll.framework.program.companion import Companion, Passes, Tell
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.schedules.sections import sections_of
 
 _FILE = "rollouts.jsonl"
 # Number of data rows that the reward function is tried on before a run starts.

@@ -8,15 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from framework.companions.other_model import OtherModel
-from framework.companions.stored import DAMAGED, FOLDER, StoredRows
-from framework.data.batches import RowSet
-from framework.data.files import FileHashes
-from framework.data.order import Prefetcher
-from framework.processes import distributed
-from framework.program.companion import Tell
-from framework.program.program import Program
-from framework.terminal.phases import phase
+from plimsoll.framework.companions.other_model import OtherModel
+from plimsoll.framework.companions.stored import DAMAGED, FOLDER, StoredRows
+from plimsoll.framework.data.batches import RowSet
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.order import Prefetcher
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.program.companion import Tell
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import phase
 
 
 class Scoring:

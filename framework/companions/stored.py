@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.batches import RowSet
-from framework.files import durable
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.data.batches import RowSet
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 FOLDER = "reference"
 _FACTS = "reference.json"

@@ -8,24 +8,24 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from framework.companions.likeliest import IDS, LOG_PROBS, TAIL, likeliest, shapes
-from framework.companions.other_model import OtherModel, other_experiment
-from framework.companions.passes import forward_passes
-from framework.companions.teacher_files import Rows, TeacherRows, row_key
-from framework.companions.teacher_scoring import digests_of, rows_of
-from framework.config import PositiveInt, component
-from framework.data.batches import Shapes
-from framework.data.files import FileHashes
-from framework.data.pipeline import DataPipeline
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
-from framework.models.causal_lm import CausalLM
-from framework.processes import distributed
-from framework.program.companion import Companion, Passes, Tell
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.program.rows import Batch
-from framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.companions.likeliest import IDS, LOG_PROBS, TAIL, likeliest, shapes
+from plimsoll.framework.companions.other_model import OtherModel, other_experiment
+from plimsoll.framework.companions.passes import forward_passes
+from plimsoll.framework.companions.teacher_files import Rows, TeacherRows, row_key
+from plimsoll.framework.companions.teacher_scoring import digests_of, rows_of
+from plimsoll.framework.config import PositiveInt, component
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.program.companion import Companion, Passes, Tell
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
 
 # Maximum number of training rows, and of batches of each validation set, to look up before a run starts.
 _CHECKED_ROWS = 1000
@@ -91,7 +91,7 @@ class Teacher(Companion):
         if objective is None or IDS not in objective.arrays:
             raise ValueError(
                 "companion is a Teacher, and nothing reads what it adds: expected model.head.objective = "
-                "framework.objectives.distillation.Distillation"
+                "plimsoll.Distillation"
             )
 
     def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:

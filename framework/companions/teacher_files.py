@@ -31,12 +31,12 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from framework.data.files import digest_of
-from framework.data.packing import Batch
-from framework.data.sources import Leaf
-from framework.files import durable
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json, writing
+from plimsoll.framework.data.files import digest_of
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.sources import Leaf
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json, writing
 
 MANIFEST = "teacher.json"
 _FORMAT = 2

@@ -11,17 +11,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from framework.companions import likeliest
-from framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter, data_digests, row_key
-from framework.data.packing import Batch
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import Leaf
-from framework.inference.generation import Forward
-from framework.layers.base import batch_shards
-from framework.layout import Nested, flatten
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.terminal.phases import phase
+from plimsoll.framework.companions import likeliest
+from plimsoll.framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter, data_digests, row_key
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import Leaf
+from plimsoll.framework.inference.generation import Forward
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import phase
 
 # Interval between commits in seconds: the most work that a kill can lose.
 _COMMIT_SECONDS = 5.0

@@ -1,10 +1,10 @@
 """Configs: the constructor's signature is the schema. See docs/configs.md for the rules."""
 
-from framework.config.changes import diff
-from framework.config.components import component
-from framework.config.config import Config, config_for, reference, schema_of, target_of
-from framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join
-from framework.config.ranges import (
+from plimsoll.framework.config.changes import diff
+from plimsoll.framework.config.components import component
+from plimsoll.framework.config.config import Config, config_for, reference, schema_of, target_of
+from plimsoll.framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join
+from plimsoll.framework.config.ranges import (
     DType,
     FiniteNonNegative,
     Fraction,
@@ -15,7 +15,7 @@ from framework.config.ranges import (
     Probability,
     Seed,
 )
-from framework.config.schema import ABSENT, REQUIRED
+from plimsoll.framework.config.schema import ABSENT, REQUIRED
 
 __all__ = [
     "ABSENT",

@@ -3,10 +3,10 @@
 import fnmatch
 from collections.abc import Callable
 
-from framework.config.changes import diff
-from framework.config.config import Config
-from framework.config.names import ConfigError
-from framework.config.texts import as_text
+from plimsoll.framework.config.changes import diff
+from plimsoll.framework.config.config import Config
+from plimsoll.framework.config.names import ConfigError
+from plimsoll.framework.config.texts import as_text
 
 
 def rules_of(config: Config) -> list[Config]:

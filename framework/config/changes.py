@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from framework.config.config import Config
-from framework.config.names import RENAMED, name_of
-from framework.config.schema import ABSENT
+from plimsoll.framework.config.config import Config
+from plimsoll.framework.config.names import RENAMED, name_of
+from plimsoll.framework.config.schema import ABSENT
 
 _MISSING = "(absent)"
 

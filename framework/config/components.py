@@ -11,15 +11,22 @@ it.
   are not called here.
 """
 
+import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
+
+# The package `plimsoll`. In a checkout, its folders framework, configs and launch are links.
+_PACKAGE = Path(__file__).parents[2]
+_DEFINITION = re.compile(r"^@component\n(?:class|def) (\w+)", re.MULTILINE)
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _MARK = "_marked_component"
 # Code in these packages always needs the mark, even if code of this process has configured it.
-OURS = ("framework", "configs", "launch", "tools")
+OURS = ("plimsoll", "tools")
 # Modules of other packages in which names are looked up. They are imported anyway, so resolving a name imports nothing
 # new.
 OPTAX = ("optax", "optax.contrib", "optax.schedules", "optax.transforms")
@@ -50,6 +57,20 @@ def is_component(target: Any) -> bool:
         return False
     attributes = getattr(target, "__dict__", {})
     return attributes.get(_MARK) is target
+
+
+@functools.cache
+def find_components() -> dict[str, str]:
+    """Returns {name: module} of Plimsoll's components.
+
+    They are found by their mark in the source, because importing every module would take seconds.
+    """
+    module_by_name = {}
+    for file in sorted((_PACKAGE / "framework").rglob("*.py")):
+        names = _DEFINITION.findall(file.read_text(encoding="utf-8"))
+        module_name = ".".join([_PACKAGE.name, *file.relative_to(_PACKAGE).with_suffix("").parts])
+        module_by_name |= dict.fromkeys(names, module_name.removesuffix(".__init__"))
+    return module_by_name
 
 
 def is_ours(target: Any) -> bool:

@@ -17,8 +17,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from framework.config.components import component
-from framework.config.names import (
+from plimsoll.framework.config.components import component
+from plimsoll.framework.config.names import (
     ConfigError,
     FieldError,
     FieldTypeError,
@@ -30,9 +30,9 @@ from framework.config.names import (
     resolve,
     show,
 )
-from framework.config.nested import replaced
-from framework.config.older import todays_fields
-from framework.config.schema import (
+from plimsoll.framework.config.nested import replaced
+from plimsoll.framework.config.older import todays_fields
+from plimsoll.framework.config.schema import (
     REQUIRED,
     ConfigBase,
     Field,
@@ -44,8 +44,8 @@ from framework.config.schema import (
     schema,
     short_names,
 )
-from framework.config.short_names import short_named
-from framework.config.texts import literal, value_of_text, without_duplicates
+from plimsoll.framework.config.short_names import short_named
+from plimsoll.framework.config.texts import literal, value_of_text, without_duplicates
 
 # Maximum depth of JSON data to decode; reached before Python's own recursion limit.
 _MAX_DEPTH = 100
@@ -359,7 +359,7 @@ class Config(ConfigBase):
     ) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
-        It has the form {"$class": "framework.layers.linear.Linear", "out": 8, ...}. The parameters exist only for
+        It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The parameters exist only for
         compatibility with ConfigDict's method, and are ignored.
         """
         # Check again, because a list or dict can be changed in place.

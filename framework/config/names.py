@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from framework.config.components import (
+from plimsoll.framework.config.components import (
     FUNCTIONS,
     INITIALIZERS,
     OPTAX,
     OURS,
+    find_components,
     foreign_component,
     foreign_function,
     is_component,
@@ -28,21 +29,12 @@ from framework.config.components import (
 )
 
 # Packages in which names may be resolved.
-TRUSTED = ("framework", "configs", "optax", "jax.nn")
-# {name in an older config, checkpoint or exported directory: current name}
-RENAMED = {
-    "framework.compiler.Compiler": "framework.devices.compiler.Compiler",
-    "framework.experiment.AcceleratorRule": "framework.program.experiment.AcceleratorRule",
-    "framework.experiment.Experiment": "framework.program.experiment.Experiment",
-    "framework.health.Health": "framework.processes.health.Health",
-    "framework.learner.Learner": "framework.learner.learner.Learner",
-    "framework.learner.Rule": "framework.learner.rules.Rule",
-    "framework.memory.Memory": "framework.schedules.memory.Memory",
-    "framework.mesh.MeshShape": "framework.devices.mesh.MeshShape",
-    "framework.pretrained.Pretrained": "framework.weights.pretrained.Pretrained",
-    "framework.rules.Rule": "framework.learner.rules.Rule",
-    "framework.trainer_options.TrainerOptions": "framework.program.options.TrainerOptions",
-}
+TRUSTED = ("plimsoll", "optax", "jax.nn")
+# Top-level packages of Plimsoll in configs that older versions saved. Their modules have since moved, so a component is
+# found by its own name.
+_OLD_PACKAGES = ("framework", "configs")
+# {name of a component in a config that an older version saved: current name}
+RENAMED: dict[str, str] = {}
 # Public names only: no part starts with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
 # Maximum length of a name in characters. importlib imports dotted names recursively, so a long name from a file could
@@ -146,10 +138,13 @@ def remember(target: Callable[..., Any]) -> None:
 def name_of(target: Callable[..., Any]) -> str:
     """Returns the dotted name of a class or function.
 
-    This is the name of its definition, or for an object defined in a private module, its shortest public name.
+    This is `plimsoll.NAME` for a component of Plimsoll, and else the name of its definition. For an object defined in a
+    private module, it is the shortest public name.
     """
     module_name = target.__module__
     name = target.__qualname__
+    if is_ours(target) and is_component(target):
+        return f"plimsoll.{name}"
     # Private modules (optax._src.alias) may move between versions of a package, and saved configs must still load.
     if "._" in module_name:
         public_parts = [part for part in module_name.split(".") if not part.startswith("_")]
@@ -165,7 +160,7 @@ def is_trusted(name: str) -> bool:
     if name in _configured:
         return True
     is_dotted = len(name) <= _LONGEST and _DOTTED.match(name) is not None
-    prefixes = tuple(f"{package}." for package in TRUSTED)
+    prefixes = tuple(f"{package}." for package in (*TRUSTED, *_OLD_PACKAGES))
     return is_dotted and name.startswith(prefixes)
 
 
@@ -190,14 +185,21 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
         raise ConfigError(message, path=path)
     if name in _configured and not is_ours(_configured[name]):
         return _configured[name]
-    name = RENAMED.get(name, name)
     module_name, _, attribute = name.rpartition(".")
+    if module_name.partition(".")[0] in _OLD_PACKAGES:
+        attribute = RENAMED.get(attribute, attribute)
+        module_name = f"plimsoll.{module_name}"
+        if attribute in find_components():
+            module_name = "plimsoll"
+    if module_name == "plimsoll":
+        module_name = find_components().get(attribute, module_name)
     module = _module(name, module_name, path)
     # vars instead of getattr: a module's __getattr__ would run code.
     members = vars(module)
     if attribute in members and _is_nameable(module_name, members[attribute], passed):
         return members[attribute]
-    hint = did_you_mean(attribute, choices_in(module, passed))
+    choices = find_components() if module_name == "plimsoll" else choices_in(module, passed)
+    hint = did_you_mean(attribute, choices)
     if attribute not in members:
         raise ConfigError(f"{name!r} does not exist{hint}", path=path)
     reason = "it is no component (see docs/configs.md)"

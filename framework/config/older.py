@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_MEMORY = "framework.schedules.memory.Memory"
+_MEMORY = "plimsoll.Memory"
 
 
 def todays_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:

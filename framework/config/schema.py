@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union
 import annotated_types as at
 import ml_collections
 
-from framework.config.names import (
+from plimsoll.framework.config.names import (
     ConfigError,
     FieldTypeError,
     did_you_mean,

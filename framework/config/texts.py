@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any, Literal
 
-from framework.config.names import TRUSTED, ConfigError, FieldTypeError, join, name_of
-from framework.config.schema import (
+from plimsoll.framework.config.names import TRUSTED, ConfigError, FieldTypeError, join, name_of
+from plimsoll.framework.config.schema import (
     LISTS,
     REQUIRED,
     ConfigBase,

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from framework.data.order import BatchOrder, GlobalOrder, Prefetcher
-from framework.data.packing import Batch
+from plimsoll.framework.data.order import BatchOrder, GlobalOrder, Prefetcher
+from plimsoll.framework.data.packing import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from framework.config import Fraction, component
-from framework.data.files import DataFile, digest_of
-from framework.data.packing import Conversations
-from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
-from framework.data.sources import ExampleSource, rows_of_file, split_of
-from framework.data.token_files import TokenStream
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.config import Fraction, component
+from plimsoll.framework.data.files import DataFile, digest_of
+from plimsoll.framework.data.packing import Conversations
+from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
+from plimsoll.framework.data.sources import ExampleSource, rows_of_file, split_of
+from plimsoll.framework.data.token_files import TokenStream
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A private-use character. It breaks up a special token that a message spells out, and serves as a placeholder to find
 # the position of an answer in the text.

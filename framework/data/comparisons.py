@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from framework.config import did_you_mean
-from framework.data.chats import checked_message
-from framework.data.pretrained_tokenizer import Message
+from plimsoll.framework.config import did_you_mean
+from plimsoll.framework.data.chats import checked_message
+from plimsoll.framework.data.pretrained_tokenizer import Message
 
 # A plain text, or messages for a chat template.
 Words = str | list[Message]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from framework.files.hub_cache import Snapshot
+from plimsoll.framework.files.hub_cache import Snapshot
 
 # {split: globs of its files}
 Splits = dict[str, list[str]]

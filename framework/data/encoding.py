@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from framework.data.tokenizers import ByteTokenizer, Tokenizer
-from framework.terminal import interrupts
-from framework.terminal.tied import tie
+from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.tied import tie
 
 # Characters that one process encodes at a time: enough to keep all cores busy, with some 100 MB of internal records in
 # the tokenizers library.

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.config import did_you_mean
-from framework.files import durable, hub
-from framework.files.remote import connect, explained, is_url
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import did_you_mean
+from plimsoll.framework.files import durable, hub
+from plimsoll.framework.files.remote import connect, explained, is_url
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # Content is hashed in blocks of this size, so that damage can be located to one of them.
 BLOCK_BYTES = 4 << 20

@@ -8,18 +8,18 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from framework.config import Config, Fraction, NonNegativeInt, component
-from framework.data.files import DataFile, FileHashes
-from framework.data.sources import TextFiles, TextSource, TokenMemmap, split_of
-from framework.data.token_files import TokenDType, TokenRange, TokenStream
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.config import Config, Fraction, NonNegativeInt, component
+from plimsoll.framework.data.files import DataFile, FileHashes
+from plimsoll.framework.data.sources import DataSource, TextFiles, TokenMemmap, split_of
+from plimsoll.framework.data.token_files import TokenDType, TokenRange, TokenStream
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 # From this number of files on, whole files are held out.
 _MANY_FILES = 20
 
 
 @component
-class TextPart(TextSource):
+class TextPart(DataSource):
     """One of two disjoint parts of a text source. No text is in both, and neither is empty.
 
     With 20 or more files of one document each, whole files are held out, by the sha256 of their names; files with
@@ -39,8 +39,8 @@ class TextPart(TextSource):
         split: Literal["train", "validation"] = "train",
         validation_fraction: Fraction = 0.05,
     ):
-        self.source: TextSource = source.instantiate()
-        if not isinstance(self.source, TextSource):
+        self.source: DataSource = source.instantiate()
+        if not isinstance(self.source, DataSource):
             raise ValueError(f"TextPart.source: expected a source of text, given {type(self.source).__name__}")
         self.split = split
         self.validation_fraction = validation_fraction

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from framework.data.dataset_card import Splits, choose, matched, read_card
-from framework.data.files import find
-from framework.data.kinds import KINDS, DataListing, Kind, ending_of, kind_of_json, part_of, parts_by_name
-from framework.files import hub
-from framework.files.hub_cache import Snapshot
-from framework.files.hub_names import HubRepo, parse_url
+from plimsoll.framework.data.dataset_card import Splits, choose, matched, read_card
+from plimsoll.framework.data.files import find
+from plimsoll.framework.data.kinds import KINDS, DataListing, Kind, ending_of, kind_of_json, part_of, parts_by_name
+from plimsoll.framework.files import hub
+from plimsoll.framework.files.hub_cache import Snapshot
+from plimsoll.framework.files.hub_names import HubRepo, parse_url
 
 # Endings that identify data by themselves: a file's content is inspected only after it is downloaded.
 _HUB_KINDS: dict[str, Kind] = {

@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import annotated_types
 import numpy as np
 
-from framework.config import Config, PositiveInt, Seed, component
-from framework.data.batches import Pipeline, Shapes
-from framework.data.files import DataFile, digest_of, find
-from framework.data.order import GlobalOrder
-from framework.data.packing import Batch
-from framework.data.sources import located, split_of
+from plimsoll.framework.config import Config, PositiveInt, Seed, component
+from plimsoll.framework.data.batches import Pipeline, Shapes
+from plimsoll.framework.data.files import DataFile, digest_of, find
+from plimsoll.framework.data.order import GlobalOrder
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.sources import located, split_of
 
 Levels = Annotated[int, annotated_types.Interval(ge=2, le=256)]
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from framework.data.files import DataFile
+from plimsoll.framework.data.files import DataFile
 
 Kind = Literal["text", "JSON lines", "Parquet", "CSV", "tokens"]
 # Kinds whose files hold rows with named fields.

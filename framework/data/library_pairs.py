@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from framework.data.comparisons import Judged
+from plimsoll.framework.data.comparisons import Judged
 
 # Increase this when a change to this file changes the pairs: cached tokens depend on it.
 LIBRARY_PAIRS_VERSION = 1

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from framework.config import PositiveInt, component
-from framework.data.files import DataFile
-from framework.data.sources import StdlibSource
-from framework.data.whole_sequences import Content, SequenceSource
+from plimsoll.framework.config import PositiveInt, component
+from plimsoll.framework.data.files import DataFile
+from plimsoll.framework.data.sources import StdlibSource
+from plimsoll.framework.data.whole_sequences import Content, SequenceSource
 
 Split = Literal["train", "validation"]
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)

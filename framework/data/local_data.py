@@ -6,9 +6,9 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from framework.data.files import DataFile, find
-from framework.data.kinds import KINDS, SAMPLE_BYTES, DataListing, Kind, ending_of, kind_of_json, parts_by_name
-from framework.files.remote import is_url
+from plimsoll.framework.data.files import DataFile, find
+from plimsoll.framework.data.kinds import KINDS, SAMPLE_BYTES, DataListing, Kind, ending_of, kind_of_json, parts_by_name
+from plimsoll.framework.files.remote import is_url
 
 # A list of files is written into the config if it is short; otherwise a glob, if it names the same files.
 _MAX_LISTED = 8

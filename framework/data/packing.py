@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from framework.data.token_files import TokenStream
+from plimsoll.framework.data.token_files import TokenStream
 
 Batch = dict[str, np.ndarray]
 

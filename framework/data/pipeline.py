@@ -17,21 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
-from framework.config import Config, PositiveInt, Seed, component
-from framework.data.batches import Pipeline, RowSet, Shapes
-from framework.data.files import FileHashes, digest_of
-from framework.data.order import GlobalOrder
-from framework.data.packing import Batch, Examples, Windows
-from framework.data.sources import ExampleSource, Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
-from framework.data.token_files import TokenStream
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import Tokenizer
-from framework.data.vocabulary import training_text
-from framework.data.whole_sequences import SequenceSource, check_classes
-from framework.files import durable
-from framework.files.workdir import write_json
-from framework.terminal.phases import phase
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.config import Config, PositiveInt, Seed, component
+from plimsoll.framework.data.batches import Pipeline, RowSet, Shapes
+from plimsoll.framework.data.files import FileHashes, digest_of
+from plimsoll.framework.data.order import GlobalOrder
+from plimsoll.framework.data.packing import Batch, Examples, Windows
+from plimsoll.framework.data.sources import DataSource, ExampleSource, Leaf, Mixture, TokenMemmap, leaves_of, located
+from plimsoll.framework.data.token_files import TokenStream
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.data.vocabulary import training_text
+from plimsoll.framework.data.whole_sequences import SequenceSource, check_classes
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.terminal.phases import phase
+from plimsoll.framework.terminal.tables import human_bytes
 
 # Increase this when a change to this package changes the batches of a config: a run then refuses to resume instead of
 # continuing with other data.
@@ -232,7 +232,7 @@ class DataPipeline(Pipeline):
         """Sets the token stream and the rows of a leaf."""
         source = leaf.source
         is_training = leaf in self.train_leaves
-        if isinstance(source, TextSource):
+        if isinstance(source, DataSource):
             leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
@@ -266,7 +266,7 @@ class DataPipeline(Pipeline):
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         """Loads the tokenizer, or trains it on the training sources and saves it in `folder` (only if `write`)."""
         # Only training sources count: a tokenizer must not see evaluation text.
-        has_text = any(isinstance(leaf.source, TextSource) for leaf in self.train_leaves)
+        has_text = any(isinstance(leaf.source, DataSource) for leaf in self.train_leaves)
         texts = None
         if has_text:
             texts = functools.partial(training_text, self.train_leaves)
@@ -431,7 +431,7 @@ def _validation_leaf(name: str, config: Config) -> Leaf:
 
 
 def cached_tokens(
-    source: TextSource,
+    source: DataSource,
     tokenizer: Tokenizer,
     cache: Path,
     hashes: FileHashes,
@@ -460,7 +460,7 @@ def cached_tokens(
     return TokenMemmap(path=str(folder / "tokens.bin")).open(codec, hashes)
 
 
-def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: dict[str, object], name: str) -> None:
+def _write_folder(folder: Path, source: DataSource, codec: Tokenizer, contents: dict[str, object], name: str) -> None:
     """Tokenizes `source` into a new `folder`, which a single rename creates once it is complete."""
     # The random suffix separates two jobs that tokenize the same content into a shared cache.
     temporary = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.chats import ChatCodec
-from framework.data.comparisons import VERDICTS, Verdict
-from framework.data.files import digest_of
-from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.data.chats import ChatCodec
+from plimsoll.framework.data.comparisons import VERDICTS, Verdict
+from plimsoll.framework.data.files import digest_of
+from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A private-use character, which stands for the prompt when an answer is encoded separately.
 _PROMPT = "\U0010fffd"

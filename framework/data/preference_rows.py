@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from framework.data.comparisons import VERDICTS
-from framework.data.packing import Batch, Examples
-from framework.data.preference_codec import mark_of
-from framework.data.token_files import TokenStream
+from plimsoll.framework.data.comparisons import VERDICTS
+from plimsoll.framework.data.packing import Batch, Examples
+from plimsoll.framework.data.preference_codec import mark_of
+from plimsoll.framework.data.token_files import TokenStream
 
 # Warn if a larger fraction of examples than this has truncated answers.
 _MANY_CUT = 0.1

@@ -12,15 +12,15 @@ import platform
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from framework.config import Fraction, PositiveInt, component
-from framework.data.comparisons import Judged, Words, pair_of, thumbs_of
-from framework.data.files import DataFile
-from framework.data.library_pairs import LIBRARY_PAIRS_VERSION, pairs_of_code
-from framework.data.preference_codec import PreferenceCodec
-from framework.data.preference_rows import JudgedRows, PairRows, ThumbRows
-from framework.data.sources import ExampleSource, StdlibSource, rows_of_file, split_of
-from framework.data.token_files import TokenStream
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.config import Fraction, PositiveInt, component
+from plimsoll.framework.data.comparisons import Judged, Words, pair_of, thumbs_of
+from plimsoll.framework.data.files import DataFile
+from plimsoll.framework.data.library_pairs import LIBRARY_PAIRS_VERSION, pairs_of_code
+from plimsoll.framework.data.preference_codec import PreferenceCodec
+from plimsoll.framework.data.preference_rows import JudgedRows, PairRows, ThumbRows
+from plimsoll.framework.data.sources import ExampleSource, StdlibSource, rows_of_file, split_of
+from plimsoll.framework.data.token_files import TokenStream
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 
 class JudgedSource(ExampleSource):

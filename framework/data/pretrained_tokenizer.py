@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import PositiveInt, component
-from framework.data.files import DataFile, digest_of, find
-from framework.data.template_process import CLOSE, OPEN, TemplateProcess, compiled
-from framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
+from plimsoll.framework.config import PositiveInt, component
+from plimsoll.framework.data.files import DataFile, digest_of, find
+from plimsoll.framework.data.template_process import CLOSE, OPEN, TemplateProcess, compiled
+from plimsoll.framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
 
 # {"role": ..., "content": ...}, and any other fields that a template reads.
 Message = dict[str, Any]

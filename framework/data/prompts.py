@@ -17,15 +17,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from framework.config import Config, Fraction, PositiveInt, Seed, component
-from framework.data.batches import Pipeline, Shapes
-from framework.data.chats import ChatCodec
-from framework.data.files import digest_of, find
-from framework.data.order import GlobalOrder
-from framework.data.packing import Batch
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import located, rows_of_file, split_of
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.config import Config, Fraction, PositiveInt, Seed, component
+from plimsoll.framework.data.batches import Pipeline, Shapes
+from plimsoll.framework.data.chats import ChatCodec
+from plimsoll.framework.data.files import digest_of, find
+from plimsoll.framework.data.order import GlobalOrder
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.sources import located, rows_of_file, split_of
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A row of the source: "prompt", and any other fields.
 Row = dict[str, Any]

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from framework.config import Config, config_for
-from framework.data import hub_data, local_data
-from framework.data.chats import ChatSource, conversation
-from framework.data.comparisons import Judged, is_pair, is_thumb, pair_of, thumbs_of
-from framework.data.files import DataFile
-from framework.data.held_out import TextPart, TokenPart
-from framework.data.kinds import ROW_KINDS, DataListing, Kind
-from framework.data.preferences import PairSource, ThumbSource
-from framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap, rows_of_file
-from framework.files.hub_names import is_hub_url
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data import hub_data, local_data
+from plimsoll.framework.data.chats import ChatSource, conversation
+from plimsoll.framework.data.comparisons import Judged, is_pair, is_thumb, pair_of, thumbs_of
+from plimsoll.framework.data.files import DataFile
+from plimsoll.framework.data.held_out import TextPart, TokenPart
+from plimsoll.framework.data.kinds import ROW_KINDS, DataListing, Kind
+from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap, rows_of_file
+from plimsoll.framework.files.hub_names import is_hub_url
 
 # Columns that hold the text of a document, the most likely first.
 _TEXT_FIELDS = ("text", "content", "document", "body", "story")

@@ -5,13 +5,20 @@ recognized_scored("pairs.jsonl", None, pairs=True, keeps_classes=False)
 
 from __future__ import annotations
 
-from framework.config import Config, config_for
-from framework.data import hub_data, local_data
-from framework.data.kinds import ROW_KINDS, DataListing
-from framework.data.recognize import Recognized
-from framework.data.scored import LabelledSource, RankedSource, class_name, class_names, content_of, sequences_of
-from framework.data.sources import rows_of_file
-from framework.files.hub_names import is_hub_url
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data import hub_data, local_data
+from plimsoll.framework.data.kinds import ROW_KINDS, DataListing
+from plimsoll.framework.data.recognize import Recognized
+from plimsoll.framework.data.scored import (
+    LabelledSource,
+    RankedSource,
+    class_name,
+    class_names,
+    content_of,
+    sequences_of,
+)
+from plimsoll.framework.data.sources import rows_of_file
+from plimsoll.framework.files.hub_names import is_hub_url
 
 # Settings that a source keeps when it reads other files.
 _KEPT = ("append_eos", "pad_token_id", "template_variables")

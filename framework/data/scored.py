@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from framework.config import Fraction, component
-from framework.data.chats import FORMATS, conversation
-from framework.data.comparisons import pair_of
-from framework.data.files import DataFile, find
-from framework.data.sources import rows_of_file, split_of, text_field
-from framework.data.whole_sequences import Content, SequenceSource
+from plimsoll.framework.config import Fraction, component
+from plimsoll.framework.data.chats import FORMATS, conversation
+from plimsoll.framework.data.comparisons import pair_of
+from plimsoll.framework.data.files import DataFile, find
+from plimsoll.framework.data.sources import rows_of_file, split_of, text_field
+from plimsoll.framework.data.whole_sequences import Content, SequenceSource
 
 
 @component

@@ -22,13 +22,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types as at
 
-from framework.config import Config, NonNegativeInt, component, did_you_mean
-from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
-from framework.data.kinds import KINDS, ending_of
-from framework.data.packing import Examples, Windows
-from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
-from framework.data.tokenizers import Tokenizer
-from framework.files.texts import parse_json
+from plimsoll.framework.config import Config, NonNegativeInt, component, did_you_mean
+from plimsoll.framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
+from plimsoll.framework.data.kinds import KINDS, ending_of
+from plimsoll.framework.data.packing import Examples, Windows
+from plimsoll.framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.files.texts import parse_json
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FIELD_CHARACTERS = 1 << 30
@@ -37,7 +37,7 @@ _MAX_FIELD_CHARACTERS = 1 << 30
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
-class TextSource(abc.ABC):
+class DataSource(abc.ABC):
     """A source of text, read file by file.
 
     The constructor only stores its arguments. Only the methods access disks and networks; they run before anything is
@@ -94,7 +94,7 @@ class TextSource(abc.ABC):
         return {"sha256": digest, **facts, "files": files}
 
 
-class ExampleSource(TextSource):
+class ExampleSource(DataSource):
     """A source whose documents stay whole in a row, masked from their neighbors: conversations, preference pairs.
 
     Attributes:
@@ -117,7 +117,7 @@ class ExampleSource(TextSource):
 
 
 @component
-class StdlibSource(TextSource):
+class StdlibSource(DataSource):
     """The `.py` files of the running Python's standard library, one document per file, sorted by name.
 
     This is real text that is available on every machine. Test packages are excluded (they are repetitive), and so are
@@ -197,7 +197,7 @@ def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train"
 
 
 @component
-class TextFiles(TextSource):
+class TextFiles(DataSource):
     """UTF-8 text files; each file is one document, or several separated by `separator`.
 
     Args:
@@ -222,7 +222,7 @@ class TextFiles(TextSource):
 
 
 @component
-class JsonLines(TextSource):
+class JsonLines(DataSource):
     """JSON lines files with one object per line; the text is in `field`.
 
     Args:
@@ -305,7 +305,7 @@ def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, byte
 
 
 @component
-class Csv(TextSource):
+class Csv(DataSource):
     """A column of CSV or TSV files with a header; each row is a document.
 
     Args:
@@ -366,7 +366,7 @@ def _text_lines(file: DataFile) -> Iterator[str]:
 
 
 @component
-class Parquet(TextSource):
+class Parquet(DataSource):
     """A text column of Parquet files; each row is a document. Only a few rows are in memory at a time.
 
     Args:
@@ -515,7 +515,7 @@ class Leaf:
     label: str
     name: str
     weight: float
-    source: TextSource | TokenMemmap
+    source: DataSource | TokenMemmap
     stream: TokenStream = field(init=False)
     rows: Windows | Examples = field(init=False)
 
@@ -531,11 +531,11 @@ def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Ite
         for i, (child, share) in enumerate(weighted_sources):
             child_label = f"{label}.sources.{i}"
             yield from leaves_of(child, child_label, f"{name}.{i}", weight * share)
-    elif isinstance(source, TextSource | TokenMemmap):
+    elif isinstance(source, DataSource | TokenMemmap):
         yield Leaf(label, name, weight, source)
     else:
         raise ValueError(
-            f"{label}: expected a source (TextSource, TokenMemmap or Mixture), given {type(source).__name__}"
+            f"{label}: expected a source (DataSource, TokenMemmap or Mixture), given {type(source).__name__}"
         )
 
 

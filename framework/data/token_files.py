@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from framework.data.files import BLOCK_BYTES, DataFile, FileHashes
-from framework.data.tokenizers import Tokenizer
-from framework.files.texts import parse_json
+from plimsoll.framework.data.files import BLOCK_BYTES, DataFile, FileHashes
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.files.texts import parse_json
 
 TokenDType = Literal["uint16", "uint32"]
 

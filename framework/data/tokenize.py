@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.data.encoding import Encode, alone, token_dtype
-from framework.data.files import find
-from framework.data.sources import ExampleSource, TextSource, rows_of_file
-from framework.data.token_files import FACTS, scan, sidecar_name
-from framework.data.tokenizers import Tokenizer
-from framework.files.workdir import write_json, writing
+from plimsoll.framework.data.encoding import Encode, alone, token_dtype
+from plimsoll.framework.data.files import find
+from plimsoll.framework.data.sources import DataSource, ExampleSource, rows_of_file
+from plimsoll.framework.data.token_files import FACTS, scan, sidecar_name
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.files.workdir import write_json, writing
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Progress:
 
 
 def write_tokens(
-    source: TextSource,
+    source: DataSource,
     tokenizer: Tokenizer,
     path: Path,
     encode: Encode | None = None,
@@ -59,7 +59,7 @@ def write_tokens(
         yield from _write_tokens(source, tokenizer, path, encode or alone(tokenizer))
 
 
-def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[Progress]:
+def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[Progress]:
     files = source.files()
     progress = Progress(total=sum(file.size() for file in files))
     documents = (text for file in files for text in source.read(file))
@@ -89,7 +89,7 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
     write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
 
 
-def why_nothing(source: TextSource) -> str:
+def why_nothing(source: DataSource) -> str:
     """Explains why a source yields no documents: rows are split by their content, so all may be in the other part."""
     split = getattr(source, "split", "all")
     if isinstance(source, ExampleSource) and split in ("train", "validation") and getattr(source, "paths", None):

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import NonNegativeInt, PositiveInt, component
-from framework.data.files import digest_of, find
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
-from framework.terminal.phases import phase
+from plimsoll.framework.config import NonNegativeInt, PositiveInt, component
+from plimsoll.framework.data.files import digest_of, find
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.terminal.phases import phase
 
 # A function that yields about the given number of bytes of training text.
 TextBudget = Callable[[int], Iterator[str]]

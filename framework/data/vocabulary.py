@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from framework.data.sources import ExampleSource, Leaf, TextSource, located
-from framework.data.tokenize import why_nothing
-from framework.data.tokenizers import trained_bpe
+from plimsoll.framework.data.sources import DataSource, ExampleSource, Leaf, located
+from plimsoll.framework.data.tokenize import why_nothing
+from plimsoll.framework.data.tokenizers import trained_bpe
 
 # Characters to split into words at a time: the library returns a Python object for each word.
 _SLICE_LETTERS = 1 << 20
@@ -61,9 +61,9 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
     Raises:
         ValueError: a source of examples has no documents.
     """
-    text_sources: list[tuple[Leaf, TextSource]] = []
+    text_sources: list[tuple[Leaf, DataSource]] = []
     for leaf in leaves:
-        if isinstance(leaf.source, TextSource):
+        if isinstance(leaf.source, DataSource):
             text_sources.append((leaf, leaf.source))
     total_weight = sum(leaf.weight for leaf, _ in text_sources)
     for leaf, source in text_sources:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.files import DataFile, digest_of
-from framework.data.packing import Batch, Examples
-from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
-from framework.data.sources import ExampleSource
-from framework.data.token_files import TokenStream
-from framework.data.tokenizers import Tokenizer
+from plimsoll.framework.data.files import DataFile, digest_of
+from plimsoll.framework.data.packing import Batch, Examples
+from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
+from plimsoll.framework.data.sources import ExampleSource
+from plimsoll.framework.data.token_files import TokenStream
+from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A text, or the messages of a conversation.
 Content = str | list[Message]

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from framework.terminal import phases
-from framework.terminal.phase_views import human_seconds
+from plimsoll.framework.terminal import phases
+from plimsoll.framework.terminal.phase_views import human_seconds
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Programs that compile faster than this are not recorded.

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from framework.config.components import component
-from framework.config.names import did_you_mean
+from plimsoll.framework.config.components import component
+from plimsoll.framework.config.names import did_you_mean
 
 _PATH = "config.compiler.options."
 # Options that read or write files, run other programs (such as ptxas from xla_gpu_cuda_data_dir), or pass an entire
@@ -42,7 +42,7 @@ class Compiler:
 
     def options_for(self, mesh: Any) -> dict[str, bool | str]:
         """Return all options for programs on the devices of a mesh."""
-        from framework.devices.accelerators import spec_for
+        from plimsoll.framework.devices.accelerators import spec_for
 
         usual: dict[str, bool | int | str] = {}
         if self.of_accelerator:

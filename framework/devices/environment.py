@@ -7,14 +7,14 @@ def prepare_jax() -> None:
     """Check the environment variables of JAX's backends, and set defaults for those that are missing."""
     import jax  # noqa: F401
 
-    from framework.devices.accelerators import (
+    from plimsoll.framework.devices.accelerators import (
         GIB,
         GPU_MEMORY_FRACTION,
         HOST_LIMIT,
         HOST_MEMORY_FRACTION,
         machine_memory_bytes,
     )
-    from framework.devices.compiler import check_environment
+    from plimsoll.framework.devices.compiler import check_environment
 
     check_environment()
 

@@ -20,8 +20,8 @@ import jax
 from absl import logging
 from jax.experimental import serialize_executable
 
-from framework.devices import compile_times
-from framework.terminal import interrupts
+from plimsoll.framework.devices import compile_times
+from plimsoll.framework.terminal import interrupts
 
 # JAX's default of one second would exclude most programs of a small model.
 _MIN_COMPILE_SECONDS = 0.05

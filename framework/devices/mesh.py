@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from framework.config import PositiveInt, component, did_you_mean
-from framework.layout import nearest_divisors
+from plimsoll.framework.config import PositiveInt, component, did_you_mean
+from plimsoll.framework.layout import nearest_divisors
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 

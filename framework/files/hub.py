@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from framework.files.hub_cache import Snapshot, cache_folder, cached, is_offline
-from framework.files.hub_names import HubRepo, parse_url
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.files.hub_cache import Snapshot, cache_folder, cached, is_offline
+from plimsoll.framework.files.hub_names import HubRepo, parse_url
+from plimsoll.framework.terminal.tables import human_bytes
 
 INSTALL = "pip install 'plimsoll-train[hub]'"
 # The library lists a commit's files when it downloads one of them. Every repository of the Hub has this one.

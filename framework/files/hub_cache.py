@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from framework.files.hub_names import HubRepo
-from framework.files.texts import parse_json
+from plimsoll.framework.files.hub_names import HubRepo
+from plimsoll.framework.files.texts import parse_json
 
 _TREE_FORMAT = 1
 _TRUE = ("1", "ON", "YES", "TRUE")

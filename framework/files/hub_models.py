@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from framework.files import hub
-from framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
-from framework.files.texts import parse_json
+from plimsoll.framework.files import hub
+from plimsoll.framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
+from plimsoll.framework.files.texts import parse_json
 
 # All files of a model that are read, except its weights.
 SMALL_FILES = (

@@ -24,7 +24,7 @@ from typing import Any
 
 from absl import logging
 
-from framework.files.texts import parse_json
+from plimsoll.framework.files.texts import parse_json
 
 # Seconds between two uploads, and between two refreshes of the lock.
 INTERVAL = 20.0

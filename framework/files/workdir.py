@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.files import durable
-from framework.files.footprint import Footprint
-from framework.files.remote import OWNER, Mirror, is_url, without_secrets
-from framework.files.texts import parse_json
-from framework.terminal import interrupts
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.footprint import Footprint
+from plimsoll.framework.files.remote import OWNER, Mirror, is_url, without_secrets
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.terminal import interrupts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
 # gs:// or s3://, a bucket, and at least one folder; none of them is "." or "..", which a store would treat as a name.

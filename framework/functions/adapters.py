@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.functions.leaves import is_array, is_float
-from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import matching_paths, nearest_paths
-from framework.layout import fold_in_name, path_name
+from plimsoll.framework.functions.leaves import is_array, is_float
+from plimsoll.framework.functions.nf4 import is_quantized, named_arrays
+from plimsoll.framework.functions.paths import matching_paths, nearest_paths
+from plimsoll.framework.layout import fold_in_name, path_name
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.directory import (
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointMissingError,
@@ -25,8 +25,8 @@ from framework.checkpoint.directory import (
     mismatch_table,
     put_aside,
 )
-from framework.functions.leaves import is_key
-from framework.functions.stored_leaves import (
+from plimsoll.framework.functions.leaves import is_key
+from plimsoll.framework.functions.stored_leaves import (
     Note,
     records,
     restored_leaf,
@@ -34,8 +34,8 @@ from framework.functions.stored_leaves import (
     shown,
     stored_leaves,
 )
-from framework.layout import flatten
-from framework.processes import distributed
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.processes import distributed
 
 # Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
 _NOTES = "$leaves"

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import optax
 
-from framework.functions.encoding import Tree
-from framework.functions.mixing import influence
-from framework.layout import TensorSpec, flatten
-from framework.optimizers.offload import tagged
-from framework.optimizers.reach import Reach, probe
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.functions.mixing import influence
+from plimsoll.framework.layout import TensorSpec, flatten
+from plimsoll.framework.optimizers.offload import tagged
+from plimsoll.framework.optimizers.reach import Reach, probe
 
 # Leaves of an optimizer state, or their specs, by path.
 Leaves = dict[str, Any]

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax import core
 
-from framework.functions.leaves import is_array
-from framework.layout import filled, floats
+from plimsoll.framework.functions.leaves import is_array
+from plimsoll.framework.layout import filled, floats
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from framework.functions.factored import Factored
-from framework.plan.jaxprs import scan_counts
+from plimsoll.framework.functions.factored import Factored
+from plimsoll.framework.plan.jaxprs import scan_counts
 
 # Arrays, and matrices in factored form.
 Values = list[Any]

@@ -12,13 +12,13 @@ from typing import Any, Unpack
 
 import jax
 
-from framework.functions.encoding import Tree, decoded, encoded, with_static
-from framework.functions.marker import marked
-from framework.functions.rules import BareRule
-from framework.functions.trained import Trained
-from framework.functions.update_options import UpdateOptions, updater_of
-from framework.functions.updater import Updater
-from framework.functions.uses import USES
+from plimsoll.framework.functions.encoding import Tree, decoded, encoded, with_static
+from plimsoll.framework.functions.marker import marked
+from plimsoll.framework.functions.rules import BareRule
+from plimsoll.framework.functions.trained import Trained
+from plimsoll.framework.functions.update_options import UpdateOptions, updater_of
+from plimsoll.framework.functions.updater import Updater
+from plimsoll.framework.functions.uses import USES
 
 # (a `Trained`, its floats, inputs) -> outputs. Only the floats and inputs are differentiated.
 Forward = Callable[[Trained, Tree, Tree], Tree]

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.functions.encoding import Tree, decoded, encoded, with_static
-from framework.functions.marker import marked
-from framework.functions.pull_back import Cotangents, Residuals
-from framework.functions.rules import BareRule
-from framework.functions.stacks import num_layers, weights_at
-from framework.functions.trained import Trained
-from framework.functions.update_options import UpdateOptions, updater_of
-from framework.functions.updater import Updater
-from framework.functions.uses import USES
+from plimsoll.framework.functions.encoding import Tree, decoded, encoded, with_static
+from plimsoll.framework.functions.marker import marked
+from plimsoll.framework.functions.pull_back import Cotangents, Residuals
+from plimsoll.framework.functions.rules import BareRule
+from plimsoll.framework.functions.stacks import num_layers, weights_at
+from plimsoll.framework.functions.trained import Trained
+from plimsoll.framework.functions.update_options import UpdateOptions, updater_of
+from plimsoll.framework.functions.updater import Updater
+from plimsoll.framework.functions.uses import USES
 
 # layer(weights, carry, x, *shared) -> (carry, y)
 Layer = Callable[..., tuple[Tree, Tree]]

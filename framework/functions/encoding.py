@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.leaves import is_array, is_key, is_real_float
+from plimsoll.framework.functions.leaves import is_array, is_key, is_real_float
 
 # Any pytree.
 Tree = Any

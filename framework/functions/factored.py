@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from framework.functions.adapters import Adapter
-from framework.functions.nf4 import QuantizedMatrix
+from plimsoll.framework.functions.adapters import Adapter
+from plimsoll.framework.functions.nf4 import QuantizedMatrix
 
 # Keeps this file out of source locations, so that compiled programs name the user's line.
 source_info_util.register_exclusion(__file__)

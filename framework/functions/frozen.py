@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.functions.leaves import is_array
-from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import matching_paths
-from framework.plan.hlo.arrays import VMEM, Array, placed
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.functions.leaves import is_array
+from plimsoll.framework.functions.nf4 import is_quantized, named_arrays
+from plimsoll.framework.functions.paths import matching_paths
+from plimsoll.framework.plan.hlo.arrays import VMEM, Array, placed
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 # Operations that return memory that exists already, or that an inner computation allocated.
 _VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
@@ -190,7 +190,7 @@ def _shard_shape(array: Any) -> tuple[int, ...]:
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
     """Return the arguments as shapes, replicated on each device of a machine."""
     # Imported here because only a call with a target needs the machine tables.
-    from framework.plan.targets import environment, resolve
+    from plimsoll.framework.plan.targets import environment, resolve
 
     environment(target)
     devices = np.array(resolve(target).devices())

@@ -15,11 +15,11 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from framework.functions import control_flow
-from framework.functions.control_flow import Values
-from framework.functions.factored import Factored
-from framework.functions.products import lookup, product
-from framework.functions.views import split, viewed
+from plimsoll.framework.functions import control_flow
+from plimsoll.framework.functions.control_flow import Values
+from plimsoll.framework.functions.factored import Factored
+from plimsoll.framework.functions.products import lookup, product
+from plimsoll.framework.functions.views import split, viewed
 
 # Keeps this file out of tracebacks of compiled programs, so that they show the user's line.
 source_info_util.register_exclusion(__file__)

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from framework.functions.encoding import Tree
+from plimsoll.framework.functions.encoding import Tree
 
 update_p = Primitive("plimsoll_update")
 update_p.multiple_results = True

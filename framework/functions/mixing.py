@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from framework.functions.encoding import Tree
-from framework.functions.rules import OptaxRule, Rule
-from framework.optimizers.dependence import Inputs, dependence_of_results
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.functions.rules import OptaxRule, Rule
+from plimsoll.framework.optimizers.dependence import Inputs, dependence_of_results
 
 # (weights, gradient, state) -> (new weights, new state)
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]

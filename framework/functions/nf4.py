@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.leaves import is_array, is_float
-from framework.functions.paths import matching_paths
-from framework.layers.quantize import BLOCK, dequantize, quantize
-from framework.layout import path_name
+from plimsoll.framework.functions.leaves import is_array, is_float
+from plimsoll.framework.functions.paths import matching_paths
+from plimsoll.framework.layers.quantize import BLOCK, dequantize, quantize
+from plimsoll.framework.layout import path_name
 
 View = Callable[[jax.Array], jax.Array]
 

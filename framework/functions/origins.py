@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from framework.functions.marker import update_p
-from framework.plan.jaxprs import scan_counts
+from plimsoll.framework.functions.marker import update_p
+from plimsoll.framework.plan.jaxprs import scan_counts
 
 # Equations that pass their operands on unchanged, the n-th operand as the n-th result.
 _IDENTITIES = {"optimization_barrier", "copy", "copy_p", "sharding_constraint"}

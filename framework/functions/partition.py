@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.functions.leaves import is_float
-from framework.functions.paths import matching_paths, named_leaves
+from plimsoll.framework.functions.leaves import is_float
+from plimsoll.framework.functions.paths import matching_paths, named_leaves
 
 
 class Partition(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from framework.layout import path_name
+from plimsoll.framework.layout import path_name
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -16,8 +16,15 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from framework.functions.factored import LETTERS, Factored, dense_weight, long_axes, result_type, without_short_axes
-from framework.functions.nf4 import QuantizedMatrix
+from plimsoll.framework.functions.factored import (
+    LETTERS,
+    Factored,
+    dense_weight,
+    long_axes,
+    result_type,
+    without_short_axes,
+)
+from plimsoll.framework.functions.nf4 import QuantizedMatrix
 
 source_info_util.register_exclusion(__file__)
 

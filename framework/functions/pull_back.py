@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from framework.functions.encoding import Tree
-from framework.layers.pull_back import PullBack
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.layers.pull_back import PullBack
 
 
 @jax.tree_util.register_dataclass

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from framework.functions.closures import arrays_of, constants_of
-from framework.functions.reversible import num_layers
-from framework.layout import filled, flatten, floats
+from plimsoll.framework.functions.closures import arrays_of, constants_of
+from plimsoll.framework.functions.reversible import num_layers
+from plimsoll.framework.layout import filled, flatten, floats
 
 
 def reconstruction_error(

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from framework.functions.closures import arrays_of
-from framework.functions.reversible_layer import ReversibleLayer, layer_of
-from framework.layout import filled, floats
+from plimsoll.framework.functions.closures import arrays_of
+from plimsoll.framework.functions.reversible_layer import ReversibleLayer, layer_of
+from plimsoll.framework.layout import filled, floats
 
 _NO_FORWARD_MODE = (
     "reversible_scan: no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): its layers are differentiated "

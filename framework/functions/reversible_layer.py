@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from framework.functions.closures import arrays_of, constants_of, hoisted, vjp_of_floats
-from framework.functions.coupling import added, coupling_of, subtracted
-from framework.functions.leaves import is_float
-from framework.layout import filled
+from plimsoll.framework.functions.closures import arrays_of, constants_of, hoisted, vjp_of_floats
+from plimsoll.framework.functions.coupling import added, coupling_of, subtracted
+from plimsoll.framework.functions.leaves import is_float
+from plimsoll.framework.layout import filled
 
 # (values that the layers share, arrays of a layer, x) -> a tree of arrays.
 LayerFunction = Callable[[Any, Any, Any], Any]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.functions.encoding import Tree
-from framework.optimizers.clipping import limit_update_rms
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.optimizers.clipping import limit_update_rms
 
 # An update rule that is a plain function.
 BareRule = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from framework.functions.trained import Trained
+from plimsoll.framework.functions.trained import Trained
 
 
 def num_layers(name: str, stack: Any) -> int:

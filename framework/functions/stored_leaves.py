@@ -16,8 +16,8 @@ import numpy as np
 from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from framework.checkpoint.directory import LeafRecord
-from framework.functions.leaves import is_key
+from plimsoll.framework.checkpoint.directory import LeafRecord
+from plimsoll.framework.functions.leaves import is_key
 
 Kind = Literal["key", "words", "scalar", "function"]
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.functions.chunks import Planner
-from framework.functions.encoding import Tree
-from framework.functions.streamed_update import Result, StreamedUpdate
-from framework.layout import flatten, store_leaf
+from plimsoll.framework.functions.chunks import Planner
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.functions.streamed_update import Result, StreamedUpdate
+from plimsoll.framework.layout import flatten, store_leaf
 
 
 def stream(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.functions.chunks import Chunk, Leaves, Plan, alone
-from framework.functions.encoding import Tree
-from framework.layout import fetch_leaf, flatten, store_leaf
+from plimsoll.framework.functions.chunks import Chunk, Leaves, Plan, alone
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.layout import fetch_leaf, flatten, store_leaf
 
 # (parameter, update) -> an array of the same shape.
 Result = Callable[[jax.Array, jax.Array], jax.Array]

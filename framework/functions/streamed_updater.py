@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.encoding import Tree, encoded, with_floats
-from framework.functions.leaves import is_real_float
-from framework.functions.marker import tied
-from framework.functions.rules import OptaxRule, all_finite
-from framework.functions.stacks import layer_at, weights_at, with_layer
-from framework.functions.stream import Stream
-from framework.functions.streamed_update import the_update
-from framework.functions.trained import Trained
-from framework.functions.updater import Updater
+from plimsoll.framework.functions.encoding import Tree, encoded, with_floats
+from plimsoll.framework.functions.leaves import is_real_float
+from plimsoll.framework.functions.marker import tied
+from plimsoll.framework.functions.rules import OptaxRule, all_finite
+from plimsoll.framework.functions.stacks import layer_at, weights_at, with_layer
+from plimsoll.framework.functions.stream import Stream
+from plimsoll.framework.functions.streamed_update import the_update
+from plimsoll.framework.functions.trained import Trained
+from plimsoll.framework.functions.updater import Updater
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from framework.functions.encoding import Tree, decoded, float_part, with_floats
+from plimsoll.framework.functions.encoding import Tree, decoded, float_part, with_floats
 
 
 @jax.tree_util.register_dataclass

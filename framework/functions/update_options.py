@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Required, TypedDict
 
-from framework.functions.rules import BareRule, OptaxRule, as_rule
-from framework.functions.stream import stream_of
-from framework.functions.streamed_updater import StreamedUpdater
-from framework.functions.updater import Updater
+from plimsoll.framework.functions.rules import BareRule, OptaxRule, as_rule
+from plimsoll.framework.functions.stream import stream_of
+from plimsoll.framework.functions.streamed_updater import StreamedUpdater
+from plimsoll.framework.functions.updater import Updater
 
 
 class UpdateOptions(TypedDict, total=False):

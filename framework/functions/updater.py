@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.encoding import Tree, encoded, float_part, with_floats
-from framework.functions.marker import tied
-from framework.functions.mixing import refuse_mixing
-from framework.functions.rules import Rule, all_finite
-from framework.functions.stacks import layer_at, num_layers, with_layer
-from framework.functions.trained import Trained
+from plimsoll.framework.functions.encoding import Tree, encoded, float_part, with_floats
+from plimsoll.framework.functions.marker import tied
+from plimsoll.framework.functions.mixing import refuse_mixing
+from plimsoll.framework.functions.rules import Rule, all_finite
+from plimsoll.framework.functions.stacks import layer_at, num_layers, with_layer
+from plimsoll.framework.functions.trained import Trained
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from framework.functions.trained import Trained
+from plimsoll.framework.functions.trained import Trained
 
 # Array classes that a differentiated function sees. A jitted function sees others, in which a second use may be
 # correct (an evaluation), so those are not checked.

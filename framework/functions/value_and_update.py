@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from framework.functions.encoding import Tree
-from framework.functions.origins import Origin, origins_of
-from framework.functions.trained import Trained
-from framework.functions.uses import used_twice
+from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.functions.origins import Origin, origins_of
+from plimsoll.framework.functions.trained import Trained
+from plimsoll.framework.functions.uses import used_twice
 
 
 def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:

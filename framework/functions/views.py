@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from framework.functions.factored import Factored, result_type
-from framework.functions.nf4 import QuantizedMatrix
+from plimsoll.framework.functions.factored import Factored, result_type
+from plimsoll.framework.functions.nf4 import QuantizedMatrix
 
 source_info_util.register_exclusion(__file__)
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.adapters import Adapters, check_adapters
-from framework.functions.factored import Factored, factored
-from framework.functions.interpreter import Interpreter
-from framework.functions.leaves import is_array
-from framework.functions.nf4 import QuantizedMatrix, is_quantized
-from framework.layout import path_name
+from plimsoll.framework.functions.adapters import Adapters, check_adapters
+from plimsoll.framework.functions.factored import Factored, factored
+from plimsoll.framework.functions.interpreter import Interpreter
+from plimsoll.framework.functions.leaves import is_array
+from plimsoll.framework.functions.nf4 import QuantizedMatrix, is_quantized
+from plimsoll.framework.layout import path_name
 
 
 def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -> Callable[..., Any]:

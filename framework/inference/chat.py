@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from framework.data.chats import ChatCodec
-from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
-from framework.data.tokenizers import Tokenizer
-from framework.inference.generation import Generator, stream_text
-from framework.inference.sampling import Sampling
+from plimsoll.framework.data.chats import ChatCodec
+from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.inference.generation import Generator, stream_text
+from plimsoll.framework.inference.sampling import Sampling
 
 
 class Turn(NamedTuple):

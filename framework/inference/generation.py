@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.data.tokenizers import Tokenizer
-from framework.inference.sampling import Sampling, choose, row_keys
-from framework.layers.base import BATCH_AXES, Context, Out, batch_shards
-from framework.layout import Nested, merge
-from framework.program.program import Program
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.inference.sampling import Sampling, choose, row_keys
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_shards
+from plimsoll.framework.layout import Nested, merge
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # Maximum number of tokens to read at once after a cached prompt. Their attention logits over the whole cache are
 # materialized in float32, so a longer text is read from the beginning instead, with the attention kernel.

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from framework.data.batches import Pipeline
-from framework.metrics.throughput import MetricsBuffer
-from framework.program.program import Program
-from framework.terminal.phases import phase
+from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.metrics.throughput import MetricsBuffer
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import phase
 
 
 def evaluated(

@@ -1,6 +1,6 @@
 """Samples images from an image model, interpolates in its latent space, and writes grids of images as PNG (Pillow).
 
-The model has methods sample, encode, decode and quantize, like framework.models.flow.Flow.
+The model has methods sample, encode, decode and quantize, like plimsoll.Flow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layout import Nested
-from framework.program.program import Program
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # In pixels: the height up to which small images are magnified, and the gap between images.
 _HEIGHT = 32

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.inference.generation import Forward, bucket, read_prompts, read_token
-from framework.layout import Nested
-from framework.program.program import Program
+from plimsoll.framework.inference.generation import Forward, bucket, read_prompts, read_token
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.program.program import Program
 
 
 class Answers(NamedTuple):

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.data.packing import num_windows, pack
-from framework.data.tokenizers import Tokenizer
-from framework.inference.generation import Forward, bucket
-from framework.layers.base import batch_shards
-from framework.layout import Nested
-from framework.program.program import Program
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.data.packing import num_windows, pack
+from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.inference.generation import Forward, bucket
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 Tokens = Sequence[int] | np.ndarray
 

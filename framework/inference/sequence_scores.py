@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.inference.generation import Forward, bucket
-from framework.layers.base import batch_shards
-from framework.layout import Nested
-from framework.program.program import Program
+from plimsoll.framework.inference.generation import Forward, bucket
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.program.program import Program
 
 
 class SequenceScorer:

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.attention_cache import cached_attention
-from framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
-from framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
-from framework.layers.kernels_call import SplashBlocks
-from framework.layers.linear import Linear
-from framework.layers.rotary import Rotary
-from framework.layout import Nested, ParameterSpec, nearest_divisors
+from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
+from plimsoll.framework.layers.kernels_call import SplashBlocks
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
 
 # Queries [B, S, N, H], keys and values [B, S, K, H].
 Heads = tuple[jax.Array, jax.Array, jax.Array]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 
 def cached_attention(

@@ -7,9 +7,9 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh
 
-from framework.config.names import did_you_mean
-from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
-from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
+from plimsoll.framework.config.names import did_you_mean
+from plimsoll.framework.layers import kernels_cudnn, kernels_splash, kernels_xla
+from plimsoll.framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
 
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
 # Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments, sinks)`.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
+from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
 
 # The mesh axes that shard the sequences of a batch. They include `expert`: without it, the devices along that axis
 # would all compute the same non-expert layers.
@@ -223,7 +223,7 @@ class Layer:
     def branches(self) -> dict[str, list[str]]:
         """The branches that a block adds to the residual stream, in order: {branch: names of the children it uses}.
 
-        {} for any other layer. A layer with branches also has `branch`, see `framework.layers.block.Block`.
+        {} for any other layer. A layer with branches also has `branch`, see `plimsoll.Block`.
         """
         return {}
 

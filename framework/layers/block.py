@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from framework.config import Config, Fraction, PositiveInt, component, config_for
-from framework.layers.attention import Attention
-from framework.layers.base import Context, Layer, Out
-from framework.layers.mlp import MLP
-from framework.layers.norm import RMSNorm
-from framework.layout import Nested
+from plimsoll.framework.config import Config, Fraction, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention import Attention
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import Nested
 
 
 @component

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layers.base import BATCH_AXES, Context
+from plimsoll.framework.layers.base import BATCH_AXES, Context
 
 # The loss, an f32 scalar, and metrics by name.
 Loss = tuple[jax.Array, dict[str, jax.Array]]

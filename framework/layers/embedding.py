@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out, add_shared
-from framework.layers.lookup import look_up
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
+from plimsoll.framework.layers.lookup import look_up
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 @component

@@ -10,12 +10,19 @@ from functools import partial
 
 import jax
 
-from framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out, batch_shards, prepare_own
-from framework.layers.chunked_loss import Chunks, capped, chunked_loss, logits_product, token_log_probs, token_loss
-from framework.layers.norm import RMSNorm
-from framework.layers.objective import Objective
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_own
+from plimsoll.framework.layers.chunked_loss import (
+    Chunks,
+    capped,
+    chunked_loss,
+    logits_product,
+    token_log_probs,
+    token_loss,
+)
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.objective import Objective
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 @component

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from framework.config import PositiveInt, component
-from framework.layers.base import BATCH_AXES
+from plimsoll.framework.config import PositiveInt, component
+from plimsoll.framework.layers.base import BATCH_AXES
 
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, on_each_device
+from plimsoll.framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, on_each_device
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.layers.kernels_call import (
+from plimsoll.framework.layers.kernels_call import (
     HEADS_AXIS,
     LENGTH_AXIS,
     SAVED_NAME,

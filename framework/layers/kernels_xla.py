@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, separate_padding
-from framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, separate_padding
+from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 
 def why_not(call: AttentionCall) -> None:

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.attention_cache import cached_attention
-from framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
-from framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
-from framework.layers.kernels_call import SplashBlocks
-from framework.layers.linear import Linear
-from framework.layers.norm import RMSNorm
-from framework.layers.rotary import Rotary
-from framework.layout import Nested
+from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
+from plimsoll.framework.layers.kernels_call import SplashBlocks
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layout import Nested
 
 
 @component
@@ -49,7 +49,7 @@ class LatentAttention(Layer):
         interleaved: whether the two channels of a rotated pair are adjacent, as in published DeepSeek weights;
             otherwise they are P / 2 apart.
         scale: factor on the logits; None means H ** -0.5.
-        implementation, splash, kernel_dtype: see `framework.layers.attention.Attention`.
+        implementation, splash, kernel_dtype: see `plimsoll.Attention`.
     """
 
     def __init__(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from framework.config import Config, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, add_shared
-from framework.layers.products import project
-from framework.layout import MeshAxes, ParameterSpec
+from plimsoll.framework.config import Config, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, add_shared
+from plimsoll.framework.layers.products import project
+from plimsoll.framework.layout import MeshAxes, ParameterSpec
 
 
 @component

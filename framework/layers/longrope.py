@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from framework.config import PositiveFloat, PositiveInt, component
-from framework.layers.rotary import Scaling
+from plimsoll.framework.config import PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.rotary import Scaling
 
 
 @component

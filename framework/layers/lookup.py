@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from framework.layers.base import BATCH_AXES, Context, cast
+from plimsoll.framework.layers.base import BATCH_AXES, Context, cast
 
 # Maximum bytes of float32 sums that may exist next to the gradient of a table in a narrower dtype: the gradient of a
 # larger table is summed a few columns at a time.

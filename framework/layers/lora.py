@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
-from framework.layers.base import Context, Layer, add_shared
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.stored import StoredMatrix
-from framework.layers.linear import Linear
-from framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.base import Context, Layer, add_shared
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.stored import StoredMatrix
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 @component

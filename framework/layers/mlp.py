@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from framework.config import Config, PositiveInt, component, config_for
-from framework.layers.base import BATCH_AXES, Context, Layer, Out
-from framework.layers.keeping import keeping_inputs
-from framework.layers.linear import Linear
-from framework.layout import Nested
+from plimsoll.framework.config import Config, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
+from plimsoll.framework.layers.keeping import keeping_inputs
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layout import Nested
 
 
 def relu_squared(x: jax.Array) -> jax.Array:

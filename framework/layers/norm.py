@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import PositiveFloat, PositiveInt, component
-from framework.layers.base import Context, Layer
-from framework.layers.keeping import keeping_inputs
-from framework.layout import ParameterSpec
+from plimsoll.framework.config import PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.keeping import keeping_inputs
+from plimsoll.framework.layout import ParameterSpec
 
 
 @component

@@ -10,13 +10,13 @@ from typing import Protocol
 
 import jax
 
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Chunks, Loss
-from framework.layout import Nested
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Chunks, Loss
+from plimsoll.framework.layout import Nested
 
 
 class Head(Protocol):
-    """The part of the head that an objective uses; see `framework.layers.head.LMHead`."""
+    """The part of the head that an objective uses; see `plimsoll.LMHead`."""
 
     softcap: float | None
 
@@ -40,7 +40,7 @@ class Objective:
         arrays: names of the batch's arrays that it reads, in addition to tokens, targets and weights.
         unit: unit of the reported loss, such as "nats per pair".
         depends_on_microbatches: whether learner.accumulate affects the loss beyond rounding; see `Layer`.
-        reads_scores: whether it is for a `framework.layers.score_head.ScoreHead` instead of a language model's head.
+        reads_scores: whether it is for a `plimsoll.ScoreHead` instead of a language model's head.
     """
 
     arrays: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Objective:
         """Raise ValueError if the objective is not for a score head with this number of labels."""
         raise ValueError(
             f"objective = {type(self).__name__} is for a language model's head; expected one of "
-            "framework.objectives.rewards for a score head"
+            "plimsoll.framework.objectives.rewards for a score head"
         )
 
     def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context
+from plimsoll.framework.layers.base import Context
 
 
 def project(x: jax.Array, weight: jax.Array, ctx: Context) -> jax.Array:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, ParameterSpec, words
+from plimsoll.framework.layout import Nested, ParameterSpec, words
 
 Storage = Literal["int8", "nf4"]
 # The number of weights that share a scale in nf4.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from framework.layout import nearest_divisors
+from plimsoll.framework.layout import nearest_divisors
 
 # The name of a unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"

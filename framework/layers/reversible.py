@@ -12,8 +12,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context, Layer, Out
-from framework.layout import Nested, filled, floats
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layout import Nested, filled, floats
 
 # Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits remain for the integer part.
 FRACTION_BITS = 12

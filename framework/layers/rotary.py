@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import Config, PositiveFloat, PositiveInt, component
+from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component
 
 
 class Scaling:

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
-from framework.config import Config, DType, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out
-from framework.layers.chunked_loss import logits_product
-from framework.layers.norm import RMSNorm
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.chunked_loss import logits_product
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 # The role of the label axis. A parameter with this role is trained even if everything else except adapters is frozen.
 LABEL = "label"
@@ -110,7 +110,7 @@ class ScoreHead(Layer):
         if self.objective is None:
             raise ValueError(
                 "model.head.objective = None: a score head learns by an objective; expected one of "
-                "framework.objectives.rewards, such as PairwiseReward or Classification"
+                "plimsoll.framework.objectives.rewards, such as PairwiseReward or Classification"
             )
         loss, metrics = self.objective.loss(self, weights, carry, ctx)
         return None, Out(loss=loss, metrics=metrics)

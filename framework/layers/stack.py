@@ -16,13 +16,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, PositiveInt, component
-from framework.layers import remat, sums
-from framework.layers.base import Context, Layer, Out
-from framework.layers.reversible import Reversible, TwoStream
-from framework.layers.section import Section
-from framework.layers.unit import Unit
-from framework.layout import Nested, TensorSpec, filled, floats
+from plimsoll.framework.config import Config, PositiveInt, component
+from plimsoll.framework.layers import remat, sums
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.reversible import Reversible, TwoStream
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layers.unit import Unit
+from plimsoll.framework.layout import Nested, TensorSpec, filled, floats
 
 # The body of a loop: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]

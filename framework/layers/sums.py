@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested
+from plimsoll.framework.layout import Nested
 
 
 def wide(dtype: Any) -> Any:

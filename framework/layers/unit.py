@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from framework.layers.base import Context, Layer, Out
-from framework.layers.reversible import Reversible
-from framework.layout import Nested
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.reversible import Reversible
+from plimsoll.framework.layout import Nested
 
 
 class Unit(Reversible):

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from framework.config import PositiveFloat, PositiveInt, component
-from framework.layers.rotary import Scaling
+from plimsoll.framework.config import PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.rotary import Scaling
 
 # Keeps the ramp finite if both of its ends are the same index, as in transformers.
 _SHORTEST_RAMP = 0.001

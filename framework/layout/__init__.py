@@ -1,8 +1,8 @@
 """The layout of the training state: specs of arrays, paths of trees, and the table of all leaves."""
 
-from framework.layout.initial import fold_in_name, initialize, name_hash
-from framework.layout.moves import fetch_leaf, fetch_tree, store_leaf
-from framework.layout.specs import (
+from plimsoll.framework.layout.initial import fold_in_name, initialize, name_hash
+from plimsoll.framework.layout.moves import fetch_leaf, fetch_tree, store_leaf
+from plimsoll.framework.layout.specs import (
     GROUPS,
     Group,
     Initializer,
@@ -14,8 +14,8 @@ from framework.layout.specs import (
     copy_partition,
     move_to_host,
 )
-from framework.layout.table import Leaf, StateLayout, nearest_divisors
-from framework.layout.trees import Nested, filled, flatten, floats, key_name, merge, path_name, unflatten
+from plimsoll.framework.layout.table import Leaf, StateLayout, nearest_divisors
+from plimsoll.framework.layout.trees import Nested, filled, flatten, floats, key_name, merge, path_name, unflatten
 
 __all__ = [
     "GROUPS",

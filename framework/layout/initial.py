@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.layout.specs import ParameterSpec
-from framework.layout.trees import Nested, path_name
+from plimsoll.framework.layout.specs import ParameterSpec
+from plimsoll.framework.layout.trees import Nested, path_name
 
 
 def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) -> Nested:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from framework.layout.specs import TensorSpec
-from framework.layout.trees import path_name
+from plimsoll.framework.layout.specs import TensorSpec
+from plimsoll.framework.layout.trees import path_name
 
 
 def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:

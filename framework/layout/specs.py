@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.layout.trees import flatten, path_name
+from plimsoll.framework.layout.trees import flatten, path_name
 
 MemoryKind = Literal["device", "pinned_host"]
 Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]

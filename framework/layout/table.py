@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layout.moves import fetch_leaf, store_leaf
-from framework.layout.specs import (
+from plimsoll.framework.layout.moves import fetch_leaf, store_leaf
+from plimsoll.framework.layout.specs import (
     GROUPS,
     Group,
     MemoryKind,
@@ -25,7 +25,7 @@ from framework.layout.specs import (
     ParameterSpec,
     TensorSpec,
 )
-from framework.layout.trees import Nested, flatten
+from plimsoll.framework.layout.trees import Nested, flatten
 
 
 @dataclass(frozen=True)

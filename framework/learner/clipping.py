@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested
-from framework.learner.instances import LearningRate
-from framework.optimizers.clipping import limit_norm_growth, limit_update_rms
-from framework.optimizers.reach import Reach
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.optimizers.clipping import limit_norm_growth, limit_update_rms
+from plimsoll.framework.optimizers.reach import Reach
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 # Modes that clip a layer with values known during its update. All other modes first need the norm of all gradients.

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.layout import Nested, TensorSpec
-from framework.learner.clipping import Clipping
-from framework.learner.units import Decision
-from framework.optimizers.rounding import fold
+from plimsoll.framework.layout import Nested, TensorSpec
+from plimsoll.framework.learner.clipping import Clipping
+from plimsoll.framework.learner.units import Decision
+from plimsoll.framework.optimizers.rounding import fold
 
 # Names of the counters that hold the moving averages of the loss and of its square.
 _MEAN = "loss_mean"

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layers.section import Section
-from framework.layout import Nested, ParameterSpec, flatten, unflatten
-from framework.learner.rules import FROZEN
-from framework.learner.units import ALL_STAGES, Group
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layout import Nested, ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.rules import FROZEN
+from plimsoll.framework.learner.units import ALL_STAGES, Group
 
 
 class DividedSpecs(NamedTuple):

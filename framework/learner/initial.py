@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import jax
 
-from framework.layout import Nested, flatten, unflatten
-from framework.learner.groups import select
-from framework.learner.precision import Precision
-from framework.learner.state import GroupState
+from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.learner.groups import select
+from plimsoll.framework.learner.precision import Precision
+from plimsoll.framework.learner.state import GroupState
 
 
 def init_part(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from framework.config import Config
-from framework.layout import Nested
-from framework.learner.rules import DEFAULT
-from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.config import Config
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.rules import DEFAULT
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 # The learning rate as a function of the number of previous updates.
 LearningRate = Callable[[Any], Any]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import (
+from plimsoll.framework.config import (
     Config,
     DType,
     Fraction,
@@ -24,8 +24,8 @@ from framework.config import (
     PositiveInt,
     component,
 )
-from framework.layers.section import Section
-from framework.layout import (
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layout import (
     Nested,
     ParameterSpec,
     TensorSpec,
@@ -33,16 +33,16 @@ from framework.layout import (
     move_to_host,
     unflatten,
 )
-from framework.learner import decisions, groups, initial, instances
-from framework.learner.clipping import ClipMode, Clipping
-from framework.learner.precision import Precision
-from framework.learner.reaches import check_parameters_apart, reach_of
-from framework.learner.rules import (
+from plimsoll.framework.learner import decisions, groups, initial, instances
+from plimsoll.framework.learner.clipping import ClipMode, Clipping
+from plimsoll.framework.learner.precision import Precision
+from plimsoll.framework.learner.reaches import check_parameters_apart, reach_of
+from plimsoll.framework.learner.rules import (
     Optimizer,
     label,
 )
-from framework.learner.state import GroupState, spec_like, unit_specs
-from framework.learner.units import (
+from plimsoll.framework.learner.state import GroupState, spec_like, unit_specs
+from plimsoll.framework.learner.units import (
     Bundle,
     Decision,
     Group,
@@ -51,9 +51,9 @@ from framework.learner.units import (
     all_units,
     in_structure,
 )
-from framework.learner.update import GroupUpdate
-from framework.optimizers.reach import Reach
-from framework.optimizers.rounding import Rounding, check_dtypes
+from plimsoll.framework.learner.update import GroupUpdate
+from plimsoll.framework.optimizers.reach import Reach
+from plimsoll.framework.optimizers.rounding import Rounding, check_dtypes
 
 
 @component

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
-from framework.optimizers.partition import mirrors_parameter
-from framework.optimizers.rounding import Origin, Rounding, fold_name, noise, round_stochastically
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
+from plimsoll.framework.optimizers.partition import mirrors_parameter
+from plimsoll.framework.optimizers.rounding import Origin, Rounding, fold_name, noise, round_stochastically
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.layout import Nested, flatten
-from framework.learner.instances import Instance
-from framework.optimizers.dependence import keeps_apart
-from framework.optimizers.reach import Reach, probe
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.instances import Instance
+from plimsoll.framework.optimizers.dependence import keeps_apart
+from plimsoll.framework.optimizers.reach import Reach, probe
 
 
 class _Kind(NamedTuple):

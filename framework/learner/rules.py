@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from framework.config import Config, component
-from framework.config.schema import ShortNames
-from framework.layout import Nested, flatten
-from framework.optimizers.arguments import check_arguments
-from framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.config.schema import ShortNames
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.optimizers.arguments import check_arguments
+from plimsoll.framework.optimizers.named import OPTIMIZERS
 
 Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
 # Labels of parameters: frozen ones, and those that keep the learner's optimizer because no rule applies.

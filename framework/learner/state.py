@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, unflatten
-from framework.learner.groups import unstack
-from framework.learner.precision import Precision
-from framework.learner.units import Group, in_structure
-from framework.optimizers.partition import PartitionedGradientTransformation
-from framework.optimizers.rounding import cut_off
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.groups import unstack
+from plimsoll.framework.learner.precision import Precision
+from plimsoll.framework.learner.units import Group, in_structure
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
+from plimsoll.framework.optimizers.rounding import cut_off
 
 # The parts of an entry, under the names that checkpoints use.
 STATE = "state"

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_map_with_path
 
-from framework.layers.section import Section
-from framework.layout import (
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layout import (
     Nested,
     flatten,
     path_name,
 )
-from framework.optimizers.rounding import Origin
+from plimsoll.framework.optimizers.rounding import Origin
 
 # The stage name of a group that spans all stages.
 ALL_STAGES = "model"

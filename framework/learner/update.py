@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from framework.layout import Nested
-from framework.learner.clipping import Clipping
-from framework.learner.instances import LearningRate
-from framework.learner.state import COMPENSATION, MASTER, NORM, STATE, GroupState
-from framework.learner.units import Decision, Update, chosen
-from framework.optimizers.rounding import fold, fold_name, rounded, upcast
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.clipping import Clipping
+from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.learner.state import COMPENSATION, MASTER, NORM, STATE, GroupState
+from plimsoll.framework.learner.units import Decision, Update, chosen
+from plimsoll.framework.optimizers.rounding import fold, fold_name, rounded, upcast
 
 
 class _NewWeights(NamedTuple):

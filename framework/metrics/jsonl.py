@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.files import durable
-from framework.files.texts import parse_json
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.texts import parse_json
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from framework.metrics.writers import Writer
+from plimsoll.framework.metrics.writers import Writer
 
 # Maximum number of waiting rows. Beyond it the oldest are dropped, because memory is limited, too.
 MAX_ROWS = 10_000

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.metrics.jsonl import read_metrics
+from plimsoll.framework.metrics.jsonl import read_metrics
 
 TRAIN = "train/loss"
 RATE = "train/learning_rate"

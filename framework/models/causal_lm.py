@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveInt, component, config_for
-from framework.layers.attention import Attention
-from framework.layers.base import Context, Out
-from framework.layers.embedding import Embedding
-from framework.layers.experts.moe import MoE
-from framework.layers.head import LMHead
-from framework.layers.latent_attention import LatentAttention
-from framework.layers.rotary import Rotary
-from framework.layers.score_head import ScoreHead
-from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
-from framework.models.chain import Chain, Places
+from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention import Attention
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.embedding import Embedding
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.latent_attention import LatentAttention
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
+from plimsoll.framework.models.chain import Chain, Places
 
 
 @component

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.layers.base import Context, Layer, Out
-from framework.layers.lora import LoRA
-from framework.layers.score_head import LABEL
-from framework.layers.section import Section
-from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.score_head import LABEL
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
 
 # {stage: {path: spec}}; instead of a spec, anything with a memory_kind works.
 Places = dict[str, dict[str, Any]]

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out
-from framework.layers.flow.base import Invertible
-from framework.layers.flow.ends import Gaussian, Preprocess, Prior, Split
-from framework.layers.flow.linear import ActNorm, Squeeze
-from framework.layers.stack import Stack
-from framework.layout import Nested
-from framework.models.chain import Chain
+from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.flow.base import Invertible
+from plimsoll.framework.layers.flow.ends import Gaussian, Preprocess, Prior, Split
+from plimsoll.framework.layers.flow.linear import ActNorm, Squeeze
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.models.chain import Chain
 
 
 @component
@@ -287,4 +287,6 @@ def _check_layers(stack: Stack, index: int) -> None:
     for k, layer in enumerate(stack.unit.layers.values()):
         if not isinstance(layer, Invertible):
             name = type(layer).__name__
-            raise ValueError(f"stacks.{index}.pattern.{k}: expected a layer of framework.layers.flow, given {name}")
+            raise ValueError(
+                f"stacks.{index}.pattern.{k}: expected a layer of plimsoll.framework.layers.flow, given {name}"
+            )

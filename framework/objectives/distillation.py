@@ -17,11 +17,11 @@ import annotated_types as at
 import jax
 import jax.numpy as jnp
 
-from framework.config import PositiveFloat, Probability, component
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Loss, capped, chunked_loss
-from framework.layers.objective import Head, Objective
-from framework.layout import Nested
+from plimsoll.framework.config import PositiveFloat, Probability, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Loss, capped, chunked_loss
+from plimsoll.framework.layers.objective import Head, Objective
+from plimsoll.framework.layout import Nested
 
 Divergence = Literal["forward", "reverse", "jsd"]
 

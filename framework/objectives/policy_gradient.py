@@ -14,12 +14,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import NonNegativeFloat, PositiveFloat, PositiveInt, component
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Loss
-from framework.layers.objective import Head, Objective
-from framework.layout import Nested
-from framework.objectives.sequences import sequence_sums
+from plimsoll.framework.config import NonNegativeFloat, PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.objective import Head, Objective
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.objectives.sequences import sequence_sums
 
 # Rewards of a group whose standard deviation is below this are equal up to rounding.
 _NO_SPREAD = 1e-6

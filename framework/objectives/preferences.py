@@ -14,12 +14,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, NonNegativeFloat, PositiveFloat, component
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Loss
-from framework.layers.objective import Head, Objective
-from framework.layout import Nested
-from framework.objectives.sequences import Answers, Pairs, pairs_of, per_token, sequence_sums
+from plimsoll.framework.config import Fraction, NonNegativeFloat, PositiveFloat, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.objective import Head, Objective
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.objectives.sequences import Answers, Pairs, pairs_of, per_token, sequence_sums
 
 # Sums of an evaluation that are not metrics of pairs.
 _NOT_OF_PAIRS = ("loss", "tokens", "sequences", "sft", "sft_targets")

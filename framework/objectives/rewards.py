@@ -8,13 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import NonNegativeFloat, component
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Loss
-from framework.layers.objective import Objective
-from framework.layers.score_head import ScoreHead
-from framework.layout import Nested
-from framework.objectives.sequences import pairs_of, sequence_sums
+from plimsoll.framework.config import NonNegativeFloat, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.objective import Objective
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.objectives.sequences import pairs_of, sequence_sums
 
 
 class ScoreObjective(Objective):

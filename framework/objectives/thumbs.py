@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.config import NonNegativeFloat, PositiveFloat, component
-from framework.layers.base import Context
-from framework.layers.chunked_loss import Loss
-from framework.layers.objective import Head, Objective
-from framework.layout import Nested
-from framework.objectives.sequences import sequence_sums
+from plimsoll.framework.config import NonNegativeFloat, PositiveFloat, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.objective import Head, Objective
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.objectives.sequences import sequence_sums
 
 _KINDS = ("desirable", "undesirable")
 

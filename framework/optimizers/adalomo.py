@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import optax
 
-from framework.config import FiniteNonNegative, PositiveFloat, component
+from plimsoll.framework.config import FiniteNonNegative, PositiveFloat, component
 
 
 @component

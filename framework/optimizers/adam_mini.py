@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import FiniteNonNegative, Fraction, component
-from framework.layout import (
+from plimsoll.framework.config import FiniteNonNegative, Fraction, component
+from plimsoll.framework.layout import (
     Nested,
     OptStateSpec,
     ParameterSpec,
     flatten,
     path_name,
 )
-from framework.optimizers.kinds import TABLE_ROLES, kind
-from framework.optimizers.offload import partitioned_chain
-from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
+from plimsoll.framework.optimizers.kinds import TABLE_ROLES, kind
+from plimsoll.framework.optimizers.offload import partitioned_chain
+from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 
 class _Blocks(NamedTuple):

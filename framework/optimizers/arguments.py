@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config import (
+from plimsoll.framework.config import (
     Config,
     ConfigError,
     schema_of,
     target_of,
 )
-from framework.config.names import join, show
+from plimsoll.framework.config.names import join, show
 
 
 @dataclass(frozen=True)

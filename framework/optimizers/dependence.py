@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from framework.layout import Nested, flatten, unflatten
-from framework.optimizers.partition import owner_of
+from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.optimizers.partition import owner_of
 
 # A set of program inputs, one bit for each.
 Inputs = int

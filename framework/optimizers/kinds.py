@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from framework.layout import Nested, ParameterSpec, flatten
+from plimsoll.framework.layout import Nested, ParameterSpec, flatten
 
 Kind = Literal["matrix", "experts", "table", "other"]
 # Axis roles that make a parameter a table.

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import optax
 
-from framework.config import (
+from plimsoll.framework.config import (
     FiniteNonNegative,
     Fraction,
     Probability,
     component,
 )
-from framework.optimizers.schedule_steps import RunSteps, TrainingSteps
+from plimsoll.framework.optimizers.schedule_steps import RunSteps, TrainingSteps
 
 
 @component

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.config import (
+from plimsoll.framework.config import (
     FiniteNonNegative,
     Fraction,
     PositiveFloat,
     PositiveInt,
     component,
 )
-from framework.layout import (
+from plimsoll.framework.layout import (
     Nested,
     OptStateSpec,
     flatten,
@@ -30,10 +30,10 @@ from framework.layout import (
     path_name,
     unflatten,
 )
-from framework.optimizers.clipping import limit_norm_growth
-from framework.optimizers.kinds import Kind, kind_of, kinds
-from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
-from framework.optimizers.per_matrix import per_matrix
+from plimsoll.framework.optimizers.clipping import limit_norm_growth
+from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.optimizers.per_matrix import per_matrix
 
 
 class ApolloState(NamedTuple):

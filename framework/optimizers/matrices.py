@@ -9,22 +9,22 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import (
+from plimsoll.framework.config import (
     FiniteNonNegative,
     Fraction,
     PositiveFloat,
     PositiveInt,
     component,
 )
-from framework.layout import (
+from plimsoll.framework.layout import (
     Nested,
     OptStateSpec,
     flatten,
     path_name,
 )
-from framework.optimizers.kinds import Kind, kind_of, kinds
-from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
-from framework.optimizers.per_matrix import per_matrix
+from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.optimizers.per_matrix import per_matrix
 
 
 @component

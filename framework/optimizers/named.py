@@ -7,11 +7,11 @@ from typing import Any
 
 import optax
 
-from framework.optimizers.adalomo import adalomo
-from framework.optimizers.adam_mini import adam_mini
-from framework.optimizers.lowrank import apollo, apollo_mini
-from framework.optimizers.matrices import galore, muon
-from framework.optimizers.quantized import adamw8bit
+from plimsoll.framework.optimizers.adalomo import adalomo
+from plimsoll.framework.optimizers.adam_mini import adam_mini
+from plimsoll.framework.optimizers.lowrank import apollo, apollo_mini
+from plimsoll.framework.optimizers.matrices import galore, muon
+from plimsoll.framework.optimizers.quantized import adamw8bit
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": optax.adamw,

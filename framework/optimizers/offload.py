@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import optax
 
-from framework.config.components import component
-from framework.layout import (
+from plimsoll.framework.config.components import component
+from plimsoll.framework.layout import (
     MemoryKind,
     Nested,
     TensorSpec,
@@ -23,7 +23,7 @@ from framework.layout import (
     flatten,
     move_to_host,
 )
-from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 Transformation = optax.GradientTransformation | PartitionedGradientTransformation
 # Transfers inside jit use JAX's memory spaces, while specs use the platform's memory kinds.

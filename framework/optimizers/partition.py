@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.layout import (
+from plimsoll.framework.layout import (
     MeshAxes,
     Nested,
     OptStateSpec,

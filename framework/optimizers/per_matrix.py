@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.layout import flatten, unflatten
+from plimsoll.framework.layout import flatten, unflatten
 
 
 def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

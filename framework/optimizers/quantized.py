@@ -20,23 +20,23 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import (
+from plimsoll.framework.config import (
     FiniteNonNegative,
     Fraction,
     NonNegativeInt,
     PositiveInt,
     component,
 )
-from framework.layout import (
+from plimsoll.framework.layout import (
     Nested,
     OptStateSpec,
     ParameterSpec,
     path_name,
 )
-from framework.layout.words import pack, packed_shape, unpack
-from framework.optimizers.kinds import Kind, kind_of, kinds
-from framework.optimizers.offload import partitioned_chain
-from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
+from plimsoll.framework.layout.words import pack, packed_shape, unpack
+from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
+from plimsoll.framework.optimizers.offload import partitioned_chain
+from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 # Upper ends of the decades, from 1e-6 to 1.
 _SCALES = [10.0**i for i in range(-6, 1)]

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from framework.devices import executables
-from framework.layout import Nested, flatten, unflatten
-from framework.optimizers.partition import owner_of
+from plimsoll.framework.devices import executables
+from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.optimizers.partition import owner_of
 
 Reach = Literal["element", "row", "tensor", "unit", "global"]
 # From the most local to the widest.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layout import Nested, name_hash, path_name
+from plimsoll.framework.layout import Nested, name_hash, path_name
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 

@@ -17,9 +17,9 @@ import annotated_types as at
 import optax
 from optax import contrib
 
-from framework.config import Config, schema_of, target_of
-from framework.config.names import join, name_of
-from framework.config.schema import arms
+from plimsoll.framework.config import Config, schema_of, target_of
+from plimsoll.framework.config.names import join, name_of
+from plimsoll.framework.config.schema import arms
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def scale(config: Config, new: int, old: int) -> list[str]:
         if arguments is None and is_in_schedule:
             unknown.append(
                 f"{path} ({name_of(target_of(node))}) is as it was: which of its numbers are training steps is not "
-                "known (framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
+                "known (plimsoll.framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
             )
         for name, kind in (arguments or {}).items():
             value = node.get(name)

@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from framework.layers.base import batch_shards
-from framework.layout import Leaf, StateLayout
-from framework.models.causal_lm import CausalLM
-from framework.plan.liveness import Rules, most_held, on_host
-from framework.plan.sectioned import Sectioned
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import Leaf, StateLayout
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.liveness import Rules, most_held, on_host
+from plimsoll.framework.plan.sectioned import Sectioned
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")

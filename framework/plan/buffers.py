@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.plan.hlo import Module
+from plimsoll.framework.plan.hlo import Module
 
 DUMP_OPTION = "xla_dump_to"
 # Size, memory space ("color": 0 is device memory; fast on-chip memory and host memory have other

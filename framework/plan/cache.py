@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config, target_of
+from plimsoll.framework.config import Config, target_of
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12")

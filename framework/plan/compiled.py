@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from framework.devices.executables import HostBytes, on_device, peak_bytes
-from framework.plan import buffers
-from framework.schedules.layerwise.programs import Ledger
-from framework.terminal import interrupts
+from plimsoll.framework.devices.executables import HostBytes, on_device, peak_bytes
+from plimsoll.framework.plan import buffers
+from plimsoll.framework.schedules.layerwise.programs import Ledger
+from plimsoll.framework.terminal import interrupts
 
 _SIZE = r"([\d.]+)([KMGT]?)"
 

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.layers.base import batch_shards, batch_specs
-from framework.layout import MemoryKind, StateLayout
-from framework.plan.backward_bytes import BackwardPass, backward_bytes, stacked_bytes
-from framework.plan.jaxprs import FlopCount, flops
-from framework.plan.local_step import trace
-from framework.plan.naming import OF_LAYOUT
-from framework.plan.report import KEYS
-from framework.plan.sectioned import Sectioned
-from framework.plan.step_time.closed_form import Work, completing_work, work_of
-from framework.plan.update_bytes import update_bytes
-from framework.program.companion import Passes
-from framework.program.experiment import Experiment
-from framework.program.program import execution_type
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.layers.base import batch_shards, batch_specs
+from plimsoll.framework.layout import MemoryKind, StateLayout
+from plimsoll.framework.plan.backward_bytes import BackwardPass, backward_bytes, stacked_bytes
+from plimsoll.framework.plan.jaxprs import FlopCount, flops
+from plimsoll.framework.plan.local_step import trace
+from plimsoll.framework.plan.naming import OF_LAYOUT
+from plimsoll.framework.plan.report import KEYS
+from plimsoll.framework.plan.sectioned import Sectioned
+from plimsoll.framework.plan.step_time.closed_form import Work, completing_work, work_of
+from plimsoll.framework.plan.update_bytes import update_bytes
+from plimsoll.framework.program.companion import Passes
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import execution_type
 
 
 class Estimate(NamedTuple):

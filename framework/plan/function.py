@@ -9,20 +9,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from framework.devices.executables import HostBytes
-from framework.plan import function_arguments
-from framework.plan.buffers import Block, Buffers
-from framework.plan.cache import versions
-from framework.plan.compiled import Compiled, compile_for
-from framework.plan.function_call import Call
-from framework.plan.hlo import arrays
-from framework.plan.jaxprs import FlopCount, flops
-from framework.plan.naming import Named, clearest_place, names_of_writers, source_of
-from framework.plan.plan import COMPILERS, device_bytes, largest
-from framework.plan.report import Report
-from framework.plan.step_time.compiled_time import time_of
-from framework.plan.targets import Target
-from framework.terminal.phases import phase
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.plan import function_arguments
+from plimsoll.framework.plan.buffers import Block, Buffers
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.compiled import Compiled, compile_for
+from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.plan.hlo import arrays
+from plimsoll.framework.plan.jaxprs import FlopCount, flops
+from plimsoll.framework.plan.naming import Named, clearest_place, names_of_writers, source_of
+from plimsoll.framework.plan.plan import COMPILERS, device_bytes, largest
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.step_time.compiled_time import time_of
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import phase
 
 # Breakdown groups other than arguments.
 RESULTS = "results"

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from framework.devices.executables import HostBytes
-from framework.plan.function_call import Call
-from framework.plan.targets import Target
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.plan.targets import Target
 
-# The framework's own package folder.
-_LIBRARY = Path(__file__).resolve().parents[1]
+# The folder of the package `plimsoll`.
+_LIBRARY = Path(__file__).parents[2]
 
 
 def mesh_of(call: Call, target: Target) -> Mesh:

@@ -6,8 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from framework.devices import accelerators
-from framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.devices import accelerators
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
 
 # JAX plugins that include the GPU compiler, by CUDA toolkit version; JAX uses the first one that is installed.
 PLUGINS = {12: "jax_cuda12_plugin", 13: "jax_cuda13_plugin"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from framework.config import Config
-from framework.plan.plan import quick
-from framework.plan.report import Report
-from framework.plan.suggest import check
-from framework.plan.targets import Target
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.plan import quick
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.suggest import check
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 BATCH = "data.global_batch_size"
 SEQUENCE = "data.seq_len"

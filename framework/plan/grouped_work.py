@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.grouped import EVEN_ROWS
-from framework.models.chain import Chain
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.grouped import EVEN_ROWS
+from plimsoll.framework.models.chain import Chain
 
 _SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
 

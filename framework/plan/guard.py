@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import jax
 
-from framework.config import Config
-from framework.layers.base import batch_specs
-from framework.metrics.memory import MemoryInUse
-from framework.plan.compiled import refused
-from framework.plan.report import needs
-from framework.plan.suggest import suggestions
-from framework.plan.targets import Target, resolve
-from framework.program.program import Program
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_specs
+from plimsoll.framework.metrics.memory import MemoryInUse
+from plimsoll.framework.plan.compiled import refused
+from plimsoll.framework.plan.report import needs
+from plimsoll.framework.plan.suggest import suggestions
+from plimsoll.framework.plan.targets import Target, resolve
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import human_bytes
 
 
 class Need(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
-from framework.layout import GROUPS
-from framework.plan.suggest import closed_form
-from framework.plan.targets import resolve
-from framework.program.program import Program
-from framework.terminal.exit_codes import DoesNotFitError
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from plimsoll.framework.layout import GROUPS
+from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.targets import resolve
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.exit_codes import DoesNotFitError
+from plimsoll.framework.terminal.tables import human_bytes
 
 
 def check_host(program: Program, platform: str | None = None) -> None:

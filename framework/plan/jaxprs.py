@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from framework.plan.grouped_work import grouped_flops
+from plimsoll.framework.plan.grouped_work import grouped_flops
 
 
 class FlopCount(NamedTuple):

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from framework.config import Config
-from framework.plan.report import Report
-from framework.plan.suggest import closed_form
-from framework.plan.targets import Target
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 _STATE = ("parameters", "frozen", "optimizer_state", "ema")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from framework.plan.jaxprs import inner_jaxprs, scan_counts
+from plimsoll.framework.plan.jaxprs import inner_jaxprs, scan_counts
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
 _STORED = (

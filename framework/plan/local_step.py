@@ -21,17 +21,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from framework.layers import attention, kernels_xla, lookup
-from framework.layers.base import Context, Out, batch_specs, cast
-from framework.layers.embedding import Embedding
-from framework.layers.head import LMHead
-from framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from framework.layers.latent_attention import LatentAttention
-from framework.layers.stack import Stack
-from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
-from framework.models.causal_lm import CausalLM
-from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED
-from framework.plan.sectioned import Sectioned
+from plimsoll.framework.layers import attention, kernels_xla, lookup
+from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
+from plimsoll.framework.layers.embedding import Embedding
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from plimsoll.framework.layers.latent_attention import LatentAttention
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED
+from plimsoll.framework.plan.sectioned import Sectioned
 
 # Represents flash attention, forward or backward: it has operands and results, but no body.
 KERNEL = Primitive(LOCAL_ATTENTION)

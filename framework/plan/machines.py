@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from framework.devices.accelerators import ACCELERATORS
-from framework.plan import target_names, targets
-from framework.plan.report import Report, time_cells
-from framework.plan.targets import Target
-from framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.devices.accelerators import ACCELERATORS
+from plimsoll.framework.plan import target_names, targets
+from plimsoll.framework.plan.report import Report, time_cells
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import Section, human_bytes
 
 # Sizes to try for the smallest machine: these numbers of GPUs, and Cloud's slices of up to this many devices.
 _CARDS = (1, 2, 4, 8)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.layout import StateLayout
-from framework.plan.buffers import Block, Buffers, Value
-from framework.plan.hlo import Instruction, Module, arrays
+from plimsoll.framework.layout import StateLayout
+from plimsoll.framework.plan.buffers import Block, Buffers, Value
+from plimsoll.framework.plan.hlo import Instruction, Module, arrays
 
 # Maps the layout's groups to the report's groups (`report.KEYS`).
 OF_LAYOUT = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}

@@ -10,30 +10,30 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.checkpoint.storage import read_bytes
-from framework.config import Config
-from framework.layout import StateLayout, merge
-from framework.plan import rehearsal
-from framework.plan.cache import versions
-from framework.plan.compiled import Compiled
-from framework.plan.estimate import Estimate
-from framework.plan.grouped_work import uncounted_products
-from framework.plan.hlo import Array
-from framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
-from framework.plan.naming import OF_LAYOUT, Named
-from framework.plan.rehearsal import compile_step, rehearse_companion, rehearsed
-from framework.plan.report import KEYS
-from framework.plan.step_time.closed_form import closed_form_time
-from framework.plan.step_time.compiled_time import time_of
-from framework.plan.step_time.parts import StepTime
-from framework.plan.suggest import closed_form, state_bytes, suggestions
-from framework.plan.targets import Target
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.schedules.sections import PLACED_FIELDS
-from framework.schedules.step import training_context
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.checkpoint.storage import read_bytes
+from plimsoll.framework.config import Config
+from plimsoll.framework.layout import StateLayout, merge
+from plimsoll.framework.plan import rehearsal
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.compiled import Compiled
+from plimsoll.framework.plan.estimate import Estimate
+from plimsoll.framework.plan.grouped_work import uncounted_products
+from plimsoll.framework.plan.hlo import Array
+from plimsoll.framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
+from plimsoll.framework.plan.naming import OF_LAYOUT, Named
+from plimsoll.framework.plan.rehearsal import compile_step, rehearse_companion, rehearsed
+from plimsoll.framework.plan.report import KEYS
+from plimsoll.framework.plan.step_time.closed_form import closed_form_time
+from plimsoll.framework.plan.step_time.compiled_time import time_of
+from plimsoll.framework.plan.step_time.parts import StepTime
+from plimsoll.framework.plan.suggest import closed_form, state_bytes, suggestions
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.sections import PLACED_FIELDS
+from plimsoll.framework.schedules.step import training_context
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.tables import human_bytes
 
 Report = dict[str, Any]
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from framework.config import Config
-from framework.plan import cache
-from framework.plan import plan as planning
-from framework.plan.plan import Made
-from framework.plan.report import Report
-from framework.plan.targets import Target
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import cache
+from plimsoll.framework.plan import plan as planning
+from plimsoll.framework.plan.plan import Made
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.targets import Target
 
 
 def planned(

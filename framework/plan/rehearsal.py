@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from framework.devices import compile_times
-from framework.devices.executables import HostBytes
-from framework.plan.cache import times_folder
-from framework.plan.compiled import Compiled, compile_for
-from framework.plan.naming import OF_LAYOUT, Named, name_buffers
-from framework.plan.targets import Target
-from framework.program.program import Program
-from framework.schedules.layerwise import programs
-from framework.schedules.layerwise.programs import Ledger
+from plimsoll.framework.devices import compile_times
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.plan.cache import times_folder
+from plimsoll.framework.plan.compiled import Compiled, compile_for
+from plimsoll.framework.plan.naming import OF_LAYOUT, Named, name_buffers
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.layerwise import programs
+from plimsoll.framework.schedules.layerwise.programs import Ledger
 
 # Labels of the arrays that programs return: the program, and the position among its results.
 _GRADIENTS = re.compile(r"unit backward(, measured)?/2/[12]|head backward/2/[12]|embed backward/2/0|sum/2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from framework.devices.mesh import mesh_text
-from framework.terminal.tables import Section, human_bytes, human_count, human_duration
+from plimsoll.framework.devices.mesh import mesh_text
+from plimsoll.framework.terminal.tables import Section, human_bytes, human_count, human_duration
 
 Report = dict[str, Any]
 # The groups of the memory breakdown, in the order used everywhere.

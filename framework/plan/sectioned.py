@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from framework.layers.stack import Stack
-from framework.layout import Nested
-from framework.models.chain import Chain
-from framework.program.experiment import Experiment
-from framework.schedules.sections import sections_of
-from framework.schedules.storage import Parts
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.schedules.sections import sections_of
+from plimsoll.framework.schedules.storage import Parts
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from framework.data.batches import Pipeline
-from framework.devices.accelerators import accelerator_name, spec_for
-from framework.devices.mesh import island, mesh_text
-from framework.layout import GROUPS, MemoryKind
-from framework.learner.rules import DEFAULT
-from framework.program.program import Program
-from framework.program.run_length import rate_course
-from framework.terminal.tables import Section, start_table
+from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.devices.accelerators import accelerator_name, spec_for
+from plimsoll.framework.devices.mesh import island, mesh_text
+from plimsoll.framework.layout import GROUPS, MemoryKind
+from plimsoll.framework.learner.rules import DEFAULT
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.run_length import rate_course
+from plimsoll.framework.terminal.tables import Section, start_table
 
 
 def start_report(name: str, program: Program, without_data: str = "", begins_at: str = "") -> list[Section]:

@@ -13,14 +13,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from framework.config import Config
-from framework.layers.base import BATCH_AXES
-from framework.plan import guard
-from framework.plan.start_table import start_report
-from framework.plan.targets import Target
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.terminal.tables import Section, human_bytes, render
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.plan import guard
+from plimsoll.framework.plan.start_table import start_report
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import Section, human_bytes, render
 
 
 def dry_run(

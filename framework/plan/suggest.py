@@ -8,15 +8,15 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from framework.config import Config
-from framework.layers.remat import check_platform
-from framework.plan.estimate import Estimate, estimate, least_bytes
-from framework.plan.naming import OF_LAYOUT
-from framework.plan.rehearsal import compile_step
-from framework.plan.targets import Target
-from framework.program.experiment import Experiment
-from framework.program.program import Program
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.remat import check_platform
+from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
+from plimsoll.framework.plan.naming import OF_LAYOUT
+from plimsoll.framework.plan.rehearsal import compile_step
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 _Setting = tuple[str, Any]  # path and value
 # Settings that do not affect `least_bytes`, because they move neither state nor gradients.

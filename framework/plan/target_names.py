@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 
-from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, named, spec_for
+from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, named, spec_for
 
 TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
 GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias in (spec.name, *spec.aliases)}

@@ -1,9 +1,9 @@
 """Builds the table of `plimsoll plan --targets`: the available targets, and how this machine plans for them."""
 
-from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec
-from framework.plan.gpu_description import compiled_architecture, cuda_here
-from framework.plan.targets import compiler_here
-from framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec
+from plimsoll.framework.plan.gpu_description import compiled_architecture, cuda_here
+from plimsoll.framework.plan.targets import compiler_here
+from plimsoll.framework.terminal.tables import Section, human_bytes
 
 _HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]
 _LEGEND = [

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from framework.devices.accelerators import AcceleratorSpec, accelerator_name, spec_for
-from framework.plan import target_names
-from framework.plan.gpu_description import cuda_here, gpu_description, note
+from plimsoll.framework.devices.accelerators import AcceleratorSpec, accelerator_name, spec_for
+from plimsoll.framework.plan import target_names
+from plimsoll.framework.plan.gpu_description import cuda_here, gpu_description, note
 
 # Consumer cards are bought one by one, and no machine has room for more than this.
 _CARDS_PER_HOST = 8
@@ -246,8 +246,8 @@ def _slices(family: str, topology: str, count: int) -> Target:
 def _local() -> Target:
     import jax
 
-    from framework.devices.environment import start_devices
-    from framework.devices.mesh import island
+    from plimsoll.framework.devices.environment import start_devices
+    from plimsoll.framework.devices.mesh import island
 
     start_devices()
     devices = jax.devices()

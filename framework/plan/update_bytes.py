@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.layout import OptStateSpec, StateLayout
-from framework.learner.learner import Learner
-from framework.optimizers.reach import Reach
-from framework.plan.backward_bytes import stage_of
-from framework.plan.sectioned import Sectioned
-from framework.schedules.division import BLOCK
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.layout import OptStateSpec, StateLayout
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.reach import Reach
+from plimsoll.framework.plan.backward_bytes import stage_of
+from plimsoll.framework.plan.sectioned import Sectioned
+from plimsoll.framework.schedules.division import BLOCK
 
 
 def update_bytes(

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.processes.rendezvous import bind_host, meet
-from framework.terminal.native_output import leave_out_greetings
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.processes.rendezvous import bind_host, meet
+from plimsoll.framework.terminal.native_output import leave_out_greetings
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM = (

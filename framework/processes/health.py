@@ -19,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from framework.config import PositiveFloat, PositiveInt, component
-from framework.files.texts import parse_json
-from framework.files.workdir import write_json
-from framework.metrics.goodput import Goodput
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.config import PositiveFloat, PositiveInt, component
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.metrics.goodput import Goodput
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import ExitCode
 
 # Use the descriptor, because in a test sys.stderr may be an object without one.
 _STDERR = 2

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from absl import logging
 
-from framework.config.names import printable
-from framework.files.texts import parse_json
+from plimsoll.framework.config.names import printable
+from plimsoll.framework.files.texts import parse_json
 
 # An environment variable with a secret that all processes of a run share; launchers set it. Process 0 then accepts only
 # processes that know the secret. Without it, any program that can reach the port could pass for one of them.

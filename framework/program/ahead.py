@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 FIRST_VALUES = "first values"
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.data.batches import Shapes
-from framework.program.rows import Batch
-from framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
 
 Tell = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class Passes(NamedTuple):
 class Companion:
     """Base class of batch transforms; building one touches no device and no file.
 
-    `experiment` is a `framework.program.experiment.Experiment` and `program` a `framework.program.program.Program`.
+    `experiment` is a `plimsoll.Experiment` and `program` a `framework.program.program.Program`.
     Those modules import this one, so their types are not named here. Subclasses name them.
     """
 

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.devices import executables
-from framework.layout import Nested, StateLayout
-from framework.program.ahead import Ahead
-from framework.program.experiment import Experiment
-from framework.program.first_values import FirstValues
-from framework.program.rows import Batch, BatchRows
-from framework.schedules.layerwise.programs import Compile, Compiled, Ledger
-from framework.schedules.step import Metrics, State
-from framework.schedules.storage import Parts
+from plimsoll.framework.devices import executables
+from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.program.ahead import Ahead
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.first_values import FirstValues
+from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.schedules.layerwise.programs import Compile, Compiled, Ledger
+from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.storage import Parts
 
 
 class Execution(ABC):

@@ -10,23 +10,23 @@ from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, ConfigError, component, config_for, target_of
-from framework.data.batches import Pipeline, Shapes
-from framework.devices.compiler import Compiler
-from framework.devices.mesh import MeshShape
-from framework.layers.base import batch_shards
-from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
-from framework.learner.learner import Learner
-from framework.learner.units import ALL_STAGES
-from framework.models.causal_lm import CausalLM
-from framework.models.chain import Chain
-from framework.optimizers.schedule_steps import with_run_length
-from framework.processes.health import Health
-from framework.program.companion import Companion
-from framework.program.options import TrainerOptions
-from framework.schedules.memory import Memory
-from framework.schedules.placement import Placement
-from framework.schedules.sections import sections_of
+from plimsoll.framework.config import Config, ConfigError, component, config_for, target_of
+from plimsoll.framework.data.batches import Pipeline, Shapes
+from plimsoll.framework.devices.compiler import Compiler
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import ALL_STAGES
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.optimizers.schedule_steps import with_run_length
+from plimsoll.framework.processes.health import Health
+from plimsoll.framework.program.companion import Companion
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.placement import Placement
+from plimsoll.framework.schedules.sections import sections_of
 
 Part = TypeVar("Part")
 # Assumed number of steps while the steps per epoch are unknown. Bytes and FLOPs, which are needed by then, do not
@@ -144,8 +144,8 @@ class Experiment:
             given = "None, the loss of next tokens" if objective is None else type(objective).__name__
             raise ValueError(
                 f"model.head.objective is {given}, which does not read {' and '.join(unread)} of the batches: data is "
-                "of sequences that were compared or judged; expected an objective of framework.objectives that reads "
-                "them (DPO of pairs, KTO of judged answers), or other data"
+                "of sequences that were compared or judged; expected an objective that reads them "
+                "(DPO of pairs, KTO of judged answers), or other data"
             )
         if objective is None:
             return

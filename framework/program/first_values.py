@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layout import (
+from plimsoll.framework.layout import (
     Nested,
     StateLayout,
     TensorSpec,
@@ -23,10 +23,10 @@ from framework.layout import (
     store_leaf,
     unflatten,
 )
-from framework.learner.learner import Learner
-from framework.learner.units import in_structure
-from framework.models.chain import Chain
-from framework.schedules.step import State, training_context
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import in_structure
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.step import State, training_context
 
 Arrays = dict[str, jax.Array]  # by the path of a parameter
 GroupedArrays = dict[str, Arrays]  # {group of the state: {path: array}}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import jax
 
-from framework.devices.mesh import MeshShape
-from framework.program.experiment import Experiment
-from framework.program.program import Program
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
 
 
 def inference_program(

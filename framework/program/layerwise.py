@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from framework.layout import Nested, StateLayout, TensorSpec, flatten, store_leaf
-from framework.program.ahead import Ahead
-from framework.program.execution import Execution
-from framework.program.experiment import Experiment
-from framework.program.first_values import Draw, GroupedArrays, Paths
-from framework.program.rows import Batch, BatchRows
-from framework.schedules.layerwise import schedule
-from framework.schedules.layerwise.programs import Compile, Ledger, Programs
-from framework.schedules.layerwise.schedule import LayerPrograms
-from framework.schedules.step import Metrics, State
-from framework.schedules.storage import FIRST, STACK, Parts
-from framework.terminal.phases import phase
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, store_leaf
+from plimsoll.framework.program.ahead import Ahead
+from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.first_values import Draw, GroupedArrays, Paths
+from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.schedules.layerwise import schedule
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger, Programs
+from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
+from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.storage import FIRST, STACK, Parts
+from plimsoll.framework.terminal.phases import phase
 
 
 class Layerwise(Execution):

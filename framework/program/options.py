@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework.config import (
+from plimsoll.framework.config import (
     Config,
     NonNegativeFloat,
     NonNegativeInt,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from framework.layout import StateLayout, TensorSpec, flatten, store_leaf
-from framework.program.first_values import Draw, GroupedArrays, Paths
-from framework.schedules.storage import Parts
+from plimsoll.framework.layout import StateLayout, TensorSpec, flatten, store_leaf
+from plimsoll.framework.program.first_values import Draw, GroupedArrays, Paths
+from plimsoll.framework.schedules.storage import Parts
 
 
 class PlacedValues:

@@ -12,18 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from framework.devices.mesh import MeshShape
-from framework.layers.base import Context
-from framework.layout import Nested, StateLayout, TensorSpec, merge, move_to_host
-from framework.program.ahead import Ahead
-from framework.program.execution import Execution
-from framework.program.experiment import Experiment
-from framework.program.first_values import check_calibrated_dtypes
-from framework.program.layerwise import Layerwise
-from framework.program.rows import Batch, BatchRows
-from framework.program.whole import Whole
-from framework.schedules.memory import Memory
-from framework.schedules.step import Metrics, State, evaluation_context
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, merge, move_to_host
+from plimsoll.framework.program.ahead import Ahead
+from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.first_values import check_calibrated_dtypes
+from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.program.whole import Whole
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.step import Metrics, State, evaluation_context
 
 
 def execution_type(memory: Memory) -> type[Execution]:

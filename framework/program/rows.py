@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from framework.data.batches import Pipeline, Shapes
-from framework.layers.base import batch_specs
-from framework.layout import StateLayout, TensorSpec
+from plimsoll.framework.data.batches import Pipeline, Shapes
+from plimsoll.framework.layers.base import batch_specs
+from plimsoll.framework.layout import StateLayout, TensorSpec
 
 Batch = dict[str, jax.Array]  # global arrays [B, ...] by name
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import Config, ConfigError, diff, target_of
-from framework.config.names import join
-from framework.learner.instances import LearningRate
-from framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
-from framework.optimizers.schedule_steps import (
+from plimsoll.framework.config import Config, ConfigError, diff, target_of
+from plimsoll.framework.config.names import join
+from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
+from plimsoll.framework.optimizers.schedule_steps import (
     following,
     own_length,
     scale,
@@ -166,4 +166,4 @@ def _remedy(schedule: Config, path: str, steps: int) -> str:
         return f"set {path}.warmup below {steps}, or to a fraction of the run (0.05, say){length}"
     names = [f"{path}.{name}" for name in step_arguments(schedule) or {}]
     fields = " and ".join(names) or path
-    return f"set {fields} for {steps} steps, or {path}=framework.optimizers.learning_rates.warmup_cosine"
+    return f"set {fields} for {steps} steps, or {path}=plimsoll.warmup_cosine"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config, ConfigError, did_you_mean, target_of
-from framework.config.names import printable
-from framework.devices.compiler import names_files
+from plimsoll.framework.config import Config, ConfigError, did_you_mean, target_of
+from plimsoll.framework.config.names import printable
+from plimsoll.framework.devices.compiler import names_files
 
-_OUR_REWARDS = "framework.companions.rewards."
+_OUR_REWARDS = "plimsoll.framework.companions.rewards."
 
 
 def read(workdir: Path, tell: Callable[[str], None]) -> Config:
@@ -72,7 +72,7 @@ def of_checkpoint(config: dict[str, Any], where: str, tell: Callable[[str], None
 
 
 def _checked(parse: Callable[[], Config], where: str, tell: Callable[[str], None]) -> Config:
-    from framework.program.experiment import Experiment
+    from plimsoll.framework.program.experiment import Experiment
 
     try:
         config = parse()

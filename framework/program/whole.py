@@ -11,24 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from framework.devices.executables import HostBytes, compiled, peak_bytes
-from framework.layers.remat import check_platform
-from framework.layout import Nested, flatten, merge
-from framework.learner.learner import Learner
-from framework.learner.units import with_unit
-from framework.models.chain import Chain
-from framework.program.ahead import FIRST_VALUES, evaluation_of
-from framework.program.execution import Execution
-from framework.program.experiment import Experiment
-from framework.program.first_values import GroupedArrays
-from framework.program.placed_values import PlacedValues
-from framework.program.rows import Batch
-from framework.schedules import after_backward, in_backward, streamed
-from framework.schedules.layerwise.programs import Compile, Ledger
-from framework.schedules.sections import sections_of
-from framework.schedules.step import Metrics, State, evaluation_context, microbatches
-from framework.schedules.storage import Parts
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.devices.executables import HostBytes, compiled, peak_bytes
+from plimsoll.framework.layers.remat import check_platform
+from plimsoll.framework.layout import Nested, flatten, merge
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import with_unit
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.program.ahead import FIRST_VALUES, evaluation_of
+from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.first_values import GroupedArrays
+from plimsoll.framework.program.placed_values import PlacedValues
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules import after_backward, in_backward, streamed
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger
+from plimsoll.framework.schedules.sections import sections_of
+from plimsoll.framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from plimsoll.framework.schedules.storage import Parts
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # The function that builds the training step, by memory.update. `layer_programs` is missing on purpose: its step is
 # several compiled programs that Python calls, not one function (see `framework.program.layerwise`).

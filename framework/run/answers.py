@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from framework.companions.other_model import other_experiment
-from framework.companions.reference import without_adapters
-from framework.data.pipeline import DataPipeline
-from framework.files.workdir import Workdir
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
-from framework.layers.head import LMHead
-from framework.models.causal_lm import CausalLM
-from framework.program.program import Program
+from plimsoll.framework.companions.other_model import other_experiment
+from plimsoll.framework.companions.reference import without_adapters
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.files.workdir import Workdir
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.program import Program
 
 FILE = "answers.jsonl"
 _NUM_PROMPTS = 4

@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.data.tokenizers import NoTokenizer
-from framework.layers.block import Block
-from framework.layers.remat import spans
-from framework.layout import flatten
-from framework.learner.rules import Rule
-from framework.models.causal_lm import CausalLM
-from framework.program.program import Program
-from framework.schedules.memory import Memory
-from framework.schedules.placement import HOST
-from framework.schedules.sections import PLACED_FIELDS
-from framework.schedules.storage import Parts
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.layers.block import Block
+from plimsoll.framework.layers.remat import spans
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.placement import HOST
+from plimsoll.framework.schedules.sections import PLACED_FIELDS
+from plimsoll.framework.schedules.storage import Parts
 
 STEPS = 2
 UNITS = 4

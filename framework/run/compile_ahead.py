@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from framework.program.program import Program
+from plimsoll.framework.program.program import Program
 
 
 def begin_first_values(program: Program) -> None:

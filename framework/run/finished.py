@@ -10,11 +10,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.directory import CheckpointError, folder
-from framework.config import Config
-from framework.config.changes import config_changes
-from framework.processes.health import read
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import CheckpointError, folder
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.processes.health import read
 
 
 @dataclass(frozen=True)

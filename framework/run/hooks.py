@@ -13,14 +13,14 @@ from contextlib import nullcontext
 
 import jax
 
-from framework.checkpoint import replicas
-from framework.config import Config, ConfigError
-from framework.inference.held_out import evaluated, share_of
-from framework.metrics.memory import memory_in_use
-from framework.models.chain import Chain
-from framework.plan.guard import Need, compare
-from framework.run.run import Run
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.checkpoint import replicas
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.inference.held_out import evaluated, share_of
+from plimsoll.framework.metrics.memory import memory_in_use
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.plan.guard import Need, compare
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 # Metrics of one step by name, as written to a row of metrics.jsonl.
 Row = dict[str, float]
@@ -66,7 +66,7 @@ def own_hooks(configs: list[Config]) -> list[Hook]:
     for index, hook in enumerate(hooks):
         if not isinstance(hook, Hook):
             raise ConfigError(
-                f"expected a subclass of framework.run.hooks.Hook, given {type(hook).__name__}",
+                f"expected a subclass of plimsoll.framework.run.hooks.Hook, given {type(hook).__name__}",
                 path=f"trainer.hooks.{index}",
             )
     return hooks

@@ -1,11 +1,11 @@
-"""A training job as requested by `plimsoll train` or `framework.train`. Nothing here starts JAX."""
+"""A training job as requested by `plimsoll train` or `pl.train`. Nothing here starts JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from framework.config import Config
+from plimsoll.framework.config import Config
 
 
 class RunError(RuntimeError):

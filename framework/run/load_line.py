@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from framework.config import Config
-from framework.devices.accelerators import machine_memory_bytes
-from framework.files.texts import parse_json
-from framework.plan import guard, targets
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.confirm import NoProgramError, confirmed
-from framework.plan.auto.room import Candidate
-from framework.plan.auto.settings import BATCH, SEARCHED, Setting, Settings, fixed_paths, with_settings
-from framework.plan.targets import Target
-from framework.processes import distributed
-from framework.program.program import Program
-from framework.run.job import Job
-from framework.terminal.exit_codes import DoesNotFitError
-from framework.terminal.tables import render
+from plimsoll.framework.config import Config
+from plimsoll.framework.devices.accelerators import machine_memory_bytes
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.plan import guard, targets
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.confirm import NoProgramError, confirmed
+from plimsoll.framework.plan.auto.room import Candidate
+from plimsoll.framework.plan.auto.settings import BATCH, SEARCHED, Setting, Settings, fixed_paths, with_settings
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run.job import Job
+from plimsoll.framework.terminal.exit_codes import DoesNotFitError
+from plimsoll.framework.terminal.tables import render
 
 FILE = "auto.json"
 # The sections that a choice depends on. Others, such as the length of a run, may change.

@@ -7,9 +7,9 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from framework.config import ConfigError
-from framework.terminal.exit_codes import DoesNotFitError, ExitCode
-from framework.terminal.visible import visible
+from plimsoll.framework.config import ConfigError
+from plimsoll.framework.terminal.exit_codes import DoesNotFitError, ExitCode
+from plimsoll.framework.terminal.visible import visible
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -26,8 +26,9 @@ _DISK = {
     errno.EROFS: "Choose a folder that can be written",
     errno.EIO: "The disk, or the connection to it, has failed",
 }
-_ROOT = Path(__file__).resolve().parents[2]
-_PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
+_PACKAGE = Path(__file__).parents[2]
+# In a checkout, these folders of the package are links.
+_PLIMSOLL = tuple(f"{(_PACKAGE / name).resolve()}/" for name in ("api", "framework", "configs", "launch"))
 # Folders of Python and of installed packages: no file in them belongs to the user.
 _PYTHON_PATHS = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
 _INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.batches import Pipeline
-from framework.data.pipeline import DataPipeline
-from framework.inference.generation import Generator
-from framework.inference.held_out import share_of
-from framework.inference.images import Images
-from framework.inference.sampling import Sampling
-from framework.layers.head import LMHead
-from framework.program.program import Program
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.held_out import share_of
+from plimsoll.framework.inference.images import Images
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.tables import human_bytes
 
 # Larger texts are not compressed for comparison.
 _MAX_COMPRESSED_BYTES = 64_000_000

@@ -12,14 +12,14 @@ from typing import Any
 
 import optax
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from framework.config import Config, config_for
-from framework.config.changes import config_changes
-from framework.config.nested import part_at
-from framework.data.batches import Pipeline
-from framework.data.order import BatchOrder
-from framework.program.program import Program
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.config.nested import part_at
+from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.program.program import Program
 
 # Type of `extra`, the JSON part of a checkpoint.
 Extra = Mapping[str, Any]

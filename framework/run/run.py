@@ -8,29 +8,29 @@ from contextlib import contextmanager
 
 import jax
 
-from framework.checkpoint import remains
-from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from framework.config import Config
-from framework.config.changes import config_changes
-from framework.config.texts import as_text
-from framework.data.order import BatchOrder
-from framework.devices.accelerators import spec_for
-from framework.files import durable
-from framework.files.workdir import Workdir
-from framework.metrics.goodput import Goodput
-from framework.metrics.jsonl import JsonlWriter, read_metrics
-from framework.metrics.patient import PatientWriter
-from framework.metrics.services import MlflowWriter
-from framework.metrics.throughput import Throughput
-from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
-from framework.processes import distributed
-from framework.processes.health import Pulse
-from framework.program.program import Program
-from framework.program.run_length import changed_length
-from framework.run import resuming
-from framework.schedules.step import State
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.progress import Progress
+from plimsoll.framework.checkpoint import remains
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.workdir import Workdir
+from plimsoll.framework.metrics.goodput import Goodput
+from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
+from plimsoll.framework.metrics.patient import PatientWriter
+from plimsoll.framework.metrics.services import MlflowWriter
+from plimsoll.framework.metrics.throughput import Throughput
+from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.processes.health import Pulse
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.run_length import changed_length
+from plimsoll.framework.run import resuming
+from plimsoll.framework.schedules.step import State
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.progress import Progress
 
 
 class Run:

@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 
-from framework.config import Config
-from framework.devices.environment import prepare_jax, start_devices
-from framework.devices.executables import use_compilation_cache
-from framework.files.workdir import Workdir
-from framework.processes import distributed
-from framework.processes.health import UNLIMITED, Health, Pulse
-from framework.run import mistakes, resuming
-from framework.run.finished import LastCheckpoint, known_length, last_checkpoint
-from framework.run.job import Job
-from framework.terminal import interrupts, phases
-from framework.terminal.exit_codes import REFUSED, ExitCode
+from plimsoll.framework.config import Config
+from plimsoll.framework.devices.environment import prepare_jax, start_devices
+from plimsoll.framework.devices.executables import use_compilation_cache
+from plimsoll.framework.files.workdir import Workdir
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.processes.health import UNLIMITED, Health, Pulse
+from plimsoll.framework.run import mistakes, resuming
+from plimsoll.framework.run.finished import LastCheckpoint, known_length, last_checkpoint
+from plimsoll.framework.run.job import Job
+from plimsoll.framework.terminal import interrupts, phases
+from plimsoll.framework.terminal.exit_codes import REFUSED, ExitCode
 
 # Seconds that the other processes get to exit after a signal, before process 0 exits.
 _OTHERS_SECONDS = 0.5
@@ -206,6 +206,6 @@ def _guarded(job: Job) -> int:
 def _train(job: Job, pulse: Any) -> int:
     """Train on this process's devices; returns the exit code."""
     # Import everything that the run needs until its end now: the source files may change in the hours until then.
-    from framework.run.training import Training
+    from plimsoll.framework.run.training import Training
 
     return Training(job, pulse).execute()

@@ -7,11 +7,11 @@ from contextlib import ExitStack, suppress
 
 import jax
 
-from framework.checkpoint.replicas import ReplicaMismatchError
-from framework.metrics.throughput import MetricsBuffer
-from framework.plan.guard import Need
-from framework.processes import distributed
-from framework.run.hooks import (
+from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
+from plimsoll.framework.metrics.throughput import MetricsBuffer
+from plimsoll.framework.plan.guard import Need
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.run.hooks import (
     Agree,
     Evaluate,
     Guard,
@@ -23,9 +23,9 @@ from framework.run.hooks import (
     RollBack,
     Save,
 )
-from framework.run.run import Run
-from framework.terminal.interrupts import stop_signals
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.terminal.interrupts import stop_signals
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 
 class LastStepNotSavedError(RuntimeError):

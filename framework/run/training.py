@@ -7,38 +7,38 @@ from typing import Any
 
 import jax
 
-from framework.checkpoint import remains
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.replicas import ReplicaMismatchError
-from framework.devices.accelerators import accelerator_name
-from framework.devices.allocator import keep_freed_memory
-from framework.files.workdir import write_json
-from framework.inference.images import save_grid
-from framework.layers.experts.router import Router
-from framework.metrics.plot import plot_experts, plot_losses, plot_objective
-from framework.metrics.services import check_installed
-from framework.models.causal_lm import CausalLM
-from framework.models.chain import Chain
-from framework.plan import guard, host_room
-from framework.plan.guard import Need
-from framework.plan.start_table import start_report
-from framework.processes import distributed
-from framework.processes.health import Pulse
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.program.run_length import rate_notes, set_length
-from framework.run import answers, canary, load_line, resuming
-from framework.run.compile_ahead import begin_evaluation, begin_first_values
-from framework.run.hooks import NonFiniteError, own_hooks
-from framework.run.job import Job
-from framework.run.report import compression_lines, sample_images, sample_text
-from framework.run.run import Run
-from framework.run.trainer import LastStepNotSavedError, Trainer
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.progress import Progress
-from framework.terminal.tables import human_bytes, render
+from plimsoll.framework.checkpoint import remains
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
+from plimsoll.framework.devices.accelerators import accelerator_name
+from plimsoll.framework.devices.allocator import keep_freed_memory
+from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.inference.images import save_grid
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
+from plimsoll.framework.metrics.services import check_installed
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.plan import guard, host_room
+from plimsoll.framework.plan.guard import Need
+from plimsoll.framework.plan.start_table import start_report
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.processes.health import Pulse
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.run_length import rate_notes, set_length
+from plimsoll.framework.run import answers, canary, load_line, resuming
+from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_first_values
+from plimsoll.framework.run.hooks import NonFiniteError, own_hooks
+from plimsoll.framework.run.job import Job
+from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.run.trainer import LastStepNotSavedError, Trainer
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.progress import Progress
+from plimsoll.framework.terminal.tables import human_bytes, render
 
 
 class Training:

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context, Out
-from framework.layout import Nested, StateLayout, merge
-from framework.learner.learner import Learner
-from framework.learner.units import Decision, Update
-from framework.models.chain import Chain
-from framework.schedules.memory import Memory
-from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import Nested, StateLayout, merge
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 
 
 def update_whole(

@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from framework.layers import sums
-from framework.layers.base import Context, Out
-from framework.layout import Nested, StateLayout
-from framework.models.chain import Chain
-from framework.schedules.memory import Memory
-from framework.schedules.stack_pass import StackPass, StackPull
-from framework.schedules.stage_pass import StagePass, StagePull
-from framework.schedules.unit import Carry, Cotangent
-from framework.schedules.visits import Turns, Visit, Visits, Work
+from plimsoll.framework.layers import sums
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_pass import StackPass, StackPull
+from plimsoll.framework.schedules.stage_pass import StagePass, StagePull
+from plimsoll.framework.schedules.unit import Carry, Cotangent
+from plimsoll.framework.schedules.visits import Turns, Visit, Visits, Work
 
 _NO_TURNS = Turns()
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from framework.layout import TensorSpec, flatten
-from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Group
-from framework.optimizers.reach import Reach
+from plimsoll.framework.layout import TensorSpec, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Bundle, Group
+from plimsoll.framework.optimizers.reach import Reach
 
 # Maximum number of elements in a row block.
 BLOCK = 1 << 21

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layout import MeshAxes, Nested, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.learner.units import Decision
+from plimsoll.framework.layout import MeshAxes, Nested, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Decision
 
 # --- tied weights ----------------------------------------------------------------------------------------------------
 

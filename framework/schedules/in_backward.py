@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, StateLayout
-from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
-from framework.models.chain import Chain
-from framework.schedules.backward import forward
-from framework.schedules.gradients import Tally, counted, judge, with_tally
-from framework.schedules.memory import Memory
-from framework.schedules.pieces import update_group
-from framework.schedules.state_ahead import Moving, StateAhead, UnitState
-from framework.schedules.step import Metrics, State, Step, finish, training_context
-from framework.schedules.streamed import bundle_specs
-from framework.schedules.streamed import check as check_platform
-from framework.schedules.visits import Turns, Visit, Work
+from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.backward import forward
+from plimsoll.framework.schedules.gradients import Tally, counted, judge, with_tally
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.pieces import update_group
+from plimsoll.framework.schedules.state_ahead import Moving, StateAhead, UnitState
+from plimsoll.framework.schedules.step import Metrics, State, Step, finish, training_context
+from plimsoll.framework.schedules.streamed import bundle_specs
+from plimsoll.framework.schedules.streamed import check as check_platform
+from plimsoll.framework.schedules.visits import Turns, Visit, Work
 
 # Key of the backward state when layer state is prefetched: the UnitState of the layer that was updated last.
 _UNIT = "unit state"

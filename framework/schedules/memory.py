@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from framework.config import component
-from framework.layers import remat as remat_policies
-from framework.schedules.placement import Placement
+from plimsoll.framework.config import component
+from plimsoll.framework.layers import remat as remat_policies
+from plimsoll.framework.schedules.placement import Placement
 
 # The value of memory.gradients with which no gradients are stored.
 AT_ONCE = "none"

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from framework.layout import TensorSpec, fetch_leaf, store_leaf
-from framework.learner.units import Decision, unit_at, with_unit
-from framework.optimizers.rounding import Origin
-from framework.schedules.division import is_hosted, num_blocks
-from framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, PieceUpdate
+from plimsoll.framework.layout import TensorSpec, fetch_leaf, store_leaf
+from plimsoll.framework.learner.units import Decision, unit_at, with_unit
+from plimsoll.framework.optimizers.rounding import Origin
+from plimsoll.framework.schedules.division import is_hosted, num_blocks
+from plimsoll.framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, PieceUpdate
 
 # (path, step) -> index of the step's layer or row block in a leaf; () for a leaf that is used whole.
 IndexOf = Callable[[str, jax.Array], Any]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.layout import flatten, unflatten
-from framework.learner.units import (
+from plimsoll.framework.layout import flatten, unflatten
+from plimsoll.framework.learner.units import (
     Bundle,
     Decision,
     Group,
@@ -17,7 +17,7 @@ from framework.learner.units import (
     Update,
     all_units,
 )
-from framework.schedules.division import is_hosted
+from plimsoll.framework.schedules.division import is_hosted
 
 # Leaves, arrays or specs, by path.
 Flat = dict[str, Any]

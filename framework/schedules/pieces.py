@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from framework.layout import Nested, flatten
-from framework.learner.learner import Learner
-from framework.learner.units import (
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import (
     Bundle,
     Decision,
     Group,
     Update,
     in_structure,
 )
-from framework.schedules.division import Piece, pieces_of
-from framework.schedules.piece_loop import update_in_loop, update_in_shards
-from framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, PieceUpdate
+from plimsoll.framework.schedules.division import Piece, pieces_of
+from plimsoll.framework.schedules.piece_loop import update_in_loop, update_in_shards
+from plimsoll.framework.schedules.piece_update import Flat, FlatBundle, FlatUpdate, PieceUpdate
 
 
 class _PreparedPiece(NamedTuple):

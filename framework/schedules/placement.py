@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from framework.layers.stack import Stack
+from plimsoll.framework.layers.stack import Stack
 
 DEVICE = "device"
 HOST = "pinned_host"

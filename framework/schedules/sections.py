@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from framework.layers import remat
-from framework.layers.section import Section
-from framework.layers.stack import Stack
-from framework.models.chain import Chain
-from framework.schedules.memory import Memory
-from framework.schedules.placement import units_of_layers
+from plimsoll.framework.layers import remat
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.placement import units_of_layers
 
 # The fields of `Memory` that are placements.
 PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "activations")

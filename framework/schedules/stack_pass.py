@@ -18,15 +18,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layers import remat, sums
-from framework.layers.base import Context, Out
-from framework.layers.stack import Stack
-from framework.layout import Nested, merge
-from framework.learner.units import unit_at
-from framework.schedules.stage_pass import StagePass, StageWeights
-from framework.schedules.unit import Carry, Cotangent, UnitFunctions
-from framework.schedules.unit_pass import Flat, PlacedResiduals, UnitPass, moved, stacks_of
-from framework.schedules.visits import Visits, Work
+from plimsoll.framework.layers import remat, sums
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, merge
+from plimsoll.framework.learner.units import unit_at
+from plimsoll.framework.schedules.stage_pass import StagePass, StageWeights
+from plimsoll.framework.schedules.unit import Carry, Cotangent, UnitFunctions
+from plimsoll.framework.schedules.unit_pass import Flat, PlacedResiduals, UnitPass, moved, stacks_of
+from plimsoll.framework.schedules.visits import Visits, Work
 
 
 class StackGradients(NamedTuple):

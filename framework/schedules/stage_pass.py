@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from framework.layers.base import Context, Out
-from framework.layout import Nested, StateLayout, fetch_leaf, flatten, merge, unflatten
-from framework.learner.units import unit_at
-from framework.models.chain import Chain, Places
-from framework.schedules.gradients import TiedGradients, add_tied, sharded_as_parameter, split_tied, with_tied_weights
-from framework.schedules.memory import Memory
-from framework.schedules.unit import Carry, Cotangent, run_stage
-from framework.schedules.visits import Work
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, merge, unflatten
+from plimsoll.framework.learner.units import unit_at
+from plimsoll.framework.models.chain import Chain, Places
+from plimsoll.framework.schedules.gradients import (
+    TiedGradients,
+    add_tied,
+    sharded_as_parameter,
+    split_tied,
+    with_tied_weights,
+)
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.unit import Carry, Cotangent, run_stage
+from plimsoll.framework.schedules.visits import Work
 
 
 class StageWeights(NamedTuple):

@@ -17,10 +17,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
-from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, in_structure, unit_at, with_unit
-from framework.schedules.streamed import bundle_specs
+from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import (
+    Bundle,
+    Decision,
+    Group,
+    UnitUpdate,
+    Update,
+    in_structure,
+    unit_at,
+    with_unit,
+)
+from plimsoll.framework.schedules.streamed import bundle_specs
 
 Flat = dict[str, Any]
 

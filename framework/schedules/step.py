@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import BATCH_AXES, Context, Out
-from framework.layout import Nested, StateLayout
-from framework.learner.learner import Learner
-from framework.learner.rules import DEFAULT
-from framework.learner.units import Decision, Update
-from framework.models.chain import Chain
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Out
+from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import DEFAULT
+from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.models.chain import Chain
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]

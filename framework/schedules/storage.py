@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layers.section import Section
-from framework.layout import Nested, StateLayout, TensorSpec, flatten
-from framework.models.chain import Chain
-from framework.schedules.memory import Memory
+from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.memory import Memory
 
 STACK = "stack"
 # The stage of the layers before the stack, see `framework.models.causal_lm`.

@@ -15,18 +15,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context, Out
-from framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, store_leaf
-from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
-from framework.models.chain import Chain
-from framework.schedules import after_backward
-from framework.schedules.backward import forward
-from framework.schedules.memory import Memory
-from framework.schedules.pieces import update_group
-from framework.schedules.sections import PLACED_FIELDS
-from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
-from framework.schedules.visits import Visit, Work
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, store_leaf
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules import after_backward
+from plimsoll.framework.schedules.backward import forward
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.pieces import update_group
+from plimsoll.framework.schedules.sections import PLACED_FIELDS
+from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from plimsoll.framework.schedules.visits import Visit, Work
 
 
 def update_in_chunks(

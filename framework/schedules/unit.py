@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
-from framework.layers.base import Context, Out
-from framework.layers.pull_back import PullBack
-from framework.layers.stack import Stack
-from framework.layout import Nested, TensorSpec, merge, move_to_host
-from framework.models.chain import Chain
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.pull_back import PullBack
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, TensorSpec, merge, move_to_host
+from plimsoll.framework.models.chain import Chain
 
 Carry = Any  # the pytree of activations that flows from one stage or layer to the next
 Cotangent = Any  # the gradient of the loss with respect to a carry, in the structure of that carry

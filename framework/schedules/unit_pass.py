@@ -13,11 +13,11 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from framework.layers.base import Context, Out
-from framework.layout import MeshAxes, Nested, fetch_leaf, flatten, unflatten
-from framework.learner.units import unit_at
-from framework.schedules.stage_pass import StageWeights
-from framework.schedules.unit import (
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import MeshAxes, Nested, fetch_leaf, flatten, unflatten
+from plimsoll.framework.learner.units import unit_at
+from plimsoll.framework.schedules.stage_pass import StageWeights
+from plimsoll.framework.schedules.unit import (
     Carry,
     Cotangent,
     UnitArguments,
@@ -27,7 +27,7 @@ from framework.schedules.unit import (
     UnitResiduals,
     is_worth_offloading,
 )
-from framework.schedules.visits import Work
+from plimsoll.framework.schedules.visits import Work
 
 Flat = dict[str, jax.Array]  # leaves by path
 

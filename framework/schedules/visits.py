@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.layout import Nested
+from plimsoll.framework.layout import Nested
 
 Work = dict[str, Any]  # backward state: "parameter", "frozen", and whatever the hooks change
 # The gradient hook: (backward state, stage, gradients, layer index or None) -> backward state. The gradients have the

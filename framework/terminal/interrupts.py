@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.terminal import phases
+from plimsoll.framework.terminal import phases
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 # Time limit in seconds for all `at_end` callbacks, so that a disk that does not respond cannot block the exit.

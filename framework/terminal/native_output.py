@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 
-from framework.terminal import phases
+from plimsoll.framework.terminal import phases
 
 _GREETING = b"[Gloo] Rank "
 

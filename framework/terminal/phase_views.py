@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from framework.terminal.board import Phase, View
-from framework.terminal.phases import shown
+from plimsoll.framework.terminal.board import Phase, View
+from plimsoll.framework.terminal.phases import shown
 
 # Without a terminal, in seconds: how often a line grows, mostly by a dot; how often it shows progress instead; and how
 # often it does so once the phase has taken longer than that.

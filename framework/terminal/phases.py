@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
-from framework.terminal.board import Board, FirstWords, Phase, View
+from plimsoll.framework.terminal.board import Board, FirstWords, Phase, View
 
 # Patience for tasks that are usually short, in seconds.
 SHORT = 0.5

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from framework.terminal import interrupts, phases
-from framework.terminal.board import Phase
-from framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
-from framework.terminal.tables import human_bytes, human_count
-from framework.terminal.visible import visible
+from plimsoll.framework.terminal import interrupts, phases
+from plimsoll.framework.terminal.board import Phase
+from plimsoll.framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
+from plimsoll.framework.terminal.tables import human_bytes, human_count
+from plimsoll.framework.terminal.visible import visible
 
 
 class Progress:

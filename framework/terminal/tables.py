@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from framework.terminal.visible import visible
+from plimsoll.framework.terminal.visible import visible
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from framework.models.causal_lm import CausalLM
-from framework.weights.directory import Directory
-from framework.weights.family import SCORE, Family
-from framework.weights.source import Source, layer_shape
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.family import SCORE, Family
+from plimsoll.framework.weights.source import Source, layer_shape
 
 _HEAD = "lm_head.weight"
 # safetensors' names for the dtypes that stored weights may have.

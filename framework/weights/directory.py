@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from framework.files import hub_models
-from framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, packed_names
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, packed_names
 
 
 class Directory:

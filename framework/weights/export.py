@@ -17,16 +17,16 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from framework.files import durable, hub_models
-from framework.files.workdir import writing
-from framework.layers.lora import merge_adapters
-from framework.layers.score_head import ScoreHead
-from framework.layout import Nested, flatten, unflatten
-from framework.models.causal_lm import CausalLM
-from framework.terminal import interrupts
-from framework.terminal.phases import SHORT, phase
-from framework.weights.family import Family
-from framework.weights.source import Source, layer_shape
+from plimsoll.framework.files import durable, hub_models
+from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.layers.lora import merge_adapters
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source, layer_shape
 
 # File contents by name.
 Files = Mapping[str, bytes]

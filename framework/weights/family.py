@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from framework.config import Config
-from framework.layers.stack import Stack
-from framework.models.causal_lm import CausalLM
-from framework.weights.source import Source
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.weights.source import Source
 
 # The tensor of a score head, the same in all families.
 SCORE = {"head/score": Source("score.weight")}
@@ -17,8 +17,8 @@ SCORE = {"head/score": Source("score.weight")}
 class Family:
     """A family of published models. It converts configs from and to config.json, and finds tensors by name."""
 
-    # Values of `architectures` in config.json.
-    architectures: tuple[str, ...] = ()
+    # {value of `architectures` in config.json: its `model_type`, by which transformers chooses the class}
+    architectures: dict[str, str] = {}
     # Sources by our parameter path; the path of a layer's parameter is relative to the layer.
     names: dict[str, Source] = {}
     # Whether such models were published with their own code (auto_map). transformers has since adopted it, so that code

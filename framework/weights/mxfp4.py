@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from framework.files.texts import parse_json
+from plimsoll.framework.files.texts import parse_json
 
 BLOCKS = "_blocks"
 SCALES = "_scales"

@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import Config, component
-from framework.layers.quantize import quantize
-from framework.layout import (
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.layers.quantize import quantize
+from plimsoll.framework.layout import (
     Nested,
     TensorSpec,
     flatten,
     store_leaf,
 )
-from framework.models.causal_lm import CausalLM
-from framework.program.execution import Execution
-from framework.program.program import Program
-from framework.schedules.step import State
-from framework.terminal.board import Phase
-from framework.terminal.phases import SHORT, phase
-from framework.weights.checked import checked
-from framework.weights.directory import Directory
-from framework.weights.family import Family
-from framework.weights.source import Index, Source, layer_shape
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.step import State
+from plimsoll.framework.terminal.board import Phase
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Index, Source, layer_shape
 
 
 @component

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from framework.layout import ParameterSpec
+from plimsoll.framework.layout import ParameterSpec
 
 # Placeholders for the layer's and the expert's number in the tensor names of a family.
 LAYER = "{layer}"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-import framework as pl
-from framework.api.chats import Conversation, history_of
-from framework.inference.chat import Turn
-from launch import chat as verb
+import plimsoll as pl
+from plimsoll.api.chats import Conversation, history_of
+from plimsoll.framework.inference.chat import Turn
+from plimsoll.launch import chat as verb
 from tests.launch.test_chat import say
 from tests.support import chats
 from tests.support.runs import CONFIG, write_text

@@ -1,4 +1,4 @@
-"""`import framework as pl`: configs, training, models and plans, called from Python as in a script or a notebook."""
+"""`import plimsoll as pl`: configs, training, models and plans, called from Python as in a script or a notebook."""
 
 import json
 import signal
@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-import framework as pl
-from framework.api.configs import request_of
-from framework.data.tokenizers import ByteTokenizer
-from framework.layers.norm import RMSNorm
-from framework.run.hooks import Hook
-from launch import evaluate, generate
+import plimsoll as pl
+from plimsoll.api.configs import request_of
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.run.hooks import Hook
+from plimsoll.launch import evaluate, generate
 from tests.support.runs import CONFIG, ROOT, rows, write_text
 from tests.trainer.test_finished import files
 
@@ -42,7 +42,9 @@ def run(folder: Path) -> pl.TrainedRun:
 
 
 def test_importing_it_imports_nothing() -> None:
-    code = "import sys, framework; print([m for m in ('jax', 'numpy', 'framework.config') if m in sys.modules])"
+    code = (
+        "import sys, framework; print([m for m in ('jax', 'numpy', 'plimsoll.framework.config') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
     for name in pl.__all__:
@@ -58,7 +60,7 @@ def test_a_folder_of_the_same_name_is_not_taken_for_the_named_configs(tmp_path: 
     (tmp_path / "configs" / "__init__.py").touch()
     (tmp_path / "configs" / "tiny.py").write_text("raise RuntimeError('taken')")
     code = (
-        f"import sys; sys.path.append({str(ROOT)!r}); import framework as pl; pl.load_config('nanogpt-cpu')\n"
+        f"import sys; sys.path.append({str(ROOT)!r}); import plimsoll as pl; pl.load_config('nanogpt-cpu')\n"
         "del sys.modules['configs']; import configs\n"
         "try: pl.load_config('nanogpt-cpu')\n"
         "except pl.ConfigError as error: print(error)"
@@ -105,7 +107,7 @@ def test_a_rule_changes_what_the_program_has_not_set() -> None:
 
 
 def _rule() -> Any:
-    from framework.program.experiment import AcceleratorRule
+    from plimsoll.framework.program.experiment import AcceleratorRule
 
     return AcceleratorRule
 

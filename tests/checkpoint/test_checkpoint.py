@@ -15,13 +15,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from framework.checkpoint.checkpointer import (
+from plimsoll.framework.checkpoint.checkpointer import (
     Checkpointer,
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointSaveError,
 )
-from framework.checkpoint.directory import describe
+from plimsoll.framework.checkpoint.directory import describe
 
 MESHES = {shape: jax.make_mesh(shape, ("fsdp", "model")) for shape in [(4, 2), (2, 4), (8, 1)]}
 EXTRA = {"data": {"next": 7, "fingerprint": "abc"}, "seed": 3, "config": {"$class": "a.B", "x": [1, 2.5, None, True]}}
@@ -322,7 +322,9 @@ def test_manifest_is_readable_by_people_and_without_jax(saved):
     text = describe(saved)
     assert "committed steps [10, 20]" in text
     assert "parameter/dense/weight" in text
-    code = f"import sys\nfrom framework.checkpoint.directory import describe\nprint(describe({str(saved)!r}, 10))"
+    code = (
+        f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe({str(saved)!r}, 10))"
+    )
     code += "\nassert not {'jax', 'orbax', 'numpy'} & set(sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path.cwd()
@@ -335,6 +337,6 @@ def test_manifest_is_readable_by_people_and_without_jax(saved):
 @pytest.mark.pairs
 def test_import_is_cheap():
     """A typo on the command line must not wait for the import of orbax."""
-    code = "import sys, framework.checkpoint.checkpointer\n"
+    code = "import sys, plimsoll.framework.checkpoint.checkpointer\n"
     code += "assert not any(m.startswith(('orbax', 'tensorstore')) for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path.cwd())

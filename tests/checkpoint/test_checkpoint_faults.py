@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint.checkpointer import (
+from plimsoll.framework.checkpoint.checkpointer import (
     CheckpointCorruptError,
     Checkpointer,
     CheckpointMissingError,
     CheckpointSaveError,
 )
-from framework.checkpoint.directory import CheckpointError
+from plimsoll.framework.checkpoint.directory import CheckpointError
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 
@@ -244,7 +244,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 sharding = NamedSharding(jax.make_mesh((2,), ("a",)), PartitionSpec("a"))
 def state(step):
     return {"parameter": {k: jax.device_put(jnp.full((512, 1024), step, jnp.float32), sharding) for k in "wx"}}
@@ -353,7 +353,9 @@ def test_failure_at_the_start_of_a_save(three, monkeypatch):
     """The directory cannot be written: the error is immediate, and the step that was in the way is put back."""
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint.storage.write", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+            patch.setattr(
+                "plimsoll.framework.checkpoint.storage.write", lambda *_: (_ for _ in ()).throw(OSError("read-only"))
+            )
             with pytest.raises(
                 CheckpointSaveError, match=r"step 3 was not saved: OSError: read-only; .*steps \[1, 2\]"
             ):
@@ -367,14 +369,14 @@ def test_background_failure_surfaces_once(three, monkeypatch):
 
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint.storage.write", lambda *_: fail)
+            patch.setattr("plimsoll.framework.checkpoint.storage.write", lambda *_: fail)
             checkpointer.save(5, make_state(5), {})
         with pytest.raises(CheckpointSaveError, match=r"step 5 was not saved: OSError: no more; .*steps \[1, 2, 3\]"):
             checkpointer.wait()
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2, 3]
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint.storage.write", lambda *_: fail)
+            patch.setattr("plimsoll.framework.checkpoint.storage.write", lambda *_: fail)
             checkpointer.save(6, make_state(6), {})
         with pytest.raises(CheckpointSaveError, match="step 6"):
             checkpointer.close()
@@ -384,7 +386,8 @@ def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
     """The new checkpoint is saved anyway."""
     with Checkpointer(directory=three, keep=1) as checkpointer:
         monkeypatch.setattr(
-            "framework.checkpoint.directory.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
+            "plimsoll.framework.checkpoint.directory.delete_step",
+            lambda *_: (_ for _ in ()).throw(PermissionError("no")),
         )
         checkpointer.save(4, make_state(4), {"next": 4})
         checkpointer.wait()

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from framework.checkpoint import integrity
+from plimsoll.framework.checkpoint import integrity
 
 M32 = (1 << 32) - 1
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int16", "int8", "uint8", "bool", "float8_e4m3fn"]

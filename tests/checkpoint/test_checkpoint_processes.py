@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 
 # Each process has two devices. Arguments: directory to save to, directory to restore from, port, process id.
 JOB = """
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 directory, restored_directory, port, process = *sys.argv[1:4], int(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=30)
 import logging
-from framework.checkpoint.checkpointer import Checkpointer, CheckpointCorruptError, CheckpointSaveError
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointCorruptError, CheckpointSaveError
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 shardings = {
     "parameter": {"w": NamedSharding(mesh, PartitionSpec("a", "b")), "b": NamedSharding(mesh, PartitionSpec())},
@@ -75,7 +75,7 @@ checkpointer = Checkpointer(directory=restored_directory, keep=2)
 # Both see what process 0 sees, whatever their file system shows them.
 if process == 1:
     import framework.checkpoint.directory
-    framework.checkpoint.directory.scan = lambda root: ([99], ["nonsense"])
+    plimsoll.framework.checkpoint.directory.scan = lambda root: ([99], ["nonsense"])
 restored = checkpointer.restore_latest(abstract)
 assert restored.step == 1 and restored.extra == {"next": 8}, restored
 check(restored.state, 8)

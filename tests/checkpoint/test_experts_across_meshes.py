@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from configs.parts import mixture
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.config import config_for
-from framework.layers.mlp import MLP
-from framework.layout import flatten
-from framework.program.program import Program
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 FIRST_MESH = {"expert": 2, "fsdp": 2, "data": 2}

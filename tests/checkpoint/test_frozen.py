@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from framework.checkpoint.checkpointer import (
+from plimsoll.framework.checkpoint.checkpointer import (
     CheckpointCorruptError,
     Checkpointer,
     CheckpointMismatchError,
@@ -50,7 +50,7 @@ def test_frozen_arrays_are_read_in_a_phase_of_their_own(saved: Path, monkeypatch
         phases.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr("framework.checkpoint.checkpointer.phase", noted)
+    monkeypatch.setattr("plimsoll.framework.checkpoint.checkpointer.phase", noted)
     Checkpointer(directory=saved, read_only=True).restore(4, ABSTRACT)
     assert phases == ["reading the frozen weights", "reading the checkpoint of step 4"]
 
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     # All 32 inputs are in one group of packed words, which no mesh can split.
-    fields = ("model.lora=framework.layers.lora.LoRA", "model.lora.base=int8", "trainer.max_steps=8")
+    fields = ("model.lora=plimsoll.LoRA", "model.lora.base=int8", "trainer.max_steps=8")
     fields += ("mesh.data=-1", "mesh.fsdp=1")
     flags = [f"--config.{field}" for field in fields]
     assert train(tmp_path / "whole", *flags) == 0

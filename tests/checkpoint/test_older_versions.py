@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import evaluate, train
+from plimsoll.launch import evaluate, train
 from tests.support.runs import losses, write_text
 
 ARCHIVE = Path(__file__).parent / "older" / "before_rooms.tar.gz"
-FILES = '{"$class": "framework.data.sources.TextFiles", "paths": ["text/%s.txt"]}'
-RULE = '{"$class": "framework.program.experiment.AcceleratorRule", "pattern": "cpu", "set": {"trainer.log_every": 1}}'
+FILES = '{"$class": "plimsoll.TextFiles", "paths": ["text/%s.txt"]}'
+RULE = '{"$class": "plimsoll.AcceleratorRule", "pattern": "cpu", "set": {"trainer.log_every": 1}}'
 FLAGS = [
     "--config=nanogpt-cpu",
     "--workdir=run",
@@ -25,7 +25,7 @@ FLAGS = [
     "--config.model.vocab_size=257",
     "--config.data.seq_len=32",
     "--config.data.global_batch_size=8",
-    '--config.data.tokenizer={"$class": "framework.data.tokenizers.ByteTokenizer"}',
+    '--config.data.tokenizer={"$class": "plimsoll.ByteTokenizer"}',
     f"--config.data.source={FILES % 'train'}",
     f'--config.data.validation={{"held": {FILES % "valid"}}}',
     f"--config.accelerator_rules=[{RULE}]",

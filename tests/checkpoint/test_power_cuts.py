@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.files import durable
-from framework.files.workdir import write_json
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.workdir import write_json
 from tests.support.runs import ROOT
 
 MIB = 1 << 20
@@ -135,7 +135,7 @@ def test_a_successor_that_is_whole_stays(tmp_path: Path) -> None:
 
 SAVES = """
 import sys, time
-from framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.test_power_cuts import state_of
 with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
     for step in range(1, 1000000):

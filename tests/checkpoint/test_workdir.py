@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from framework.config.changes import config_changes
-from framework.files.workdir import Workdir, safe_child, write_json
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.files.workdir import Workdir, safe_child, write_json
 
 HOLD = """
 import sys, time
-from framework.files.workdir import Workdir
+from plimsoll.framework.files.workdir import Workdir
 print(Workdir(sys.argv[1]).claim(), flush=True)
 assert "jax" not in sys.modules
 sys.stdin.read()
@@ -135,7 +135,7 @@ def test_release_leaves_the_lock_of_another(tmp_path):
 def test_many_jobs_at_once_one_wins(tmp_path):
     """All jobs find the same stale lock at the same time."""
     leave_lock(tmp_path)
-    code = "import sys\nfrom framework.files.workdir import Workdir\n"
+    code = "import sys\nfrom plimsoll.framework.files.workdir import Workdir\n"
     code += f"try: Workdir({str(tmp_path)!r}).claim(); print('won')\n"
     code += "except ValueError: print('lost')\nsys.stdout.flush(); sys.stdin.read()"
     jobs = [

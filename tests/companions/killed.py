@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.companions import stored
-from framework.companions.scoring import Scoring
-from launch.train import main
+from plimsoll.framework.companions import stored
+from plimsoll.framework.companions.scoring import Scoring
+from plimsoll.launch.train import main
 
 
 def kill_after(count: int) -> None:

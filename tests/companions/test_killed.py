@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from launch.evaluate import main as evaluate
+from plimsoll import configs
+from plimsoll.launch.evaluate import main as evaluate
 from tests.support.runs import ROOT, losses, output, rows, several, start, write_text
 
 HALVES = str(ROOT / "tests" / "support" / "halves.py")

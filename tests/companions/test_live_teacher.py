@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-import configs
-from configs import families
-from framework.companions.likeliest import IDS, LOG_PROBS, TAIL
-from framework.companions.teacher import Teacher
-from framework.config import Config, config_for
-from framework.layout import flatten
-from framework.objectives.distillation import Distillation
-from framework.program.program import Program
-from framework.weights.export import export_model
-from launch import score
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.companions.likeliest import IDS, LOG_PROBS, TAIL
+from plimsoll.framework.companions.teacher import Teacher
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.objectives.distillation import Distillation
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.weights.export import export_model
+from plimsoll.launch import score
 from tests.support import pretrained, small
 
 TOP_K = 5

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-import configs
-from framework.companions.forward import log_probs_as
-from framework.companions.other_model import OtherModel
-from framework.layout import flatten
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.companions.forward import log_probs_as
+from plimsoll.framework.companions.other_model import OtherModel
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
 from tests.pretrained.test_pretrained import directory
 from tests.support import pretrained, small
 

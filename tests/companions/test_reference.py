@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.parts import mixture
-from framework.companions.reference import Reference
-from framework.config import Config, ConfigError, config_for
-from framework.layers.chunked_loss import Loss
-from framework.layers.lora import LoRA
-from framework.layers.objective import Objective
-from framework.program.program import Program
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.objective import Objective
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}

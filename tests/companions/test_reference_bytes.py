@@ -2,14 +2,14 @@
 
 import pytest
 
-from framework.companions.reference import Reference
-from framework.config import Config, config_for
-from framework.layers.lora import LoRA
-from framework.objectives.preferences import DPO
-from framework.plan.guard import need
-from framework.plan.plan import plan, quick
-from framework.plan.step_time.rates import PCIE_REACHED
-from framework.plan.targets import resolve
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.objectives.preferences import DPO
+from plimsoll.framework.plan.guard import need
+from plimsoll.framework.plan.plan import plan, quick
+from plimsoll.framework.plan.step_time.rates import PCIE_REACHED
+from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 from tests.support.halves import Halves
 

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from framework.api.configs import override
-from framework.companions.answers import rows_of_answers
-from framework.companions.reference import Reference
-from framework.companions.rollouts import Rollouts
-from framework.config import config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.inference.generation import Generator
-from framework.inference.rollout import Answers
-from framework.inference.sampling import Sampling
-from framework.layers.lora import LoRA
-from framework.program.program import Program
+from plimsoll.api.configs import override
+from plimsoll.framework.companions.answers import rows_of_answers
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.companions.rollouts import Rollouts
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.rollout import Answers
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.program.program import Program
 from tests.support import rewarded, runs
 
 
@@ -265,8 +265,8 @@ REFUSED = {
     "there is no package 'nowhere'": {"companion__reward": "nowhere.exact"},
     "nowhere.py does not exist": {"companion__reward": "nowhere.py:exact"},
     'expected "path/to/file.py:function"': {"companion__reward": "exact"},
-    "cannot be imported: ModuleNotFoundError": {"companion__reward": "framework.companions.nowhere.exact"},
-    "there is no function 'exakt'": {"companion__reward": "framework.companions.rewards.exakt"},
+    "cannot be imported: ModuleNotFoundError": {"companion__reward": "plimsoll.framework.companions.nowhere.exact"},
+    "there is no function 'exakt'": {"companion__reward": "plimsoll.framework.companions.rewards.exakt"},
     "has no stack that could answer": {"memory__update": "layer_programs"},
     "mesh.seq = 2": {"mesh__seq": 2},
     "beta = 0.1: expected a companion.reference": {"model__head__objective__beta": 0.1},

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from framework.companions.other_model import OtherModel
-from framework.program.program import Program
+from plimsoll.framework.companions.other_model import OtherModel
+from plimsoll.framework.program.program import Program
 from tests.support.halves import dpo
 from tests.support.runs import write_text
 

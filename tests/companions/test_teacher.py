@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from framework.companions.likeliest import IDS, LOG_PROBS, TAIL
-from framework.companions.teacher import Teacher
-from framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter, row_key
-from framework.companions.teacher_scoring import TeacherScorer, digests_of, rows_of, store, weights_digest
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles
-from framework.data.tokenizers import ByteTokenizer
-from framework.objectives.distillation import Distillation
-from framework.program.program import Program
+from plimsoll.framework.companions.likeliest import IDS, LOG_PROBS, TAIL
+from plimsoll.framework.companions.teacher import Teacher
+from plimsoll.framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter, row_key
+from plimsoll.framework.companions.teacher_scoring import TeacherScorer, digests_of, rows_of, store, weights_digest
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.objectives.distillation import Distillation
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 TOP_K = 8

@@ -8,7 +8,7 @@ SOURCE = '''
 """A user's own file."""
 
 import optax
-from framework.config import Config, PositiveInt, config_for
+from plimsoll.framework.config import Config, PositiveInt, config_for
 
 
 class Rule:

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import configs
-import launch
-from framework.config import Config, ConfigError, config_for, target_of
-from framework.run import mistakes
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework.config import Config, ConfigError, config_for, target_of
+from plimsoll.framework.run import mistakes
+from plimsoll.launch import cli
 
-ROOT = Path(launch.__path__[0]).parent
+ROOT = Path(__file__).parents[2]
 
 
 def parse(*argv: str) -> cli.Command:
@@ -178,11 +177,11 @@ def launch_process(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 PROCESSES = [
-    (["launch.configs", "show", "{file}:mine", "--config.layers.0.haeds=3"], "did you mean 'heads'?"),
-    (["launch.configs", "show", "{file}:mine", "--config.optimizer.learning_rate=fast"], "expected a number or"),
-    (["launch.configs", "show", "{file}:mine", "--jsn"], "unknown flag '--jsn'; did you mean '--json'?"),
+    (["plimsoll", "configs", "show", "{file}:mine", "--config.layers.0.haeds=3"], "did you mean 'heads'?"),
+    (["plimsoll", "configs", "show", "{file}:mine", "--config.optimizer.learning_rate=fast"], "expected a number or"),
+    (["plimsoll", "configs", "show", "{file}:mine", "--jsn"], "unknown flag '--jsn'; did you mean '--json'?"),
     pytest.param(
-        ["launch.configs", "show", "gpt2-124"],
+        ["plimsoll", "configs", "show", "gpt2-124"],
         "no config is named 'gpt2-124'; did you mean 'gpt2-124m'",
         marks=pytest.mark.pairs,
     ),
@@ -203,7 +202,7 @@ def test_typos_end_with_exit_code_2_before_jax_starts(argv, message, user_file):
 
 
 USERS = """
-from framework.config import config_for
+from plimsoll.framework.config import config_for
 
 def name():
     return undefined
@@ -227,7 +226,7 @@ def numbers():
 )
 def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, function, message, lines):
     (tmp_path / "my.py").write_text(USERS)
-    result = launch_process("-m", "launch.configs", "show", f"{tmp_path}/my.py:{function}")
+    result = launch_process("-m", "plimsoll", "configs", "show", f"{tmp_path}/my.py:{function}")
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert result.stderr.startswith(f"error: {message}")
     frames = [line.split(", ")[:2] for line in result.stderr.splitlines() if line.startswith("  File ")]
@@ -239,7 +238,7 @@ def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, functi
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{"])
 def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
-    result = launch_process("-m", "launch.evaluate", f"--workdir={tmp_path}", f"--choices={tmp_path}/x")
+    result = launch_process("-m", "plimsoll", "evaluate", f"--workdir={tmp_path}", f"--choices={tmp_path}/x")
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith(f"error: {tmp_path}/x")
     assert result.stderr.count("\n") == 1
@@ -250,7 +249,7 @@ def test_what_packages_log_is_a_line_like_others():
     script = """
 import logging, sys
 from absl import logging as absl_logging
-from launch import cli
+from plimsoll.launch import cli
 
 def verb(argv):
     logging.getLogger("package").warning("%s is slow", "it")

@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import pytest
 
-from framework.config import ConfigError, config_for
-from framework.devices.accelerators import spec_for
-from framework.devices.compiler import Compiler, check_environment
-from framework.devices.mesh import MeshShape
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
-from framework.inference.scoring import Scorer
-from framework.plan import cache
-from framework.plan.guard import need
-from framework.plan.plan import plan
-from framework.plan.targets import environment, resolve
-from framework.program.experiment import AcceleratorRule
-from framework.program.program import Program
-from launch import cli
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.devices.compiler import Compiler, check_environment
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.inference.scoring import Scorer
+from plimsoll.framework.plan import cache
+from plimsoll.framework.plan.guard import need
+from plimsoll.framework.plan.plan import plan
+from plimsoll.framework.plan.targets import environment, resolve
+from plimsoll.framework.program.experiment import AcceleratorRule
+from plimsoll.framework.program.program import Program
+from plimsoll.launch import cli
 from tests.support import small
 
 
@@ -213,7 +213,7 @@ def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.pairs
 def test_the_check_of_the_environment_agrees_with_xla():
     """XLA accepts a flag that the check knows; an unknown flag ends the process, and verbs exit with code 2."""
-    plan_it = ["-m", "launch.plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]
+    plan_it = ["-m", "plimsoll", "plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]
     for words, flag, code in (
         (["-c", "import jax; jax.devices()"], "--xla_cpu_enable_fast_math=true", 0),
         (["-c", "import jax; jax.devices()"], "--xla_nope=1", 1),

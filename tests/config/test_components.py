@@ -15,23 +15,21 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import configs
-import framework
-import launch
-from configs.families.llama import Llama
-from framework.config import Config, ConfigError, config_for, reference
-from framework.config import components as config_components
-from framework.config import names as config_names
-from framework.config.components import is_component
-from framework.data import images, prompts, sources, tokenizers
-from framework.layers.attention import Attention
-from framework.layers.block import Block
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.router import Router
-from framework.layers.flow.linear import ActNorm
-from framework.layers.linear import Linear
-from framework.layers.mlp import MLP
-from framework.layers.stack import Stack
+from plimsoll import configs, framework, launch
+from plimsoll.framework.config import Config, ConfigError, config_for, reference
+from plimsoll.framework.config import components as config_components
+from plimsoll.framework.config import names as config_names
+from plimsoll.framework.config.components import is_component
+from plimsoll.framework.data import images, prompts, sources, tokenizers
+from plimsoll.framework.families.llama import Llama
+from plimsoll.framework.layers.attention import Attention
+from plimsoll.framework.layers.block import Block
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.flow.linear import ActNorm
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.stack import Stack
 from tests.support.watched import watched
 
 ROOT = Path(__file__).parents[2]
@@ -134,26 +132,24 @@ FIELDS: dict[str, Any] = {
 BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
 SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
-    "framework.data.images.ImagePipeline": {"source": config_for(images.DigitsSource)},
-    "framework.companions.rollouts.Rollouts": {"reward": "framework.companions.rewards.exact"},
-    "framework.data.prompts.Prompts": {
+    "plimsoll.ImagePipeline": {"source": config_for(images.DigitsSource)},
+    "plimsoll.Rollouts": {"reward": "plimsoll.framework.companions.rewards.exact"},
+    "plimsoll.Prompts": {
         "source": config_for(prompts.Arithmetic),
         "answer_tokens": 4,
         "global_batch_size": 16,
     },
-    "framework.layers.stack.Stack": {"pattern": [BLOCK]},
-    "framework.layers.experts.moe.MoE": {
+    "plimsoll.Stack": {"pattern": [BLOCK]},
+    "plimsoll.MoE": {
         "experts": config_for(Experts, hidden=16),
         "router": config_for(Router, top_k=2),
     },
-    "framework.layers.block.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
-    "framework.models.causal_lm.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
-    "framework.learner.learner.Learner": {
-        "specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}
-    },
-    "framework.learner.rules.Rule": {"freeze": True, "optimizer": None},
-    "framework.program.options.TrainerOptions": {"max_steps": 3},
-    **{f"framework.optimizers.learning_rates.{name}": {"steps": 10} for name in SCHEDULES},
+    "plimsoll.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
+    "plimsoll.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
+    "plimsoll.Learner": {"specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}},
+    "plimsoll.Rule": {"freeze": True, "optimizer": None},
+    "plimsoll.TrainerOptions": {"max_steps": 3},
+    **{f"plimsoll.framework.optimizers.learning_rates.{name}": {"steps": 10} for name in SCHEDULES},
 }
 
 

@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from framework.config import (
+from plimsoll.framework.config import (
     Config,
     ConfigError,
     FieldError,
@@ -15,8 +15,8 @@ from framework.config import (
     config_for,
     target_of,
 )
-from framework.config import names as config_names
-from framework.layers.linear import Linear
+from plimsoll.framework.config import names as config_names
+from plimsoll.framework.layers.linear import Linear
 
 BAD = [
     ({"$class": "optax.adamw", "learning_rat": 1}, FieldError, "learning_rat: no such field in optax.adamw"),
@@ -50,9 +50,11 @@ def test_text_that_is_no_json(depth):
 # Names that a hostile config.json could contain. None may be imported, and none called.
 CANARIES = """
     os os.system subprocess.Popen builtins.eval antigravity.fly canary_module.Payload __import__('os').system('true') .
-    framework.config.names.importlib.import_module framework.config.names.sys framework.config.names.sys.exit
-    framework.config.names.re.compile framework.config.names._DOTTED framework.config.schema.ml_collections.ConfigDict
-    framework.config.schema.Callable framework..config.Config framework.__loader__ framework.config.__builtins__
+    plimsoll.framework.config.names.importlib.import_module plimsoll.framework.config.names.sys
+    plimsoll.framework.config.names.sys.exit framework.config.names.sys.exit plimsoll.framework.config.names.re.compile
+    plimsoll.framework.config.names._DOTTED plimsoll.framework.config.schema.ml_collections.ConfigDict
+    plimsoll.framework.config.schema.Callable framework..config.Config plimsoll.__loader__ framework.__loader__
+    plimsoll.framework.config.__builtins__ plimsoll.train plimsoll.load plimsoll.api.runs.train
     frameworkish.Thing optax.jax.numpy.zeros optax.jnp jax.numpy.load jax.nn.initializers.np.load configs.importlib
 """
 
@@ -71,7 +73,7 @@ def test_hostile_names_are_refused(name, tmp_path, monkeypatch):
     assert not marker.exists()
     # The same holds for the name of a referenced object.
     with pytest.raises(ConfigError):
-        Config.from_dict({"$class": "framework.config.reference", "name": name}).instantiate()
+        Config.from_dict({"$class": "plimsoll.framework.config.reference", "name": name}).instantiate()
 
 
 def test_own_code_makes_its_names_loadable():
@@ -89,7 +91,7 @@ def test_public_names_are_short_and_resolve(monkeypatch):
         "optax.contrib.muon",
         "jax.nn.initializers.normal",
         "jax.nn.gelu",
-        "framework.layers.linear.Linear",
+        "plimsoll.Linear",
     ]
     targets = [optax.adamw, optax.contrib.muon, jax.nn.initializers.normal, jax.nn.gelu, Linear]
     for target, name in zip(targets, names, strict=True):
@@ -100,4 +102,4 @@ def test_public_names_are_short_and_resolve(monkeypatch):
         config_names.resolve("framework.confg.Config")
     monkeypatch.setattr(config_names.importlib, "import_module", lambda name: __import__("no_such_dependency"))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        config_names.resolve("framework.config.Config2")
+        config_names.resolve("plimsoll.framework.config.Config2")

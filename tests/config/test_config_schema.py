@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import (
+from plimsoll.framework.config import (
     Config,
     ConfigError,
     FieldError,

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import (
+from plimsoll.framework.config import (
     ABSENT,
     REQUIRED,
     Config,
@@ -186,7 +186,11 @@ BAD_TEXTS = [
     ("table", "a=1", "table: expected a dict with text keys (each value: a number > 0), given 'a=1'"),
     ("layers.0.heads", "0", "layers.0.heads: expected an integer > 0, given 0"),
     ("optimizer", "no_such", "expected a config or none, given 'no_such' (str); a component goes by its name, or by"),
-    ("optimizer", "framework.config.names.sys.exit", "optimizer: 'framework.config.names.sys.exit' does not exist"),
+    (
+        "optimizer",
+        "plimsoll.framework.config.names.sys.exit",
+        "optimizer: 'plimsoll.framework.config.names.sys.exit' does not exist",
+    ),
     ("loose", "optax.adamww", "'optax.adamww' does not exist; did you mean 'adamw'?"),
     ("layers", '[{"$class": "optax.sgd", "rate": 1}]', "layers.0.rate: no such field in optax.sgd"),
     ("layers", '[{"$class": "os.system"}]', "layers.0: 'os.system' is refused"),

@@ -4,11 +4,11 @@ import functools
 import inspect
 import json
 
-import configs
-from framework.config import Config
-from framework.config.texts import as_text, literal
-from launch import __main__ as entry
-from launch import configs as verb
+from plimsoll import configs
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.texts import as_text, literal
+from plimsoll.launch import __main__ as entry
+from plimsoll.launch import configs as verb
 
 
 def run(capsys, *argv: str) -> list[str]:

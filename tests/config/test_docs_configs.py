@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-import configs
-import launch
+from plimsoll import configs
 
-TEXT = (Path(launch.__path__[0]).parent / "docs" / "configs.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 
 

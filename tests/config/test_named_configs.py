@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from framework.config import Config, ConfigError, target_of
-from framework.config.names import name_of
-from framework.config.schema import schema
+from plimsoll import configs
+from plimsoll.framework.config import Config, ConfigError, target_of
+from plimsoll.framework.config.names import name_of
+from plimsoll.framework.config.schema import schema
 
 
 def test_every_hint_of_every_component_resolves():
@@ -28,12 +28,12 @@ def test_named_configs_load_from_json_in_a_process_that_knows_none_of_them():
     texts = {name: configs.load(name).to_json(indent=None) for name in configs.names()}
     code = (
         "import json, sys\n"
-        "from framework.config import Config\n"
+        "from plimsoll.framework.config import Config\n"
         "for name, text in json.load(sys.stdin).items():\n"
         "    assert Config.from_json(text).to_json(indent=None) == text, name\n"
         "print('same')\n"
     )
-    root = Path(configs.__path__[0]).parent
+    root = Path(__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(texts), capture_output=True, text=True, timeout=120, cwd=root
     )
@@ -86,7 +86,7 @@ def test_files_of_one_name_do_not_mix_and_may_import_their_neighbours(tmp_path, 
         (tmp_path / str(index) / f"neighbour_{index}.py").write_text(f"value = {index}\n")
         (tmp_path / str(index) / "colorsys.py").write_text("raise RuntimeError('shadowed')\n")
         (tmp_path / str(index) / "twin.py").write_text(
-            f"import colorsys\nfrom neighbour_{index} import value\nfrom framework.config import config_for\n"
+            f"import colorsys\nfrom neighbour_{index} import value\nfrom plimsoll.framework.config import config_for\n"
             "class Own:\n    def __init__(self, *, x: int = value): pass\ndef own(): return config_for(Own)\n"
         )
     one, two = (configs.load(f"{tmp_path}/{index}/twin.py:own") for index in (1, 2))
@@ -102,5 +102,7 @@ def test_a_file_that_fails_can_be_mended_and_loaded(tmp_path):
     path.write_text("def only(:\n")
     with pytest.raises(ConfigError, match=r"mended\.py, line 1: "):
         configs.load(f"{path}:only")
-    path.write_text("import optax\nfrom framework.config import config_for as of\ndef only(): return of(optax.adamw)\n")
+    path.write_text(
+        "import optax\nfrom plimsoll.framework.config import config_for as of\ndef only(): return of(optax.adamw)\n"
+    )
     assert configs.load(f"{path}:only").b1 == 0.9

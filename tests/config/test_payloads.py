@@ -11,11 +11,11 @@ from typing import Any
 import optax
 import pytest
 
-import configs
-from configs.families.llama import Llama
-from framework.config import Config, ConfigError, config_for, reference
-from framework.weights.pretrained import Pretrained
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework.config import Config, ConfigError, config_for, reference
+from plimsoll.framework.families.llama import Llama
+from plimsoll.framework.weights.pretrained import Pretrained
+from plimsoll.launch import cli
 from tests.support.watched import watched
 
 # In texts, {dir} is a folder with evil.py, which writes the file PWNED when it runs, and with the file `precious`.
@@ -27,74 +27,89 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "configs._from_file", "path": "{dir}/evil.py", "name": "f"},
     {"$class": "configs._import_file", "path": "{dir}/evil.py"},
     {"$class": "configs.importlib.import_module", "name": "evil"},
-    {"$class": "framework.config.names.importlib.import_module", "name": "evil"},
+    {"$class": "plimsoll.framework.config.names.importlib.import_module", "name": "evil"},
     {"$class": "os.system", "command": "touch {dir}/PWNED"},
     {"$class": "subprocess.run", "args": ["touch", "{dir}/PWNED"]},
     {"$class": "builtins.exec", "source": "open(r'{dir}/PWNED', 'w')"},
     {"$class": "functools.partial", "func": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
     {"$class": "evil.f"},
     {"$class": "runpy.run_path", "path_name": "{dir}/evil.py"},
-    {"$class": "framework.files.workdir.os.system", "command": "touch {dir}/PWNED"},
-    {"$class": "framework.weights.pretrained.json.loads", "s": "1"},
+    {"$class": "plimsoll.framework.files.workdir.os.system", "command": "touch {dir}/PWNED"},
+    {"$class": "plimsoll.framework.weights.pretrained.json.loads", "s": "1"},
     # Return configs, or read directories
     {"$class": "configs.names"},
     {"$class": "configs.tiny.stdlib_tiny"},
     {"$class": "configs.finetune.full", "path": "{dir}"},
     {"$class": "configs.families.read", "path": "{dir}"},
     {"$class": "configs.families.model_of", "path": "{dir}"},
-    {"$class": "framework.weights.pretrained.Directory", "path": "{dir}"},
-    {"$class": "framework.config.Config", "target": "os.system"},
-    {"$class": "framework.config.config_for", "target": "os.system"},
-    {"$class": "framework.config.Config.from_json", "text": '{"$class": "configs.load", "spec": "{dir}/evil.py:f"}'},
-    {"$class": "framework.config.names.resolve", "name": "configs.load"},
-    {"$class": "framework.config.names.remember", "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
+    {"$class": "plimsoll.framework.weights.pretrained.Directory", "path": "{dir}"},
+    {"$class": "plimsoll.framework.config.Config", "target": "os.system"},
+    {"$class": "plimsoll.framework.config.config_for", "target": "os.system"},
+    {
+        "$class": "plimsoll.framework.config.Config.from_json",
+        "text": '{"$class": "configs.load", "spec": "{dir}/evil.py:f"}',
+    },
+    {"$class": "plimsoll.framework.config.names.resolve", "name": "configs.load"},
+    {
+        "$class": "plimsoll.framework.config.names.remember",
+        "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"},
+    },
     # Write, move or remove files
-    {"$class": "framework.files.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
-    {"$class": "framework.files.workdir.Workdir", "path": "{dir}/PWNED"},
-    {"$class": "framework.files.workdir.read_only", "path": "{dir}"},
-    {"$class": "framework.files.workdir.shutil.rmtree", "path": "{dir}"},
-    {"$class": "framework.metrics.jsonl.JsonlWriter", "path": "{dir}/precious"},
-    {"$class": "framework.metrics.jsonl.read_metrics", "path": "{dir}/precious"},
-    {"$class": "framework.metrics.writers.TensorBoardWriter", "directory": "{dir}/PWNED"},
-    {"$class": "framework.metrics.writers.WandbWriter", "project": "x", "name": "x", "workdir": "{dir}", "config": {}},
-    {"$class": "framework.terminal.progress.Progress", "total_steps": 1, "log_path": "{dir}/precious"},
-    {"$class": "framework.metrics.plot.plot_losses", "metrics": "{dir}/precious", "to": "{dir}/PWNED"},
-    {"$class": "framework.checkpoint.checkpointer.Checkpointer", "directory": "{dir}/PWNED"},
-    {"$class": "framework.checkpoint.directory.delete_step", "root": "{dir}", "step": 1},
-    {"$class": "framework.checkpoint.directory.remove_leftovers", "root": "{dir}"},
-    {"$class": "framework.data.tokenize.write_tokens", "path": "{dir}/precious"},
-    {"$class": "framework.data.pipeline.cached_tokens", "cache": "{dir}"},
-    {"$class": "framework.data.files.fetched", "folder": "{dir}"},
-    {"$class": "framework.data.files.find", "paths": "{dir}/precious"},
-    {"$class": "framework.weights.export.export_model", "path": "{dir}/PWNED"},
-    {"$class": "framework.devices.executables.use_compilation_cache", "directory": "{dir}/PWNED"},
-    {"$class": "framework.run.trainer.Trainer"},
-    {"$class": "framework.devices.executables.compiled", "lowered": 1},
-    {"$class": "framework.run.canary.check"},
+    {"$class": "plimsoll.framework.files.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
+    {"$class": "plimsoll.framework.files.workdir.Workdir", "path": "{dir}/PWNED"},
+    {"$class": "plimsoll.framework.files.workdir.read_only", "path": "{dir}"},
+    {"$class": "plimsoll.framework.files.workdir.shutil.rmtree", "path": "{dir}"},
+    {"$class": "plimsoll.framework.metrics.jsonl.JsonlWriter", "path": "{dir}/precious"},
+    {"$class": "plimsoll.framework.metrics.jsonl.read_metrics", "path": "{dir}/precious"},
+    {"$class": "plimsoll.framework.metrics.writers.TensorBoardWriter", "directory": "{dir}/PWNED"},
+    {
+        "$class": "plimsoll.framework.metrics.writers.WandbWriter",
+        "project": "x",
+        "name": "x",
+        "workdir": "{dir}",
+        "config": {},
+    },
+    {"$class": "plimsoll.framework.terminal.progress.Progress", "total_steps": 1, "log_path": "{dir}/precious"},
+    {"$class": "plimsoll.framework.metrics.plot.plot_losses", "metrics": "{dir}/precious", "to": "{dir}/PWNED"},
+    {"$class": "plimsoll.framework.checkpoint.checkpointer.Checkpointer", "directory": "{dir}/PWNED"},
+    {"$class": "plimsoll.framework.checkpoint.directory.delete_step", "root": "{dir}", "step": 1},
+    {"$class": "plimsoll.framework.checkpoint.directory.remove_leftovers", "root": "{dir}"},
+    {"$class": "plimsoll.framework.data.tokenize.write_tokens", "path": "{dir}/precious"},
+    {"$class": "plimsoll.framework.data.pipeline.cached_tokens", "cache": "{dir}"},
+    {"$class": "plimsoll.framework.data.files.fetched", "folder": "{dir}"},
+    {"$class": "plimsoll.framework.data.files.find", "paths": "{dir}/precious"},
+    {"$class": "plimsoll.framework.weights.export.export_model", "path": "{dir}/PWNED"},
+    {"$class": "plimsoll.framework.devices.executables.use_compilation_cache", "directory": "{dir}/PWNED"},
+    {"$class": "plimsoll.framework.run.trainer.Trainer"},
+    {"$class": "plimsoll.framework.devices.executables.compiled", "lowered": 1},
+    {"$class": "plimsoll.framework.run.canary.check"},
     # Connect to other machines, or start processes and threads
-    {"$class": "framework.files.remote.Mirror", "url": "gs://a/b"},
-    {"$class": "framework.files.remote.connect", "url": "http://127.0.0.1:9"},
-    {"$class": "framework.processes.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
-    {"$class": "framework.processes.distributed.Cluster"},
-    {"$class": "framework.processes.rendezvous.meet"},
-    {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
-    {"$class": "launch.preload.orbax"},
-    {"$class": "framework.program.stored.read_to_train", "file": "{dir}/precious"},
+    {"$class": "plimsoll.framework.files.remote.Mirror", "url": "gs://a/b"},
+    {"$class": "plimsoll.framework.files.remote.connect", "url": "http://127.0.0.1:9"},
+    {"$class": "plimsoll.framework.processes.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
+    {"$class": "plimsoll.framework.processes.distributed.Cluster"},
+    {"$class": "plimsoll.framework.processes.rendezvous.meet"},
+    {"$class": "plimsoll.launch.train.main", "argv": ["--config=stdlib-tiny"]},
+    {"$class": "plimsoll.launch.preload.orbax"},
+    {"$class": "plimsoll.framework.program.stored.read_to_train", "file": "{dir}/precious"},
     {"$class": "framework.api.runs.train", "config": "nanogpt-cpu", "workdir": "{dir}/PWNED"},
-    {"$class": "framework.plan", "config": "nanogpt-cpu", "target": "local"},
-    {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
+    {"$class": "plimsoll.framework.plan", "config": "nanogpt-cpu", "target": "local"},
+    {"$class": "plimsoll.launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are not components
-    {"$class": "framework.config.names.ConfigError", "message": "x"},
-    {"$class": "framework.run.hooks.RollBack"},
-    {"$class": "framework.inference.sampling.Sampling", "tokens": 1},
-    {"$class": "framework.layers.base.Layer"},
-    {"$class": "framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
-    {"$class": "framework.data.chats.ChatCodec"},
-    {"$class": "framework.optimizers.partition.partitioned", "optimizer": 1},
-    {"$class": "framework.program.program.Program", "experiment": 1},
+    {"$class": "plimsoll.framework.config.names.ConfigError", "message": "x"},
+    {"$class": "plimsoll.framework.run.hooks.RollBack"},
+    {"$class": "plimsoll.framework.inference.sampling.Sampling", "tokens": 1},
+    {"$class": "plimsoll.framework.layers.base.Layer"},
+    {"$class": "plimsoll.framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
+    {"$class": "plimsoll.framework.data.chats.ChatCodec"},
+    {"$class": "plimsoll.framework.optimizers.partition.partitioned", "optimizer": 1},
+    {"$class": "plimsoll.framework.program.program.Program", "experiment": 1},
     # Names in optax and jax.nn that are not optimizers, schedules or initializers
-    {"$class": "optax.inject_hyperparams", "inner_factory": {"$class": "framework.config.reference", "name": "x"}},
+    {
+        "$class": "optax.inject_hyperparams",
+        "inner_factory": {"$class": "plimsoll.framework.config.reference", "name": "x"},
+    },
     {"$class": "optax.apply_updates", "params": 1, "updates": 1},
     {"$class": "optax.microbatch", "fun": 1},
     {"$class": "optax.MultiSteps", "opt": 1},
@@ -119,11 +134,11 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "configs.load\u0000"},
     {"$class": "\ud800.load"},
     {"$class": "configs..load"},
-    {"$class": "framework.files.workdir.Workdir.claim"},
+    {"$class": "plimsoll.framework.files.workdir.Workdir.claim"},
     {"$class": "framework.__loader__.load_module", "fullname": "evil"},
-    {"$class": "framework.config.Config.__init__"},
+    {"$class": "plimsoll.framework.config.Config.__init__"},
     {"$class": "configs.not_there_yet.f"},
-    {"$class": "framework.files.workdir"},
+    {"$class": "plimsoll.framework.files.workdir"},
 ]
 # Where a payload is put: dotted paths into the JSON of nanogpt-cpu's config; "" is the whole file.
 PLACES = [
@@ -232,16 +247,17 @@ def test_payloads_are_refused_on_the_command_line_too(payload, folder, experimen
 
 NAMES = [
     "configs.load",
-    "framework.files.workdir.write_json",
+    "plimsoll.framework.files.workdir.write_json",
     "os.system",
-    "framework.files.workdir.os.system",
+    "plimsoll.framework.files.workdir.os.system",
     "evil.f",
 ]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    "name", [*NAMES, "optax.apply_updates", "framework.config.Config", "framework.run.trainer.Trainer"]
+    "name",
+    [*NAMES, "optax.apply_updates", "plimsoll.framework.config.Config", "plimsoll.framework.run.trainer.Trainer"],
 )
 def test_a_reference_leads_to_no_more_than_a_class_does(name, folder, experiment):
     payload = config_for(reference, name=name).to_dict()
@@ -291,11 +307,11 @@ def test_an_export_hands_no_code_of_a_directory_on():
 
 def test_an_unknown_name_is_answered_with_the_nearest_component():
     for name, near in [
-        ("framework.layers.linear.Liner", "Linear"),
-        ("framework.data.sources.TextFile", "TextFiles"),
+        ("plimsoll.framework.layers.linear.Liner", "Linear"),
+        ("plimsoll.framework.data.sources.TextFile", "TextFiles"),
         ("optax.warmup_cosine_decay", "warmup_cosine_decay_schedule"),
         ("jax.nn.initializers.normall", "normal"),
-        ("framework.layers.base.Layer", None),
+        ("plimsoll.framework.layers.base.Layer", None),
     ]:
         with pytest.raises(ConfigError) as caught:
             config_for(optax.adamw, learning_rate=0.1).override("mask", name)
@@ -309,7 +325,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_component():
 def _verb(name: str) -> Any:
     import importlib
 
-    return importlib.import_module(f"launch.{name}").main
+    return importlib.import_module(f"plimsoll.launch.{name}").main
 
 
 VERBS = [
@@ -354,7 +370,7 @@ def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
-    (stranger / "config.json").write_text('{"$class": "framework.layers.linear.Linear"}')
+    (stranger / "config.json").write_text('{"$class": "plimsoll.Linear"}')
     assert _verb("generate")([f"--workdir={stranger}", "--prompt=x"]) == 2
     assert "expected the config of an Experiment, given that of Linear" in capsys.readouterr().err
 
@@ -409,7 +425,7 @@ def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, ca
 
 
 def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
-    from framework.program import stored
+    from plimsoll.framework.program import stored
 
     text = json.loads(json.dumps(experiment))
     text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
@@ -429,7 +445,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
     config = cli.apply_overrides(stored.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
-    rule = {"$class": "framework.program.experiment.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
+    rule = {"$class": "plimsoll.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
     (folder / "config.json").write_text(json.dumps(text | {"accelerator_rules": [rule]}))
     lines.clear()
     again = configs.load(f"{folder}/config.json", lines.append)
@@ -443,13 +459,13 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
 
 
 @pytest.mark.parametrize(
-    "reward", ["{dir}/evil.py:exact", "os.system", "framework.companions.rewards.x/../evil.py:exact"]
+    "reward", ["{dir}/evil.py:exact", "os.system", "plimsoll.framework.companions.rewards.x/../evil.py:exact"]
 )
 def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward):
-    from framework.program import stored
+    from plimsoll.framework.program import stored
 
     reward = reward.format(dir=folder)
-    rollouts = {"$class": "framework.companions.rollouts.Rollouts"}
+    rollouts = {"$class": "plimsoll.Rollouts"}
     companion = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
     (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
     lines: list[str] = []
@@ -457,16 +473,16 @@ def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward)
     assert config.companion.reward is None
     assert config.companion.reference.reward is None
     assert [line.partition("=")[0] for line in lines] == ["companion.reward", "companion.reference.reward"]
-    companion = {**rollouts, "reward": "framework.companions.rewards.exact"}
+    companion = {**rollouts, "reward": "plimsoll.framework.companions.rewards.exact"}
     (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
-    assert stored.read(folder, lines.append).companion.reward == "framework.companions.rewards.exact"
+    assert stored.read(folder, lines.append).companion.reward == "plimsoll.framework.companions.rewards.exact"
     assert len(lines) == 2
 
 
 # Names that were always meant to load still do.
 
 
-@pytest.mark.parametrize("name", ["framework.rules.Rule", "framework.learner.Rule"])
+@pytest.mark.parametrize("name", ["framework.rules.Rule", "plimsoll.framework.learner.Rule"])
 def test_names_of_older_configs_load(experiment, name: str):
     older = _placed(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
     older["learner"]["rules"][0]["$class"] = name
@@ -476,7 +492,7 @@ def test_names_of_older_configs_load(experiment, name: str):
 
 def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
     source = (
-        "import optax\nfrom framework.config import config_for\n"
+        "import optax\nfrom plimsoll.framework.config import config_for\n"
         "class Mine:\n    def __init__(self, *, x: int = 1): self.x = x\n"
         "def mine(): return config_for(optax.adamw, learning_rate=0.1, mask=config_for(Mine, x=3))\n"
     )
@@ -493,13 +509,12 @@ def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
 
 def test_a_run_whose_config_could_not_be_read_again_does_not_start(folder, capsys):
     source = (
-        "import configs\nfrom framework.config import config_for\nfrom framework.layers.base import Layer\n"
-        "def mine():\n    config = configs.load('nanogpt-cpu')\n"
-        "    config.model.stack.pattern[0].norm = config_for(Layer)\n    return config\n"
+        "import plimsoll as pl\ndef mine():\n    config = pl.load_config('nanogpt-cpu')\n"
+        "    config.model.stack.pattern[0].norm = pl.config_for(pl.Layer)\n    return config\n"
     )
     (folder / "own_layer.py").write_text(source)
     assert _verb("train")([f"--config={folder}/own_layer.py:mine", f"--workdir={folder}/run", "--dry_run"]) == 2
     error = capsys.readouterr().err
-    assert "model.stack.pattern.0.norm: 'framework.layers.base.Layer' is refused: it is no component" in error
+    assert "model.stack.pattern.0.norm: 'plimsoll.framework.layers.base.Layer' is refused: it is no component" in error
     assert "could not be read again" in error
     assert not (folder / "run").exists()

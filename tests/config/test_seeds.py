@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from framework.config import ConfigError, config_for
-from framework.data.images import ImagePipeline
-from framework.data.pipeline import DataPipeline
-from framework.layers.flow.linear import Permutation
-from framework.program.options import TrainerOptions
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.data.images import ImagePipeline
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.layers.flow.linear import Permutation
+from plimsoll.framework.program.options import TrainerOptions
 
 COMPONENTS = [TrainerOptions, DataPipeline, ImagePipeline, Permutation]
 

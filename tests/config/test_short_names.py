@@ -6,17 +6,16 @@ import pkgutil
 import optax
 import pytest
 
-import configs
-import framework
-from framework.config import Config, ConfigError, config_for, target_of
-from framework.config.components import is_component
-from framework.config.names import name_of
-from framework.config.short_names import short_named
-from framework.optimizers.named import OPTIMIZERS
+from plimsoll import configs, framework
+from plimsoll.framework.config import Config, ConfigError, config_for, target_of
+from plimsoll.framework.config.components import is_component
+from plimsoll.framework.config.names import name_of
+from plimsoll.framework.config.short_names import short_named
+from plimsoll.framework.optimizers.named import OPTIMIZERS
 
 
 def test_the_table_has_every_component_that_is_marked():
-    for module_info in pkgutil.walk_packages(framework.__path__, "framework."):
+    for module_info in pkgutil.walk_packages(framework.__path__, "plimsoll.framework."):
         module = importlib.import_module(module_info.name)
         for name, value in vars(module).items():
             if is_component(value) and value.__module__ == module.__name__:
@@ -52,17 +51,17 @@ def test_what_stands_in_a_named_config_can_be_named_there():
     [
         ("learner.optimizer.learning_rate", "cosine_decay_schedule", "optax.cosine_decay_schedule"),
         ("learner.optimizer.learning_rate", "warmup_stable_decay", None),
-        ("model", "Flow", "framework.models.flow.Flow"),
-        ("model.lora", "LoRA", "framework.layers.lora.LoRA"),
-        ("model.stack.pattern.0.norm", "RMSNorm", "framework.layers.norm.RMSNorm"),
-        ("data", "ImagePipeline", "framework.data.images.ImagePipeline"),
-        ("data.source", "ChatSource", "framework.data.chats.ChatSource"),
-        ("data.tokenizer", "PretrainedTokenizer", "framework.data.pretrained_tokenizer.PretrainedTokenizer"),
-        ("memory", "Memory", "framework.schedules.memory.Memory"),
+        ("model", "Flow", "plimsoll.Flow"),
+        ("model.lora", "LoRA", "plimsoll.LoRA"),
+        ("model.stack.pattern.0.norm", "RMSNorm", "plimsoll.RMSNorm"),
+        ("data", "ImagePipeline", "plimsoll.ImagePipeline"),
+        ("data.source", "ChatSource", "plimsoll.ChatSource"),
+        ("data.tokenizer", "PretrainedTokenizer", "plimsoll.PretrainedTokenizer"),
+        ("memory", "Memory", "plimsoll.Memory"),
     ],
 )
 def test_a_name_of_a_module_that_the_config_does_not_use(path: str, name: str, dotted_name: str | None):
-    dotted_name = dotted_name or f"framework.optimizers.learning_rates.{name}"
+    dotted_name = dotted_name or f"plimsoll.framework.optimizers.learning_rates.{name}"
     short, dotted = configs.load("gpt2-124m"), configs.load("gpt2-124m")
     short.override(path, name)
     dotted.override(path, dotted_name)

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-import configs
-from framework.config import Config, config_for
-from framework.layout import StateLayout, flatten
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import StateLayout, flatten
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tools import golden
 
@@ -79,13 +79,13 @@ def test_golden_files_show_changes_of_fields_components_and_defaults(resolved):
     changed = dict(lines)
     assert changed["parameters"] == "6738415616 -> 1"
     assert changed["model.stack.pattern.0.attention.window"] == "nothing -> 128"
-    assert changed["model.stack.pattern.0.attention.rotary"] == '"framework.layers.rotary.Rotary" -> nothing'
+    assert changed["model.stack.pattern.0.attention.rotary"] == '"plimsoll.Rotary" -> nothing'
     assert changed["learner.optimizer"] == '"optax.adamw" -> "optax.lion"'
-    assert changed["learner.optimizer.learning_rate"] == '"framework.optimizers.learning_rates.warmup_cosine" -> 0.004'
+    assert changed["learner.optimizer.learning_rate"] == '"plimsoll.warmup_cosine" -> 0.004'
     assert changed["learner.master_dtype"] == '"float32" -> nothing'
-    defaults = {**before["defaults"], "framework.layers.linear.Linear.bias": True}
+    defaults = {**before["defaults"], "plimsoll.framework.layers.linear.Linear.bias": True}
     (line,) = golden.differences(before, {**before, "defaults": defaults})
-    assert line == "defaults: framework.layers.linear.Linear.bias: false -> true"
+    assert line == "defaults: plimsoll.framework.layers.linear.Linear.bias: false -> true"
     missing = golden.differences(before, {name: flat for name, flat in before.items() if name != "llama-33b"})
     assert len(missing) == len(before["llama-33b"])
     assert missing[0] == "llama-33b: parameters: 32528943616 -> nothing"

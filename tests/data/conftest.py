@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles
-from framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles
+from plimsoll.framework.data.tokenizers import ByteTokenizer
 
 WORDS = [*"def return import self for print lambda yield é 你好 naïve 🚢 0 ( )".split(" "), "\n"]  # noqa: SIM905
 

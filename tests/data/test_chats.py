@@ -9,13 +9,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from framework.config import Config, config_for
-from framework.data.chats import ChatSource
-from framework.data.pipeline import DataPipeline
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import TextFiles
-from framework.data.tokenizers import ByteTokenizer
-from launch.prepare import prepare
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.chats import ChatSource
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.sources import TextFiles
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.launch.prepare import prepare
 from tests.support import pretrained
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_chats.json").read_text())

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.data.files import find
-from framework.data.recognize import recognized
-from framework.data.sources import Csv, csv_rows
-from framework.terminal.exit_codes import ExitCode
-from launch import train
+from plimsoll.framework.data.files import find
+from plimsoll.framework.data.recognize import recognized
+from plimsoll.framework.data.sources import Csv, csv_rows
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import train
 
 ROWS = [
     {"text": 'with "quotes", a comma', "label": "positive"},

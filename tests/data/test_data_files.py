@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from framework.data.files import DataFile, FileHashes, find
+from plimsoll.framework.data.files import DataFile, FileHashes, find
 
 
 def test_a_glob_is_its_matches_in_sorted_order_without_folders(tmp_path: Path):

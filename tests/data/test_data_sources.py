@@ -14,9 +14,17 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from framework.config import config_for
-from framework.data.files import FileHashes
-from framework.data.sources import JsonLines, Mixture, Parquet, StdlibSource, TextFiles, library_files, split_of
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.sources import (
+    JsonLines,
+    Mixture,
+    Parquet,
+    StdlibSource,
+    TextFiles,
+    library_files,
+    split_of,
+)
 
 TEXTS = ["def f():\n    return 1\n", "é 你好 🚢\r\n", "no newline at the end", "x" * 3000]
 
@@ -27,7 +35,7 @@ def jsonl(records: list) -> bytes:
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 1 << 20])
 def test_text_files_byte_for_byte_and_separators_wherever_chunks_end(tmp_path: Path, monkeypatch, chunk: int):
-    monkeypatch.setattr("framework.data.sources._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("plimsoll.framework.data.sources._CHUNK_BYTES", chunk)
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     assert list(TextFiles(paths=[str(tmp_path / "*.txt")]).documents()) == TEXTS

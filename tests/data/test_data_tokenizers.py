@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
 
 CORPUS = [
     "def train(self):\n    return self.loss\n" * 20,

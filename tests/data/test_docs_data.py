@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-import configs
-import launch
-from framework.data import images, sources, tokenizers
-from framework.data.packing import pack
+from plimsoll import configs
+from plimsoll.framework.data import images, sources, tokenizers
+from plimsoll.framework.data.packing import pack
 
-ROOT = Path(launch.__path__[0]).parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "data.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 
@@ -53,7 +52,7 @@ def test_the_added_source_feeds_a_pipeline(saved_files: Path):
 
 
 _BASES = {
-    "TextSource", "ExampleSource", "Tokenizer", "TextBudget", "Leaf", "ImageSource", "ImagePipeline", "ImageReport",
+    "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "Leaf", "ImageSource", "ImagePipeline", "ImageReport",
     "Levels",
 }  # fmt: skip
 

@@ -15,13 +15,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from framework.config import config_for
-from framework.data import encoding
-from framework.data.held_out import TextPart
-from framework.data.sources import JsonLines, Parquet, TextFiles, TextSource
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
-from launch import prepare
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data import encoding
+from plimsoll.framework.data.held_out import TextPart
+from plimsoll.framework.data.sources import DataSource, JsonLines, Parquet, TextFiles
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from plimsoll.launch import prepare
 
 TEXTS = [f"document {number}: " + "some words, or more words " * (number % 7) for number in range(60)] + [""]
 
@@ -46,7 +46,7 @@ def bpe(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def sources(folder: Path) -> Iterator[TextSource]:
+def sources(folder: Path) -> Iterator[DataSource]:
     """Yield a source of every kind."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -58,7 +58,7 @@ def sources(folder: Path) -> Iterator[TextSource]:
     yield TextPart(source=config_for(TextFiles, paths=[str(folder / "a.txt")]), split="validation")
 
 
-def written(source: TextSource, tokenizer: Tokenizer, out: Path, workers: int) -> tuple[bytes, bytes]:
+def written(source: DataSource, tokenizer: Tokenizer, out: Path, workers: int) -> tuple[bytes, bytes]:
     """Return the contents of a token file and its sidecar."""
     with encoding.by_workers(tokenizer, workers) as encode:
         reports = list(write_tokens(source, tokenizer, out, encode))
@@ -130,8 +130,8 @@ def test_few_batches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_damaged_document_is_told_as_by_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnot json\n')
     source = f'--config.data.source.paths=["{tmp_path}/a.jsonl"]'
-    kind = "--config.data.source=framework.data.sources.JsonLines"
-    tokenizer = "--config.data.tokenizer=framework.data.tokenizers.BPETokenizer"
+    kind = "--config.data.source=plimsoll.JsonLines"
+    tokenizer = "--config.data.tokenizer=plimsoll.BPETokenizer"
     (tmp_path / "bpe").mkdir()
     bpe(tmp_path / "bpe")
     fields = [f"{tokenizer}", "--config.data.tokenizer.vocab_size=300"]
@@ -154,8 +154,8 @@ def test_however_it_ends_all_processes_do(tmp_path: Path, target: str):
     (tmp_path / "bpe").mkdir()
     bpe(tmp_path / "bpe")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS) * 100)
-    command = [sys.executable, "-m", "launch.prepare", "--config=nanogpt-cpu", f"--data={tmp_path}/a.jsonl"]
-    command += ["--config.data.tokenizer=framework.data.tokenizers.BPETokenizer"]
+    command = [sys.executable, "-m", "plimsoll", "prepare", "--config=nanogpt-cpu", f"--data={tmp_path}/a.jsonl"]
+    command += ["--config.data.tokenizer=plimsoll.BPETokenizer"]
     command += ["--config.data.tokenizer.vocab_size=300", f"--config.data.tokenizer.path={tmp_path}/bpe/tokenizer.json"]
     command += ["--workers=2", f"--out={tmp_path}/out"]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -8,11 +8,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-import configs
-from framework.config import target_of
-from framework.data.own_data import with_data
-from framework.data.preferences import PairSource
-from framework.data.recognize import recognized
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.config import target_of
+from plimsoll.framework.data.preferences import PairSource
+from plimsoll.framework.data.recognize import recognized
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 URL = "hf://datasets/acme/code"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.config import Config, config_for
-from framework.data.images import DigitsSource, ImageFolder, ImagePipeline
-from framework.data.order import BatchOrder
-from framework.data.sources import StdlibSource
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.images import DigitsSource, ImageFolder, ImagePipeline
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.sources import StdlibSource
 
 B = 8
 

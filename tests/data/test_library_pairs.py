@@ -1,6 +1,6 @@
 """Pairs from the standard library source: both sides have the same words, in a different order."""
 
-from framework.data.library_pairs import pairs_of_code
+from plimsoll.framework.data.library_pairs import pairs_of_code
 
 CODE = "\n".join(f"    value_{number} = first + second_{number}" for number in range(12))
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from framework.data.order import GlobalOrder, Prefetcher
+from plimsoll.framework.data.order import GlobalOrder, Prefetcher
 
 
 @pytest.mark.pairs

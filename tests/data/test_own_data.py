@@ -10,16 +10,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-import configs
-from framework.config import config_for, target_of
-from framework.data.files import FileHashes
-from framework.data.held_out import TextPart, TokenPart
-from framework.data.own_data import with_data
-from framework.data.recognize import recognized
-from framework.data.sources import JsonLines, TextFiles
-from framework.data.tokenizers import BPETokenizer, NoTokenizer
-from framework.data.vocabulary import vocabulary_size
-from launch import train
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.config import config_for, target_of
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.held_out import TextPart, TokenPart
+from plimsoll.framework.data.recognize import recognized
+from plimsoll.framework.data.sources import JsonLines, TextFiles
+from plimsoll.framework.data.tokenizers import BPETokenizer, NoTokenizer
+from plimsoll.framework.data.vocabulary import vocabulary_size
+from plimsoll.launch import train
 
 SPLITS = ("train", "validation")
 

@@ -11,18 +11,18 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-import configs
-from framework.companions.reference import Reference
-from framework.config import Config, ConfigError, config_for, target_of
-from framework.data.chats import ChatSource
-from framework.data.own_data import with_data
-from framework.data.preferences import PairSource, ThumbSource
-from framework.data.recognize import recognized
-from framework.data.sources import TextFiles, split_of
-from framework.data.tokenizers import ByteTokenizer
-from framework.objectives.preferences import DPO, IPO, ORPO
-from framework.objectives.thumbs import KTO
-from launch import cli
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.config import Config, ConfigError, config_for, target_of
+from plimsoll.framework.data.chats import ChatSource
+from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.recognize import recognized
+from plimsoll.framework.data.sources import TextFiles, split_of
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.objectives.preferences import DPO, IPO, ORPO
+from plimsoll.framework.objectives.thumbs import KTO
+from plimsoll.launch import cli
 from tests.support import runs, small
 
 USER = {"role": "user", "content": "who?"}

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data.files import FileHashes
-from framework.data.packing import Windows, pack
-from framework.data.sources import TokenMemmap
-from framework.data.token_files import TokenStream
-from framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.packing import Windows, pack
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.token_files import TokenStream
+from plimsoll.framework.data.tokenizers import NoTokenizer
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.config import Config, config_for
-from framework.data.order import BatchOrder
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
-from framework.data.vocabulary import training_text
-from framework.run.report import compression_lines, compressor_bits_per_byte
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+from plimsoll.framework.data.vocabulary import training_text
+from plimsoll.framework.run.report import compression_lines, compressor_bits_per_byte
 
 B, S = 8, 32
 
@@ -166,7 +166,7 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     assert len(compression_lines(built, {"eval/held/bits_per_byte": 0.01})) == 1
     _, why = compression_lines(built, {"eval/held/bits_per_byte": 100.0})
     assert why.startswith("fewer bits by gzip -9 and xz -9: ")
-    monkeypatch.setattr("framework.run.report._MAX_COMPRESSED_BYTES", 1000)
+    monkeypatch.setattr("plimsoll.framework.run.report._MAX_COMPRESSED_BYTES", 1000)
     (line,) = compression_lines(built, evaluation)
     assert re.fullmatch(r"held: 2.500 bits per byte; .* of text are too many to compress for comparison", line)
 
@@ -215,7 +215,7 @@ def test_the_cache_is_used_by_content(documents, pipeline, tmp_path: Path, monke
     first = pipeline("one", cache_dir=cache)
     assert not (tmp_path / "one/data").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized again"))
+        patch.setattr("plimsoll.framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized again"))
         again = pipeline("two", cache_dir=cache, seq_len=16)
     assert again.source_report()[0].sha256 == first.source_report()[0].sha256
     (tmp_path / "corpus/0003.txt").write_text("changed")

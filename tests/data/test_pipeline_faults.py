@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import config_for
-from framework.data.sources import JsonLines, Mixture, Parquet, TextFiles, TokenMemmap
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
-from framework.files import durable
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.sources import JsonLines, Mixture, Parquet, TextFiles, TokenMemmap
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+from plimsoll.framework.files import durable
 
 B, S = 8, 32
 BPE = config_for(BPETokenizer, vocab_size=300)
@@ -27,7 +27,7 @@ def text(path: Path | str) -> object:
 def test_what_is_missing_is_named_with_its_place_in_the_config(tmp_path: Path, pipeline, documents, monkeypatch):
     documents()
     # Before anything is tokenized, which may take hours.
-    monkeypatch.setattr("framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized"))
+    monkeypatch.setattr("plimsoll.framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized"))
     good, bad, where = text(tmp_path / "corpus/*.txt"), text(tmp_path / "none.x"), f"{tmp_path}/none.x does not exist"
     for kind in (TextFiles, JsonLines, Parquet):
         with pytest.raises(FileNotFoundError, match=rf"^data.source: {where}"):
@@ -109,11 +109,11 @@ import importlib, os, sys
 # Another user may not be allowed to read this interpreter's files: import first.
 for name in ("fsspec.implementations.local", "grain", "numpy", "tokenizers", "encodings.idna"):
     importlib.import_module(name)
-from framework.config import config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles, TokenMemmap
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer
-from framework.files import durable
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles, TokenMemmap
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer
+from plimsoll.framework.files import durable
 os.chdir(sys.argv[1])
 if os.geteuid() == 0:
     os.setegid(65534); os.seteuid(65534)
@@ -210,7 +210,8 @@ def test_a_process_that_is_not_the_first_writes_nothing(documents, pipeline, tmp
 
 def test_a_typo_is_answered_before_any_library_is_imported():
     code = (
-        "import sys, framework.data.pipeline, framework.data.sources, framework.data.tokenizers, launch.prepare\n"
+        "import sys, plimsoll.launch.prepare\n"
+        "from plimsoll.framework.data import pipeline, sources, tokenizers\n"
         "print([m for m in ('grain', 'tokenizers', 'pyarrow', 'fsspec', 'jax', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

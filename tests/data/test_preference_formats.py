@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from framework.data.comparisons import Judged, pair_of, thumbs_of
+from plimsoll.framework.data.comparisons import Judged, pair_of, thumbs_of
 
 USER = {"role": "user", "content": "who?"}
 SYSTEM = {"role": "system", "content": "short"}

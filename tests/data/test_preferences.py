@@ -9,13 +9,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from framework.config import Config, config_for
-from framework.data.packing import Batch
-from framework.data.pipeline import DataPipeline
-from framework.data.preferences import PairSource, ThumbSource
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import Mixture, TextFiles
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.sources import Mixture, TextFiles
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer
 from tests.support import pretrained
 from tests.support.preference_rows import CHATS, TEXTS, THUMBS
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles, TokenMemmap
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer
-from launch import prepare
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles, TokenMemmap
+from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer
+from plimsoll.launch import prepare
 
 B = 8
 
@@ -24,14 +24,14 @@ def flags(tmp_path: Path, documents) -> list[str]:
     """Flags for nanogpt-cpu (bytes) on tmp_path/corpus, written to tmp_path/out."""
     documents()
     paths = json.dumps([f"{tmp_path}/corpus/*.txt"])
-    source = ["--config.data.source=framework.data.sources.TextFiles", f"--config.data.source.paths={paths}"]
+    source = ["--config.data.source=plimsoll.TextFiles", f"--config.data.source.paths={paths}"]
     return ["--config=nanogpt-cpu", *source, "--config.data.validation={}", f"--out={tmp_path}/out"]
 
 
 def test_prepared_files_train_as_the_text_does(tmp_path: Path, flags: list[str], pipeline, capsys):
     out, held = tmp_path / "out", "--config.data.validation.held"
-    bpe = ["--config.data.tokenizer=framework.data.tokenizers.BPETokenizer", "--config.data.tokenizer.vocab_size=300"]
-    more = [f"{held}=framework.data.sources.TextFiles", f'{held}.paths=["{tmp_path}/corpus/0001.txt"]']
+    bpe = ["--config.data.tokenizer=plimsoll.BPETokenizer", "--config.data.tokenizer.vocab_size=300"]
+    more = [f"{held}=plimsoll.TextFiles", f'{held}.paths=["{tmp_path}/corpus/0001.txt"]']
     assert prepare.main([*flags, *bpe, *more]) == 0
     printed = capsys.readouterr()
     assert f"--config.data.source.path={out}/train.bin" in printed.out
@@ -88,9 +88,9 @@ def test_it_overwrites_only_when_forced_and_only_its_own(tmp_path: Path, flags: 
 def test_killed_midway_it_leaves_no_file_under_the_final_name(tmp_path: Path, flags: list[str]):
     code = (
         "import sys, time\n"
-        "from framework.data import encoding\n"
+        "from plimsoll.framework.data import encoding\n"
         "encoding._BATCH_ALONE = encoding._BATCH_OF_WORKER = 100\n"
-        "from launch import prepare\n"
+        "from plimsoll.launch import prepare\n"
         "prepare.show = lambda name, steps: [(print(s.tokens, flush=True), time.sleep(0.2)) for s in steps]\n"
         "prepare.main(sys.argv[1:])\n"
     )

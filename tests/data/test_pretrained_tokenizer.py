@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.tokenizers import BPETokenizer
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.tokenizers import BPETokenizer
 from tests.support import pretrained
 
 NASTY = [

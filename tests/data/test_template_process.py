@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from framework.data import template_process
-from framework.data.template_process import TemplateProcess, compiled
-from framework.terminal.visible import visible
+from plimsoll.framework.data import template_process
+from plimsoll.framework.data.template_process import TemplateProcess, compiled
+from plimsoll.framework.terminal.visible import visible
 
 CONTEXT = {"messages": [{"role": "user", "content": "Grüße 😀"}], "add_generation_prompt": True}
 GOOD = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -10,16 +10,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from framework.data.files import DataFile, FileHashes, find
-from framework.data.sources import TextSource, TokenMemmap
-from framework.data.token_files import TokenStream, sidecar_name
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import NoTokenizer, Tokenizer
+from plimsoll.framework.data.files import DataFile, FileHashes, find
+from plimsoll.framework.data.sources import DataSource, TokenMemmap
+from plimsoll.framework.data.token_files import TokenStream, sidecar_name
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import NoTokenizer, Tokenizer
 
 EOS = 999
 
 
-class Numbers(TextSource):
+class Numbers(DataSource):
     """Documents that are lists of numbers, as text; the file itself is not read."""
 
     def __init__(self, documents: list[list[int]]):
@@ -119,7 +119,7 @@ def test_a_file_of_another_size_is_named_with_its_end(tmp_path: Path, verify: bo
 
 
 def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("framework.data.token_files.BLOCK_BYTES", 64)
+    monkeypatch.setattr("plimsoll.framework.data.token_files.BLOCK_BYTES", 64)
     path = write(tmp_path / "x.bin", [list(range(50))])
     data = bytearray(path.read_bytes())
     data[75] ^= 0x80  # also puts an id out of range, but the damage is what is reported
@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_id_outside_of_the_vocabulary_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("framework.data.token_files.BLOCK_BYTES", 64)
+    monkeypatch.setattr("plimsoll.framework.data.token_files.BLOCK_BYTES", 64)
     tokens = np.zeros(100, "<u2")
     tokens[35] = 500
     tokens.tofile(tmp_path / "x.bin")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.processes.distributed import Ballot, Cluster, detect, from_primary, on_tpu_pod
+from plimsoll.framework.processes.distributed import Ballot, Cluster, detect, from_primary, on_tpu_pod
 
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {

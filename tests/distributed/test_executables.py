@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.devices import executables
+from plimsoll.framework.devices import executables
 from tests.support.runs import ROOT, free_port
 
 SCRIPT = """
@@ -21,7 +21,7 @@ jax.config.update("jax_compilation_cache_dir", cache)
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from framework.devices import executables
+from plimsoll.framework.devices import executables
 
 mesh = Mesh(np.asarray(jax.devices()), ("all",))
 split, whole = NamedSharding(mesh, PartitionSpec("all")), NamedSharding(mesh, PartitionSpec())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.metrics.goodput import Goodput
+from plimsoll.framework.metrics.goodput import Goodput
 
 
 class Clock:

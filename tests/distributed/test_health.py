@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.metrics.goodput import Goodput
-from framework.processes.health import Health, Pulse, read
+from plimsoll.framework.metrics.goodput import Goodput
+from plimsoll.framework.processes.health import Health, Pulse, read
 from tests.support.runs import ROOT, wait_for
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("framework.processes.health.write_json", full)
+    monkeypatch.setattr("plimsoll.framework.processes.health.write_json", full)
     with pulse(tmp_path) as one:
         one.note(step=1)
         one.write()
@@ -71,8 +71,8 @@ def test_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 HANG = """
 import sys, time
 from pathlib import Path
-from framework.processes.health import Health, Pulse
-from framework.metrics.goodput import Goodput
+from plimsoll.framework.processes.health import Health, Pulse
+from plimsoll.framework.metrics.goodput import Goodput
 goodput = Goodput()
 folder = Path(sys.argv[1])
 last_words = lambda: (folder / "last").write_text("words")

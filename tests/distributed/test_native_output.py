@@ -8,7 +8,7 @@ GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of conne
 # `os.write(1, ...)` writes as C++ code does; `os._exit` flushes nothing.
 CODE = f"""
 import os, time
-from framework.terminal.native_output import leave_out_greetings
+from plimsoll.framework.terminal.native_output import leave_out_greetings
 print("before")
 leave_out_greetings()
 os.write(1, b"{GREETING}\\n")

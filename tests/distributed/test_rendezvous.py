@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from framework.processes import rendezvous
-from framework.processes.rendezvous import ProcessesMissingError, bind_host, meet
+from plimsoll.framework.processes import rendezvous
+from plimsoll.framework.processes.rendezvous import ProcessesMissingError, bind_host, meet
 from tests.support.runs import free_port
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.checkpoint.replicas import ReplicaMismatchError, check
+from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError, check
 
 
 def placed(value: np.ndarray, *spec: str | None, change: Mapping[int, np.ndarray] = {}) -> jax.Array:

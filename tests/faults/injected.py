@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.layout import flatten
-from framework.run.hooks import Hook
-from framework.run.run import Run
-from framework.run.trainer import Trainer
-from launch.train import main
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.run.hooks import Hook
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.run.trainer import Trainer
+from plimsoll.launch.train import main
 
 LEAF = "embed/token"
 

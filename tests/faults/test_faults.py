@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.metrics.memory import live_array_bytes
-from framework.run.run import Run
+from plimsoll.framework.metrics.memory import live_array_bytes
+from plimsoll.framework.run.run import Run
 from tests.support.runs import CONFIG, losses, output, rows, start, train, write_text
 
 
@@ -69,7 +69,9 @@ def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Pa
 
 
 def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("framework.program.whole.Whole.compiled_step", property(lambda self: pytest.fail("compiled")))
+    monkeypatch.setattr(
+        "plimsoll.framework.program.whole.Whole.compiled_step", property(lambda self: pytest.fail("compiled"))
+    )
     (text / "train.txt").unlink()
     assert train(tmp_path / "run") == 2
     error = capsys.readouterr().err
@@ -167,7 +169,7 @@ def poison(text: Path, byte: int, among: range, max_steps: int) -> tuple[str, in
     Returns:
         (flag that sets the seed, 1-based step).
     """
-    from configs import load
+    from plimsoll.configs import load
 
     (text / "train_poison.txt").write_text("xyz " * 9 + chr(byte) + " xyz" * 30)
     for seed in range(200):
@@ -290,7 +292,7 @@ def test_22_nothing_in_a_workdir_is_executed(workdir: Path, tmp_path: Path) -> N
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "a b", ".hidden"])
 def test_23_unsafe_run_names(text: Path, tmp_path: Path, capsys, monkeypatch, name: str) -> None:
-    from launch.train import main
+    from plimsoll.launch.train import main
 
     monkeypatch.chdir(tmp_path)
     assert main([f"--config={CONFIG}:tiny", f"--run_name={name}"]) == 2

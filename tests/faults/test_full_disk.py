@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from framework.metrics import patient
-from framework.run.hooks import Hook
-from framework.run.run import Run
-from framework.run.trainer import Trainer
+from plimsoll.framework.metrics import patient
+from plimsoll.framework.run.hooks import Hook
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.run.trainer import Trainer
 from tests.support.runs import CONFIG, losses, train
 
 ALONE = "--config.trainer.compilation_cache=None"  # no cache: JAX reports errors of its own files itself
@@ -149,7 +149,7 @@ def test_verbs_name_the_file_in_one_line(text: Path, tmp_path: Path, disk, capsy
     out = tmp_path / "out"
     flags = {"plan": [f"--html={out}", "--target=cpu-1", "--estimate"], "prepare": [f"--out={out}"]}[verb]
     with full_disk(100):
-        assert importlib.import_module(f"launch.{verb}").main([f"--config={CONFIG}:tiny", *flags]) == 1
+        assert importlib.import_module(f"plimsoll.launch.{verb}").main([f"--config={CONFIG}:tiny", *flags]) == 1
     error = capsys.readouterr().err
     assert "File too large" in error
     assert "out" in error

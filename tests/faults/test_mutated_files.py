@@ -20,22 +20,22 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import configs
-from configs import families
-from framework.companions.stored import StoredRows
-from framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter
-from framework.data.files import FileHashes
-from framework.data.images import ImageFolder
-from framework.data.recognize import recognized
-from framework.data.sources import TextFiles, TokenMemmap
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import ByteTokenizer
-from framework.metrics.jsonl import read_metrics
-from framework.program import stored
-from framework.run.mistakes import is_user_error
-from framework.weights.directory import Directory
-from framework.weights.export import export_model
-from launch.status import _table, status
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.companions.stored import StoredRows
+from plimsoll.framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter
+from plimsoll.framework.data.files import FileHashes
+from plimsoll.framework.data.images import ImageFolder
+from plimsoll.framework.data.recognize import recognized
+from plimsoll.framework.data.sources import TextFiles, TokenMemmap
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.metrics.jsonl import read_metrics
+from plimsoll.framework.program import stored
+from plimsoll.framework.run.mistakes import is_user_error
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.export import export_model
+from plimsoll.launch.status import _table, status
 from tests.support import pretrained, small
 
 ROWS = [{"text": f'row {number}, said "so".', "title": "a"} for number in range(30)]

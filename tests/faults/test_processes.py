@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.directory import scan
-from framework.processes.rendezvous import KEY
+from plimsoll.framework.checkpoint.directory import scan
+from plimsoll.framework.processes.rendezvous import KEY
 from tests.support.runs import (
     CONFIG,
     ROOT,
@@ -205,7 +205,7 @@ def test_18_a_save_that_the_dead_one_has_left_is_not_waited_for(text: Path, tmp_
 @pytest.mark.slow
 def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    words = [sys.executable, "-m", "launch.local", f"--config={CONFIG}:tiny", f"--workdir={workdir}", *RUN]
+    words = [sys.executable, "-m", "plimsoll", "local", f"--config={CONFIG}:tiny", f"--workdir={workdir}", *RUN]
     words += ["--processes=2", "--devices_per_process=1", "--grace=3", "--config.health.hang_seconds=8"]
     words += ["--config.trainer.max_steps=400"]  # enough that the run is not over before it is disturbed
     with open(f"{workdir}.out", "w") as out:

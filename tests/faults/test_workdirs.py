@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.directory import _digest
+from plimsoll.framework.checkpoint.directory import _digest
 from tests.support.runs import losses, train, write_text
 
 SHORT = ("--config.trainer.max_steps=8",)
@@ -241,8 +241,8 @@ def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, f
 @pytest.mark.pairs
 def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> None:
     """Keep a user's notes and shell redirections in the workdir, written before or while the start is refused."""
-    from framework.config import ConfigError
-    from framework.data.pipeline import DataPipeline
+    from plimsoll.framework.config import ConfigError
+    from plimsoll.framework.data.pipeline import DataPipeline
 
     monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
     setup = DataPipeline.setup

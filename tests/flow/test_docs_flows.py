@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import configs
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layers.flow.linear import ActNorm
-from framework.layers.stack import Stack
-from framework.layout import initialize
-from framework.models.flow import Flow
+from plimsoll import configs
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.flow.linear import ActNorm
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import initialize
+from plimsoll.framework.models.flow import Flow
 from tools import golden
 
-TEXT = (Path(configs.__file__).parents[1] / "docs" / "flows.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "flows.md").read_text()
 
 
 @pytest.mark.pairs

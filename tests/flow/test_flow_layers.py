@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import Config, config_for
-from framework.layers.base import Context
-from framework.layers.flow.base import Bijection, Invertible, checked
-from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from framework.layers.flow.ends import Preprocess, Prior, Split
-from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
-from framework.layers.flow.nets import AttentionNet, ConvNet, convolve
-from framework.layers.flow.residual import ResidualBlock
-from framework.layers.mlp import MLP
-from framework.layers.reversible import Reversible
-from framework.layout import flatten, initialize
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.flow.base import Bijection, Invertible, checked
+from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.framework.layers.flow.ends import Preprocess, Prior, Split
+from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
+from plimsoll.framework.layers.flow.nets import AttentionNet, ConvNet, convolve
+from plimsoll.framework.layers.flow.residual import ResidualBlock
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.reversible import Reversible
+from plimsoll.framework.layout import flatten, initialize
 from tests.support import small
 
 BATCH, SHAPE = 3, (4, 4, 4)

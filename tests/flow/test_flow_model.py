@@ -9,20 +9,20 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import Config, config_for
-from framework.data.images import DigitsSource, ImagePipeline
-from framework.layers.base import Context
-from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from framework.layers.flow.ends import Preprocess, Prior, Split
-from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
-from framework.layers.flow.nets import AttentionNet, ConvNet
-from framework.layers.flow.residual import ResidualBlock
-from framework.layers.mlp import MLP
-from framework.layers.stack import Stack
-from framework.layout import flatten, initialize, unflatten
-from framework.models.flow import Flow
-from framework.program.program import Program
-from framework.run.hooks import _moved
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.images import DigitsSource, ImagePipeline
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.framework.layers.flow.ends import Preprocess, Prior, Split
+from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
+from plimsoll.framework.layers.flow.nets import AttentionNet, ConvNet
+from plimsoll.framework.layers.flow.residual import ResidualBlock
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import flatten, initialize, unflatten
+from plimsoll.framework.models.flow import Flow
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run.hooks import _moved
 from tests.support import small
 
 BATCH = 4
@@ -324,9 +324,9 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.pairs
 def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_for():
-    from configs.flows import CONFIGS
-    from framework.devices.accelerators import spec_for
-    from framework.plan.estimate import estimate
+    from plimsoll.configs.flows import CONFIGS
+    from plimsoll.framework.devices.accelerators import spec_for
+    from plimsoll.framework.plan.estimate import estimate
 
     config = CONFIGS["digits-glow"]()
     config.memory.update = "layer_programs"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers.base import Context
-from framework.layers.flow.residual import ResidualBlock
-from framework.layout import initialize
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.flow.residual import ResidualBlock
+from plimsoll.framework.layout import initialize
 from tests.support import small
 
 SHAPE = (2, 4, 4, 2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import framework as pl
+import plimsoll as pl
 from tests.support.runs import ROOT
 
 VALUES = np.arange(8192, dtype=np.float32).reshape(64, 128)
@@ -22,7 +22,7 @@ import faulthandler, os, sys
 faulthandler.dump_traceback_later(150, exit=True)
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-import framework as pl
+import plimsoll as pl
 directory, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=30)
 mesh = jax.make_mesh((2, 2), ("a", "b"))

@@ -16,9 +16,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-import framework as pl
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.directory import (
+import plimsoll as pl
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointMissingError,
@@ -301,7 +301,7 @@ def test_another_tree_is_told_with_the_nearest_names_before_anything_is_read(
     def read(*_: Any) -> Any:
         raise AssertionError("arrays are read")
 
-    monkeypatch.setattr("framework.checkpoint.storage.read", read)
+    monkeypatch.setattr("plimsoll.framework.checkpoint.storage.read", read)
     with pytest.raises(CheckpointMismatchError) as error:
         pl.restore(tmp_path, like)
     lines = str(error.value).splitlines()
@@ -365,7 +365,7 @@ import faulthandler, sys
 # A process that hangs ends with the stacks of its threads; the test then reads the end of its output.
 faulthandler.dump_traceback_later(300, exit=True)
 import jax.numpy as jnp
-import framework as pl
+import plimsoll as pl
 directory = sys.argv[1]
 step = 0
 while True:
@@ -427,7 +427,7 @@ SLOW = ("orbax", "tensorstore", "grain", "tokenizers", "pyarrow", "matplotlib", 
         (("save", "restore", "steps"), SLOW),
         (
             ("reversible_scan", "additive_coupling", "reconstruction_error"),
-            (*SLOW, "ml_collections", "framework.checkpoint"),
+            (*SLOW, "ml_collections", "plimsoll.framework.checkpoint"),
         ),
     ],
     ids=["checkpoints", "reversible"],

@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import framework as pl
-from framework.plan import targets
+import plimsoll as pl
+from plimsoll.framework.plan import targets
 
 LAYERS, DIM = 16, 4096
 MOMENTUM = optax.sgd(1e-3, momentum=0.9)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
+import plimsoll as pl
 
 
 def params() -> Any:

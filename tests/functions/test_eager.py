@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
+import plimsoll as pl
 from tests.support.eager import (
     DIM,
     OPTIMIZERS,

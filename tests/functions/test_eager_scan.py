@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
-from framework.plan.jaxprs import scan_counts
+import plimsoll as pl
+from plimsoll.framework.plan.jaxprs import scan_counts
 from tests.support.eager import DIM, OPTIMIZERS, X, assert_equal, dense, eager_steps, random
 
 LAYERS = 3

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
-from framework.layout import flatten
+import plimsoll as pl
+from plimsoll.framework.layout import flatten
 from tests.support.eager import OPTIMIZERS, assert_equal, eager_steps, random
 
 # A layer's matrix has 1 MiB in float64 and is updated in slices.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.functions.encoding import decoded, encoded, float_part, with_floats
+from plimsoll.framework.functions.encoding import decoded, encoded, float_part, with_floats
 
 DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int4"]
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import framework as pl
+import plimsoll as pl
 
 SHAPE = jax.ShapeDtypeStruct
 # Too large for a TPU to keep intermediates in on-chip memory, and no two arrays have the same size.

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
+import plimsoll as pl
 from tests.support import small_transformer
 from tests.support.adapters import assert_close, assert_equals_merged, dense, random_adapters
 from tests.support.small_transformer import MATRICES

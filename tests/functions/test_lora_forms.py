@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import framework as pl
+import plimsoll as pl
 from tests.support.adapters import TOLERANCE, assert_close, assert_equals_merged, random_adapters
 
 ROWS, COLUMNS, LAYERS = 6, 10, 3

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import framework as pl
+import plimsoll as pl
 from tests.support.adapters import assert_equals_merged, random_adapters
 
 WIDTH = 24

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
+import plimsoll as pl
 from tests.support.eager import OPTIMIZERS, assert_equal, eager_steps, plain_steps, random
 
 DIM, HEADS, TOKENS, VOCAB = 8, 2, 5, 11

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-import framework as pl
+import plimsoll as pl
 from tests.support.eager import X, dense
 
 # numpy arrays, because JAX arrays would stay on the device while other tests count live arrays.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-import framework as pl
+import plimsoll as pl
 
 FEW = 16
 MANY = 1024
@@ -79,7 +79,7 @@ def test_temporaries_of_a_plain_scan_grow_on_cpu() -> None:
 def test_temporaries_are_flat_on_tpu() -> None:
     """This uses the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    from framework.plan import targets
+    from plimsoll.framework.plan import targets
 
     targets.environment("v5e-1")
     device = targets.resolve("v5e-1").devices()[0]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import framework as pl
-from framework.functions import reversible_layer
+import plimsoll as pl
+from plimsoll.framework.functions import reversible_layer
 
 LAYERS = 6
 DIM = 4

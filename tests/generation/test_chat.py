@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.tokenizers import ByteTokenizer
-from framework.inference.chat import TemplateForm, TranscriptForm, Turn, form_of
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.inference.chat import TemplateForm, TranscriptForm, Turn, form_of
 from tests.support import chats, pretrained
 
 TURNS = [Turn("who are you?", "I am a model"), Turn("and you?", "a lazy dog")]

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import pytest
 
-from configs.parts import llama_model
-from framework.inference.generation import Generator
-from framework.layout import StateLayout, move_to_host
-from framework.plan import targets
-from framework.program.program import Program
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.layout import StateLayout, move_to_host
+from plimsoll.framework.plan import targets
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 ROWS, SLOTS = 8, 2048

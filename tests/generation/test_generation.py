@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from configs.parts import mixture
-from framework.config import Config, config_for
-from framework.inference.generation import Generator, bucket
-from framework.inference.sampling import Sampling
-from framework.layers.lora import LoRA
-from framework.layers.norm import RMSNorm
-from framework.layout import copy_partition
-from framework.program.program import Program
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.inference.generation import Generator, bucket
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import copy_partition
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.latent import with_latents
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.data.tokenizers import ByteTokenizer
-from framework.inference.generation import TextStream
-from framework.inference.sampling import choose, row_keys
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.inference.generation import TextStream
+from plimsoll.framework.inference.sampling import choose, row_keys
 
 LOGITS = np.float32([1.0, 3.0, 2.5, -1.0, 0.5, 2.0])
 DRAWS = 20_000

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from framework.data.tokenizers import ByteTokenizer, Tokenizer
-from framework.inference.scoring import Scorer, encode_pair
-from framework.program.program import Program
+from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
+from plimsoll.framework.inference.scoring import Scorer, encode_pair
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 ROWS = [([1, 5, 9, 2, 2, 7], 3), ([3, 4], 1), ([8] * 10, 1), ([*range(40)], 35), ([*range(40)], 2), ([6, 6, 6], 2)]

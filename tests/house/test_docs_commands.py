@@ -186,7 +186,7 @@ WHOLE = (
         ("plimsoll train", "plimsoll chat"),
         replaced={"--config.trainer.max_steps=100": FEW, "--hf=DIR": "--workdir=runs/ask", "--web ": ""},
         after=("python ask.py",),
-        files={"ask.py": "from framework.inference.generation"},
+        files={"ask.py": "from plimsoll.framework.inference.generation"},
         prints=(
             "def main\\(\\):",
             r"README.md: \d+ tokens, loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte\n",

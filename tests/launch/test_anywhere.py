@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import start_words
 from tests.support.runs import ROOT
 
 NAMES = ("launch.py", "framework.py", "configs/__init__.py", "tests/__init__.py")
@@ -26,9 +25,8 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     # Building leaves files next to the sources, so copy them first.
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("framework", "configs", "launch"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("plimsoll_command.py", "pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "plimsoll", source / "plimsoll", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(source)]
     subprocess.run(build, check=True, cwd=folder)
@@ -52,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for file in ("configs.md", "data.md"):
         shutil.copy(ROOT / "docs" / file, folder / "text")
-    (folder / "mine.py").write_text("import configs\ndef tiny():\n    return configs.load('nanogpt-cpu')\n")
+    (folder / "mine.py").write_text("import plimsoll as pl\ndef tiny():\n    return pl.load_config('nanogpt-cpu')\n")
     return folder
 
 
@@ -111,25 +109,24 @@ def test_every_verb_runs_beside_files_of_the_names_of_ours(run: Run, project: Pa
 
 
 @pytest.mark.pairs
-def test_the_module_of_a_verb_needs_no_more_than_its_package(run: Run, project: Path) -> None:
-    ran = run("python", "-P", "-m", "launch.configs", "list")
-    assert "theirs: launch.py" in ran.stderr, "PYTHONPATH leads there"
-    (project / "launch.py").unlink()
-    for flags in ([], ["-P"]):
-        ran = run("python", *flags, "-m", "launch.configs", "list")
-        assert ran.returncode == 0
-        # A slow machine also shows the startup message.
-        assert re.fullmatch(r"(starting configs [. \ds]{3,}\n)?", ran.stderr)
+def test_the_wheel_has_one_top_level_package(run: Run, project: Path) -> None:
+    code = "import plimsoll as pl; print(pl.__version__, pl.Layer.__module__, pl.RMSNorm.__module__)"
+    shown = run("python", "-c", code).stdout.split()
+    assert shown[1:] == ["plimsoll.framework.layers.base", "plimsoll.framework.layers.norm"]
+    assert run("plimsoll", "--version").stdout == f"plimsoll {shown[0]}\n"
+    listed = run("python", "-m", "plimsoll", "configs", "list")
+    assert listed.returncode == 0
+    # A slow machine also shows the startup message.
+    assert re.fullmatch(r"(starting configs [. \ds]{3,}\n)?", listed.stderr)
 
 
-def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
-    assert not any(getattr(finder, "__module__", "") == "launch.own_packages" for finder in sys.meta_path)
-
-
-def test_what_is_started_elsewhere_looks_at_no_file_in_its_folder(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert start_words.words_of_train("python") == ["python", "-P", "-m", "launch.train"]
-    # As in a checkout that is not installed, which is only importable from its own folder.
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert start_words.words_of_train("python") == ["python", "-m", "launch.train"]
-    assert start_words.words_of_train("python", is_here=False) == ["python", "-P", "-m", "launch.train"]
+@pytest.mark.pairs
+def test_the_old_import_name_is_an_alias_in_a_checkout() -> None:
+    code = (
+        "import framework as pl\nfrom framework.layers.norm import RMSNorm\nimport plimsoll\n"
+        "assert pl is plimsoll and RMSNorm is plimsoll.RMSNorm\n"
+        "print(plimsoll.framework.layers.norm.__spec__.name)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout == "plimsoll.framework.layers.norm\n", ran.stderr
+    assert ran.stderr.count("FutureWarning: `import framework` is deprecated; use `import plimsoll`") == 1

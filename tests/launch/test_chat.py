@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import chat as verb
-from launch.chat_lines import Session, talk
+from plimsoll.launch import chat as verb
+from plimsoll.launch.chat_lines import Session, talk
 from tests.support import chats
 from tests.support.runs import ROOT
 

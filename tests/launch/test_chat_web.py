@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from launch.chat_web import MAX_BODY_BYTES, Server
-from launch.cli import UsageError
+from plimsoll.launch.chat_web import MAX_BODY_BYTES, Server
+from plimsoll.launch.cli import UsageError
 from tests.support import chats
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

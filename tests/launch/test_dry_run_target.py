@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from framework.plan import startup
-from framework.plan.plan import plan
-from framework.plan.targets import environment, resolve
-from framework.program.program import Program
+from plimsoll.framework.plan import startup
+from plimsoll.framework.plan.plan import plan
+from plimsoll.framework.plan.targets import environment, resolve
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.runs import CONFIG, ROOT, train, write_text
 
@@ -80,8 +80,8 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     assert start(tmp_path, "cpu:4", *flags) == 0
     peak = re.search(r"its peak is ([\d.]+ \w+) of", capsys.readouterr().out)
     assert peak is not None
-    from framework.terminal.tables import human_bytes
-    from launch import cli
+    from plimsoll.framework.terminal.tables import human_bytes
+    from plimsoll.launch import cli
 
     config, _ = cli.Parser("plan").parse([f"--config={CONFIG}:tiny", *flags]).resolve("cpu-4")
     report = plan("tiny", config, resolve("cpu:4"), None, phases=False)
@@ -116,7 +116,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_line_before_any_compile(text, tmp_path, capsys, monkeypatch, target, flags, message):
-    monkeypatch.setattr("framework.plan.guard.need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.plan.guard.need", lambda _: pytest.fail("compiled"))
     assert start(tmp_path, target, *flags) == 2
     error = capsys.readouterr().err
     assert re.match(f"error: {message}", error), error
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_exit_code_4_with_what_would(text, tmp_path, capsys
 
 
 def test_rules_of_the_target_apply(text, tmp_path, capsys):
-    name = "framework.program.experiment.AcceleratorRule"
+    name = "plimsoll.AcceleratorRule"
     rules = f'[{{"$class": "{name}", "pattern": "cpu-2", "set": {{"memory.remat": "full"}}}}]'
     assert start(tmp_path, "cpu:2", f"--config.accelerator_rules={rules}") == 0
     assert "rule cpu-2: memory.remat none -> full" in capsys.readouterr().out.replace("'none'", "none")
@@ -227,9 +227,9 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.plan import startup
-from framework.program.program import Program
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.plan import startup
+from plimsoll.framework.program.program import Program
 from tests.support import small
 memory = {"optimizer_state": "pinned_host"}
 model = small.llama(dim=256, stack__pattern__0__mlp__hidden=520)

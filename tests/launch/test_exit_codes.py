@@ -2,8 +2,8 @@
 
 import re
 
-from framework.terminal.exit_codes import FINAL, HOPELESS, ExitCode, meaning_of
-from launch import commands, slurm
+from plimsoll.framework.terminal.exit_codes import FINAL, HOPELESS, ExitCode, meaning_of
+from plimsoll.launch import commands, slurm
 from tests.support.runs import ROOT
 
 

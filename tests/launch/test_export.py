@@ -10,13 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from configs import families
-from framework.config import config_for
-from framework.files import durable
-from framework.layers.lora import LoRA, merge_adapters
-from framework.layout import flatten
-from framework.weights.export import export_model
-from launch import export, train, weights
+from plimsoll.framework import families
+from plimsoll.framework.config import config_for
+from plimsoll.framework.files import durable
+from plimsoll.framework.layers.lora import LoRA, merge_adapters
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.weights.export import export_model
+from plimsoll.launch import export, train, weights
 from tests.support import pretrained, runs, small
 
 WEIGHTS = {"config.json", "model.safetensors"}
@@ -94,7 +94,7 @@ def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
     text.write_text("the quick brown fox " * 400)
     fields = {
         "model.embed.max_positions": 48, "data.seq_len": 16, "data.global_batch_size": 8, "data.tokenizer":
-        "framework.data.tokenizers.ByteTokenizer", "data.source": "framework.data.sources.TextFiles",
+        "plimsoll.ByteTokenizer", "data.source": "plimsoll.TextFiles",
         "data.source.paths": text, "model.vocab_size": 257, "model.dim": 32, "model.stack.num_layers": 2,
         "model.stack.pattern.0.attention.num_heads": 2, "model.stack.pattern.0.mlp.hidden": 64,
         "trainer.max_steps": 1, "trainer.compilation_cache": runs.ROOT / ".cache" / "xla",
@@ -117,8 +117,8 @@ def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
 @pytest.mark.pairs
 def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
     numbers = {
-        "data.tokenizer": "framework.data.tokenizers.NoTokenizer", "data.tokenizer.vocab_size": 512,
-        "data.source": "framework.data.sources.TokenMemmap", "data.source.path": "tokens.bin", "data.validation": "{}",
+        "data.tokenizer": "plimsoll.NoTokenizer", "data.tokenizer.vocab_size": 512,
+        "data.source": "plimsoll.TokenMemmap", "data.source.path": "tokens.bin", "data.validation": "{}",
     }  # fmt: skip
     flags = [f"--config.{path}={value}" for path, value in numbers.items()]
     to = folder / "numbers"

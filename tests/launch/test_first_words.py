@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.first_words import first_words, is_first
+from plimsoll.launch.first_words import first_words, is_first
 
 
 @pytest.mark.parametrize(
@@ -10,7 +10,7 @@ from launch.first_words import first_words, is_first
     [
         (["/x/launch/train.py", "--config=nanogpt-cpu", "--workdir=w"], "starting train of nanogpt-cpu"),
         (["/x/bin/plimsoll", "generate", "--workdir", "runs/a"], "starting generate of runs/a"),
-        (["launch.train", "--config", "a"], "starting train of a"),
+        (["plimsoll.launch.train", "--config", "a"], "starting train of a"),
         (["/x/launch/__main__.py", "configs", "list"], "starting configs"),
         (["/x/bin/plimsoll"], "starting plimsoll"),
     ],

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-import framework.api.model as api
-from framework.checkpoint.directory import Manifest
-from framework.layout import flatten
-from launch import evaluate, generate, weights
+import plimsoll.api.model as api
+from plimsoll.framework.checkpoint.directory import Manifest
+from plimsoll.framework.layout import flatten
+from plimsoll.launch import evaluate, generate, weights
 from tests.support import runs
 
 PROMPT = "the quick"
@@ -106,7 +106,7 @@ def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Pat
     assert "xla_dump_to" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         places: list[str] = []
-        patch.setattr("framework.devices.executables.use_compilation_cache", places.append)
+        patch.setattr("plimsoll.framework.devices.executables.use_compilation_cache", places.append)
         load(stranger)
     assert places == ["~/.cache/plimsoll/xla"]
 
@@ -245,6 +245,6 @@ def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.pairs
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    from launch.__main__ import verbs
+    from plimsoll.launch.__main__ import verbs
 
     assert {"generate", "evaluate"} <= verbs().keys()

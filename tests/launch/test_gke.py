@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from launch.gke import main
+from plimsoll.launch.gke import main
 from tests.support.runs import CONFIG
 
 TINY = f"--config={CONFIG}:tiny"
@@ -97,7 +97,7 @@ def test_slices(capsys) -> None:
     (container,) = pod(manifest)["containers"]
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     flags = ["--workdir=gs://bucket/runs/My_Run.1", "--config.trainer.max_steps=7", "--resume=must"]
-    assert container["command"] == ["python", "-P", "-m", "launch.train", TINY, *flags]
+    assert container["command"] == ["python", "-m", "plimsoll", "train", TINY, *flags]
     env = {one["name"]: one.get("value") or one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"]}
     assert env == {
         "MEGASCALE_COORDINATOR_ADDRESS": "my-run-1-slice-0-0.my-run-1",

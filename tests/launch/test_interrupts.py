@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.terminal import interrupts
+from plimsoll.framework.terminal import interrupts
 from tests.support.runs import CONFIG, ROOT, command, wait_for, write_text, xla_flags
 
 SECONDS = 2.0
@@ -60,7 +60,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 @pytest.mark.parametrize("verb", ["train", "plan", "status", "local", "__main__"])
 def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) -> None:
     words = [sys.executable, "-X", "importtime", "-m", f"launch.{verb}", "--config=nanogpt-cpu", "--workdir=x"]
-    said = interrupted(words, lambda text: "framework.config.names" in text, number, tmp_path)
+    said = interrupted(words, lambda text: "plimsoll.framework.config.names" in text, number, tmp_path)
     lines = [line for line in said.splitlines() if not line.startswith("import time:")]
     assert lines == [f"stopped by {number.name}"]
 
@@ -81,7 +81,7 @@ def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None
 @pytest.mark.pairs
 def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
     write_text(tmp_path)
-    words = [sys.executable, "-m", "launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh"]
+    words = [sys.executable, "-m", "plimsoll", "plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh"]
     words += ["--config.model.stack.num_layers=48", "--config.model.stack.unroll=0"]
     said = interrupted(words, lambda _: [*tmp_path.glob("plimsoll-plan-*")], signal.SIGINT, tmp_path)
     *phase_lines, last_line = said.splitlines()
@@ -92,13 +92,13 @@ def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
 
 @pytest.mark.pairs
 def test_while_a_corpus_is_tokenized_and_nothing_stays(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "launch.prepare", "--config=stdlib-tiny", f"--out={tmp_path}/tokens"]
+    words = [sys.executable, "-m", "plimsoll", "prepare", "--config=stdlib-tiny", f"--out={tmp_path}/tokens"]
     said = interrupted(words, lambda _: [*tmp_path.glob(".tokens.partial")], signal.SIGTERM, tmp_path)
     assert said.splitlines()[-1] == "stopped by SIGTERM"
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
 
-BUSY = "import hashlib, sys; from framework.terminal import interrupts; "
+BUSY = "import hashlib, sys; from plimsoll.framework.terminal import interrupts; "
 BLOCKED = "print('now', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one call that takes minutes
 
 
@@ -155,7 +155,7 @@ def test_a_loop_with_nothing_to_lose_hears_nothing(tmp_path: Path) -> None:
 def test_handlers_that_others_set_later_are_theirs_but_in_a_loop() -> None:
     script = """
 import os, signal, time
-from framework.terminal import interrupts
+from plimsoll.framework.terminal import interrupts
 interrupts.begin()
 signal.signal(signal.SIGTERM, lambda *_: print("theirs", flush=True))
 os.kill(os.getpid(), signal.SIGTERM)
@@ -174,7 +174,7 @@ time.sleep(0.2)
 def test_ignored_signals_stay_ignored() -> None:
     script = """
 import os, signal
-from framework.terminal import interrupts
+from plimsoll.framework.terminal import interrupts
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 interrupts.begin()
 os.kill(os.getpid(), signal.SIGINT)
@@ -187,7 +187,7 @@ print("goes on")
 def test_a_fork_has_no_part_in_it() -> None:
     script = """
 import os, signal, time
-from framework.terminal import interrupts
+from plimsoll.framework.terminal import interrupts
 interrupts.begin()
 interrupts.at_end(lambda *_: print("the parent's affair", flush=True))
 if (child := os.fork()) == 0:

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import _newest, main
-from launch.start_words import words_of_train
+from plimsoll.launch.local import _newest, main
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
 # The supervisor as `plimsoll local` runs it, but with `script` instead of `plimsoll train`.
 DRIVER = """
 import sys
-from launch import local
+from plimsoll.launch import local
+PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
+PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
 local.Supervisor.verb, local.Supervisor.preload = "tests.launch.scripted", "json"
 newest = lambda: int(open("newest").read())
 grace, backoff, max_restarts = float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
@@ -250,11 +251,11 @@ def test_dry_run_prints_each_process_with_its_environment(capsys, monkeypatch, t
     assert lines[1] == [
         "JAX_PLATFORMS=cpu",
         "XLA_FLAGS=--xla_dump_to=/tmp/a b --xla_force_host_platform_device_count=3",
-        *words_of_train(sys.executable),
+        *PLIMSOLL_TRAIN,
         *(*TINY, "--config.trainer.max_steps=7", "--resume=must"),
         *("--coordinator=127.0.0.1:PORT", "--num_processes=2", "--process_id=1"),
     ]
-    assert dry(capsys)[1] == [[*words_of_train(sys.executable), *TINY]]  # a single process needs no flags
+    assert dry(capsys)[1] == [[*PLIMSOLL_TRAIN, *TINY]]  # a single process needs no flags
 
 
 def test_gpus_are_divided(capsys, monkeypatch, tmp_path: Path, text: Path) -> None:
@@ -341,7 +342,15 @@ def test_run_names_are_checked(capsys, text: Path) -> None:
 @pytest.mark.slow
 def test_a_training_of_four_processes_survives_sigkill(tmp_path: Path) -> None:
     write_text(tmp_path)
-    words = [sys.executable, "-m", "launch.local", f"--config={CONFIG}:tiny", "--processes=4", "--config.mesh.data=4"]
+    words = [
+        sys.executable,
+        "-m",
+        "plimsoll",
+        "local",
+        f"--config={CONFIG}:tiny",
+        "--processes=4",
+        "--config.mesh.data=4",
+    ]
     words += ["--config.trainer.max_steps=60", "--config.trainer.save_every=10", "--grace=3"]
     traces = []
     for name in ("calm", "killed"):

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, run: str, *, terminal: bool = False) -> Heard:
-    words = ["launch.train", f"--config={CONFIG}:tiny", f"--workdir={folder}/{run}", *SHORT]
+    words = ["plimsoll.launch.train", f"--config={CONFIG}:tiny", f"--workdir={folder}/{run}", *SHORT]
     cache = f"--config.trainer.compilation_cache={folder}/programs"
     environment = {"TINY_TEXT": str(folder), "XLA_FLAGS": "", "XDG_CACHE_HOME": f"{folder}/cache"}
     heard = hear([*words, cache], terminal=terminal, environment=environment)
@@ -55,7 +55,7 @@ def test_a_terminal_has_the_phases_in_its_bar(trained: Heard, folder: Path):
 
 
 def test_evaluate_has_all_of_the_validation_sets(trained: Heard, folder: Path):
-    words = ["launch.evaluate", f"--config={CONFIG}:tiny", f"--workdir={folder}/run", "--validation"]
+    words = ["plimsoll.launch.evaluate", f"--config={CONFIG}:tiny", f"--workdir={folder}/run", "--validation"]
     heard = hear(words, environment=environment_of(folder))
     assert heard.code == 0, heard.text
     assert re.search(r"^evaluating \S+ \.\.\..* done in \S+ s$", heard.text, re.MULTILINE)
@@ -63,7 +63,7 @@ def test_evaluate_has_all_of_the_validation_sets(trained: Heard, folder: Path):
 
 
 def test_plan_says_its_compiles_and_how_long_they_took_before(folder: Path):
-    words = ["launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh", "--step_only"]
+    words = ["plimsoll.launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh", "--step_only"]
     words.append("--config.model.stack.num_layers=8")
     first = hear(words, environment=environment_of(folder))
     assert re.search(r"^compiling the training step for cpu-1 \.\.\.", first.text, re.MULTILINE), first.text
@@ -76,7 +76,7 @@ def test_plan_says_its_compiles_and_how_long_they_took_before(folder: Path):
 
 def test_only_the_first_process_of_a_job_says_phases(folder: Path):
     heard = hear(
-        ["launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--step_only"],
+        ["plimsoll.launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--step_only"],
         environment={**environment_of(folder), "SLURM_PROCID": "1"},
     )
     assert "compiling" not in heard.text

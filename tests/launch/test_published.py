@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs import families
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
-from framework.weights.export import export_model
-from launch import chat, evaluate, generate, weights
+from plimsoll.framework import families
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.weights.export import export_model
+from plimsoll.launch import chat, evaluate, generate, weights
 from tests.support import pretrained, small
 
 PROMPT = "the quick brown"

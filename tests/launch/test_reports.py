@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import cli, reports
+from plimsoll.launch import cli, reports
 from tests.support.runs import CONFIG, train
 
 
@@ -26,8 +26,8 @@ def test_flags_are_short_for_fields(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.pairs
 def test_a_missing_package_is_told_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("framework.program.program.Program.compile", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr("framework.data.pipeline.DataPipeline.setup", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr("plimsoll.framework.program.program.Program.compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.data.pipeline.DataPipeline.setup", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setenv("TINY_TEXT", str(tmp_path))
     assert train(tmp_path / "run", "--mlflow", "--wandb") == 2
     error = capsys.readouterr().err

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from configs import load as load_config
-from framework.data.images import DigitsSource
-from framework.inference.images import Images, save_grid
-from framework.program.program import Program
-from launch import evaluate, export, generate, prepare, sample, status, train
+from plimsoll.configs import load as load_config
+from plimsoll.framework.data.images import DigitsSource
+from plimsoll.framework.inference.images import Images, save_grid
+from plimsoll.framework.program.program import Program
+from plimsoll.launch import evaluate, export, generate, prepare, sample, status, train
 from tests.support import runs
 
 FILE = str(Path(__file__).parents[1] / "support/tiny_images.py")

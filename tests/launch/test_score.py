@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from framework.companions.teacher_files import TeacherRows
-from launch import evaluate, generate, score
+from plimsoll.framework.companions.teacher_files import TeacherRows
+from plimsoll.launch import evaluate, generate, score
 from tests.support import runs
 
 STUDENT = (
-    "--config.model.head.objective=framework.objectives.distillation.Distillation",
+    "--config.model.head.objective=plimsoll.Distillation",
     "--config.model.head.objective.alpha=0",
-    "--config.companion=framework.companions.teacher.Teacher",
+    "--config.companion=plimsoll.Teacher",
 )
 # `plimsoll score` that kills its process with SIGKILL after rows that are written, but not committed.
 KILLED = """
 import os, signal
-from framework.companions import teacher_files, teacher_scoring
+from plimsoll.framework.companions import teacher_files, teacher_scoring
 
 teacher_scoring._COMMIT_SECONDS = 0.0
 append = teacher_files.TeacherWriter.append
@@ -30,7 +30,7 @@ def append_and_die(self, rows):
         os.kill(os.getpid(), signal.SIGKILL)
 
 teacher_files.TeacherWriter.append = append_and_die
-from launch import score
+from plimsoll.launch import score
 score.main()
 """
 
@@ -122,11 +122,11 @@ def test_kill_9_and_the_same_command_again_give_the_same_bytes(folder: Path, tmp
         process = runs.start(folder / "teacher", *more, program=program, out=tmp_path / "out")
         return process.wait(timeout=300)
 
-    assert scored(whole, ("-m", "launch.score")) == 0, (tmp_path / "out").read_text()
+    assert scored(whole, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
     assert scored(killed, ("-c", KILLED)) == -9
     assert 0 < TeacherRows(killed).num_rows < TeacherRows(whole).num_rows
     assert (killed / "ids.bin").stat().st_size > TeacherRows(killed).num_rows * 32 * 64 * 2
-    assert scored(killed, ("-m", "launch.score")) == 0, (tmp_path / "out").read_text()
+    assert scored(killed, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
     names = sorted(path.name for path in whole.glob("*.bin"))
     assert names == ["checksums.bin", "ids.bin", "log_probs.bin", "rows.bin", "tails.bin"]
     for name in (*names, "teacher.json"):
@@ -139,7 +139,7 @@ MISTAKES = {
     "too long": (["--config.data.seq_len=64", "--config.model.embed.max_positions=64"], "64"),
     "another tokenizer": (
         [
-            "--config.data.tokenizer=framework.data.tokenizers.BPETokenizer",
+            "--config.data.tokenizer=plimsoll.BPETokenizer",
             "--config.data.tokenizer.vocab_size=257",
         ],
         "the teacher's tokenizer is another one than data.tokenizer",

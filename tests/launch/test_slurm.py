@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm import main
+from plimsoll.launch.slurm import main
 from tests.support.runs import CONFIG, ROOT, losses, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
@@ -106,7 +106,7 @@ def test_the_options(capsys, cluster: Path) -> None:
         "--exclusive",
     ]
     assert "srun --kill-on-bad-exit=1 --container-image=registry/image:1 " in text
-    assert f"python -P -m launch.train {TINY[0]} --workdir=runs/x --resume=must\n" in text
+    assert f"python -m plimsoll train {TINY[0]} --workdir=runs/x --resume=must\n" in text
     assert re.findall("#SBATCH (.*)", dry(capsys, "--tasks_per_node=3"))[:4] == [
         "--job-name=x",
         "--nodes=1",
@@ -163,7 +163,7 @@ ENDS = {
 def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monkeypatch, name: str) -> None:
     tasks, code, again = ENDS[name]
     job = dry(capsys)
-    line = next(line for line in job.splitlines() if " -m launch.train " in line)
+    line = next(line for line in job.splitlines() if " -m plimsoll train " in line)
     for i, task in enumerate(tasks):
         (cluster / f"task{i}.sh").write_text(task)
     words = line.partition(" task ")[2]
@@ -181,7 +181,7 @@ def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monk
 
 def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, monkeypatch) -> None:
     job = dry(capsys, "--max_restarts=3")
-    words = next(line for line in job.splitlines() if " -m launch.train " in line).partition(" task ")[2]
+    words = next(line for line in job.splitlines() if " -m plimsoll train " in line).partition(" task ")[2]
     monkeypatch.setenv("FAKE_TASKS", "1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     for code, again in ((1, False), (143, True)):
@@ -192,7 +192,7 @@ def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, mon
 def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster: Path, monkeypatch) -> None:
     # SLURM also signals the shell around the training, which must not end before the training has saved.
     job = dry(capsys)
-    words = next(line for line in job.splitlines() if " -m launch.train " in line).partition(" task ")[2]
+    words = next(line for line in job.splitlines() if " -m plimsoll train " in line).partition(" task ")[2]
     script = (
         "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), open('saved', 'w'), sys.exit(143)))"
     )

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from framework.processes.health import identity
-from launch.status import main, status
+from plimsoll.framework.processes.health import identity
+from plimsoll.launch.status import main, status
 
 NOW = 1_700_000_000.0
 

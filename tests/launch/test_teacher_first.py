@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import score, teacher_first
+from plimsoll.launch import score, teacher_first
 from tests.launch.test_score import STUDENT
 from tests.support import runs
 

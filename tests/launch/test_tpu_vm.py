@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm import SUBVERBS, main
+from plimsoll.launch.tpu_vm import SUBVERBS, main
 from tests.support.runs import CONFIG, ROOT
 
 PLACE = ["--name=a", "--zone=z1", "--target=v5e-16"]
@@ -100,7 +100,7 @@ def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     while not ran.exists() or override not in ran.read_text():
         assert time.monotonic() < end, list(cloud.iterdir())
         time.sleep(0.05)
-    assert ran.read_text().splitlines() == ["-P", "-m", "launch.local", *TINY, override]  # exactly as typed
+    assert ran.read_text().splitlines() == ["-P", "-m", "plimsoll", "local", *TINY, override]  # exactly as typed
     assert int((cloud / "a.pid").read_text())
     assert "out of the worker" in (cloud / "a.log").read_text()
     calls = [json.loads(line) for line in (cloud.parent / "calls").read_text().splitlines()]

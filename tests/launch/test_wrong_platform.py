@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from framework.checkpoint.directory import COMMIT_MARKER
-from launch import plan, train
+from plimsoll import configs
+from plimsoll.framework.checkpoint.directory import COMMIT_MARKER
+from plimsoll.launch import plan, train
 from tests.support.runs import ROOT
 
 BLOCK = "--config.model.stack.pattern.0"

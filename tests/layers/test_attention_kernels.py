@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.kernels_call import describe_call
+from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
+from plimsoll.framework.layers.kernels_call import describe_call
 
 # This compiles once per case instead of once per operation.
 attend = jax.jit(dot_product_attention, static_argnames=("window", "softcap", "implementation"))

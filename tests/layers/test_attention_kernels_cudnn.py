@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from framework.layers import attention_kernels, kernels_cudnn
-from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.kernels_call import describe_call
+from plimsoll.framework.layers import attention_kernels, kernels_cudnn
+from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
+from plimsoll.framework.layers.kernels_call import describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 has_cuda = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))

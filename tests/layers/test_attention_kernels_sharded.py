@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layers.attention_kernels import dot_product_attention
+from plimsoll.framework.layers.attention_kernels import dot_product_attention
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 B, S, N, K, H = 4, 256, 4, 2, 8

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layers import kernels_splash
-from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.kernels_call import SplashBlocks, describe_call
+from plimsoll.framework.layers import kernels_splash
+from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
+from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 

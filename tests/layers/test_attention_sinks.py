@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from framework.layers import kernels_splash
-from framework.layers.attention_cache import cached_attention
-from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.kernels_call import SplashBlocks, describe_call
-from framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers import kernels_splash
+from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
+from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call
+from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 BATCH, LENGTH, HEADS, KV_HEADS, CHANNELS = 2, 150, 6, 2, 8
@@ -137,7 +137,7 @@ def test_the_interpreted_kernel_for_tpu_equals_xla(case):
 
 
 def test_where_a_kernel_has_no_sinks_auto_takes_xla_and_its_name_is_refused(monkeypatch):
-    monkeypatch.setattr("framework.layers.kernels_cudnn._PLUGINS", ("jax",))
+    monkeypatch.setattr("plimsoll.framework.layers.kernels_cudnn._PLUGINS", ("jax",))
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
     sinks = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     for platform, chosen, without in (("gpu", "xla", "cudnn"), ("tpu", "splash", "splash"), ("cpu", "xla", "xla")):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layers.experts.biases import add_biases, experts_of_rows
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.gating import ClampedSwiGLU
-from framework.layers.experts.moe import MoE
-from framework.layers.experts.router import Router
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.experts.biases import add_biases, experts_of_rows
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.experts.router import Router
 
 DIM, EXPERTS, TOP_K, HIDDEN, BATCH, LENGTH = 8, 5, 2, 12, 3, 50
 ALPHA, LIMIT = 1.3, 0.9

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layers.experts.router import Router
-from framework.layers.experts.scores import GroupLimit, choose
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.experts.scores import GroupLimit, choose
 
 
 def chosen_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[int]:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layers.experts import scores
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.grouped import grouped_dot, with_spare_rows
-from framework.layers.experts.moe import MoE
-from framework.layers.experts.router import Router
-from framework.layers.mlp import MLP
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.experts import scores
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.grouped import grouped_dot, with_spare_rows
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.mlp import MLP
 
 DIM, EXPERTS, HIDDEN, BATCH, LENGTH = 8, 5, 12, 3, 50
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers.experts import grouped, grouped_gpu, grouped_tpu
+from plimsoll.framework.layers.experts import grouped, grouped_gpu, grouped_tpu
 
 INPUTS, OUTPUTS = 48, 64
 KERNELS = {"megablox": grouped_tpu, "triton": grouped_gpu}

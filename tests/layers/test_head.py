@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layers.head import LMHead
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.head import LMHead
 from tests.support import small
 
 B, S, D, V = 2, 12, 8, 11

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers import kernels_cudnn, kernels_splash
-from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.base import Context
-from framework.layers.kernels_call import describe_call
-from framework.layout import initialize
-from framework.layout.trees import flatten
+from plimsoll.framework.layers import kernels_cudnn, kernels_splash
+from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.kernels_call import describe_call
+from plimsoll.framework.layout import initialize
+from plimsoll.framework.layout.trees import flatten
 from tests.support import small
 from tests.support.latent import attention, with_latents
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.attention import Attention
-from framework.layers.base import Context
-from framework.layers.embedding import Embedding
-from framework.layers.linear import Linear
-from framework.layers.mlp import MLP
-from framework.layers.norm import LayerNorm, RMSNorm
-from framework.layers.rotary import Llama3Scaling, Rotary
-from framework.layers.stack import Stack
-from framework.layout import flatten, initialize
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.attention import Attention
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.embedding import Embedding
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
+from plimsoll.framework.layers.rotary import Llama3Scaling, Rotary
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import flatten, initialize
 from tests.support import small
 
 CTX = Context(batch={})

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import ConfigError, config_for
-from framework.layers.base import Context
-from framework.layers.linear import Linear
-from framework.layers.lora import LoRA, LoRALinear, merge_adapters
-from framework.layers.quantize import NF4, dequantize, quantize
-from framework.layout import flatten, initialize
-from framework.learner.rules import Rule
-from framework.program.program import Program
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.lora import LoRA, LoRALinear, merge_adapters
+from plimsoll.framework.layers.quantize import NF4, dequantize, quantize
+from plimsoll.framework.layout import flatten, initialize
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 BASES = [None, "bfloat16", "int8", "nf4"]

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.parts import mixture
-from framework.config import Config, config_for
-from framework.layers.base import Context
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.moe import MoE
-from framework.layers.experts.router import Router
-from framework.layers.experts.stored import dense_experts
-from framework.layers.lora import LoRA, merge_adapters
-from framework.layers.quantize import dequantize, quantize
-from framework.layout import flatten, initialize
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.experts.stored import dense_experts
+from plimsoll.framework.layers.lora import LoRA, merge_adapters
+from plimsoll.framework.layers.quantize import dequantize, quantize
+from plimsoll.framework.layout import flatten, initialize
 from tests.support import small
 
 DIM, EXPERTS, HIDDEN, BATCH, LENGTH, TOP_K = 64, 5, 128, 3, 20, 2
@@ -76,7 +76,7 @@ def arrays(moe: MoE, base: str | None) -> tuple[Any, Any, np.ndarray]:
 
 def from_definition(parts: Any, base: str) -> np.ndarray:
     """Dequantize the stored experts one by one, in float32 as documented."""
-    from framework.layers.quantize import NF4, unpacked_codes
+    from plimsoll.framework.layers.quantize import NF4, unpacked_codes
 
     weights = []
     for expert in range(EXPERTS):
@@ -306,7 +306,7 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
 def test_schedules_with_everything_hosted_change_no_number(base: str | None, update: str):
     from unittest import mock
 
-    from framework import layout
+    from plimsoll.framework import layout
 
     def program(memory: dict[str, str]) -> Any:
         return small.program(small.experiment(model(base=base), memory={"remat": "full", **memory}, clip=None))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers.base import Context
-from framework.layers.products import project
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.products import project
 
 CTX = Context(batch={})
 

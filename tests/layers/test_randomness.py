@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context, Layer, Out
-from framework.layers.mlp import MLP
-from framework.layers.norm import LayerNorm
-from framework.layers.stack import Stack
-from framework.layout import ParameterSpec, TensorSpec, flatten, fold_in_name, initialize
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.norm import LayerNorm
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import ParameterSpec, TensorSpec, flatten, fold_in_name, initialize
 from tests.support import small
 
 KEY = jax.random.key(7)
@@ -80,7 +80,7 @@ def test_residual_projections_are_scaled_by_depth():
 def test_names_fold_in_the_same_way_in_every_process():
     """Python's salted hash would give different parameters in each process."""
     code = (
-        "import jax; from framework.layout import fold_in_name;"
+        "import jax; from plimsoll.framework.layout import fold_in_name;"
         "print(jax.random.key_data(fold_in_name(jax.random.key(7), 'embed/token')).tolist())"
     )
     here = jax.random.key_data(fold_in_name(KEY, "embed/token")).tolist()

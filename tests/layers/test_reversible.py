@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import Config, config_for
-from framework.layers.base import Context
-from framework.layers.reversible import TwoStream, rounded
-from framework.layers.stack import Stack
-from framework.layout import initialize
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.reversible import TwoStream, rounded
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import initialize
 from tests.support import small
 from tests.support.layers import Twins
 from tools.drift import there_and_back
@@ -169,8 +169,8 @@ def test_what_rounds_to_zero_has_a_gradient_too():
 @pytest.mark.pairs
 def test_tokens_one_by_one_have_the_logits_of_the_whole():
     """Two streams use the same cache as one: compare greedy generation to the plain forward pass."""
-    from framework.inference.generation import Generator
-    from framework.inference.sampling import Sampling
+    from plimsoll.framework.inference.generation import Generator
+    from plimsoll.framework.inference.sampling import Sampling
 
     config = small.experiment(deep(2))
     small.block(config.model).dropout = 0.0
@@ -204,7 +204,7 @@ def test_what_cannot_be_run_backwards_is_refused():
 
 @pytest.mark.pairs
 def test_published_weights_have_one_stream():
-    from configs.families.llama import Llama
+    from plimsoll.framework.families.llama import Llama
 
     with pytest.raises(ValueError, match="one residual stream"):
         Llama().places(deep(2).instantiate())

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.longrope import LongRopeScaling
-from framework.layers.rotary import Rotary
-from framework.layers.yarn import YarnScaling
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.longrope import LongRopeScaling
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layers.yarn import YarnScaling
 from tests.support import small
 from tests.support.latent import with_latents
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context, Out
-from framework.layers.mlp import MLP
-from framework.layers.stack import Stack
-from framework.layout import flatten
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import flatten
 from tests.support import small
 from tests.support.layers import Centering
 

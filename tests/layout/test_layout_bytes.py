@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from framework.devices.mesh import AXES
-from framework.layout import (
+from plimsoll.framework.devices.mesh import AXES
+from plimsoll.framework.layout import (
     OptStateSpec,
     ParameterSpec,
     StateLayout,
@@ -16,7 +16,7 @@ from framework.layout import (
     move_to_host,
     unflatten,
 )
-from framework.program.program import Program
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.devices.mesh import AXES
-from framework.layout import OptStateSpec, ParameterSpec, StateLayout, copy_partition, flatten
-from framework.program.program import Program
+from plimsoll.framework.devices.mesh import AXES
+from plimsoll.framework.layout import OptStateSpec, ParameterSpec, StateLayout, copy_partition, flatten
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 

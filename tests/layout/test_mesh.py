@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from framework.config import ConfigError, config_for
-from framework.devices.accelerators import accelerator_name
-from framework.devices.mesh import AXES, MeshShape, island, mesh_text
-from framework.plan.targets import environment, resolve
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.devices.accelerators import accelerator_name
+from plimsoll.framework.devices.mesh import AXES, MeshShape, island, mesh_text
+from plimsoll.framework.plan.targets import environment, resolve
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_the_compilers_topology_has_the_hosts_of_a_real_run():
 def test_all_processes_of_one_machine_are_on_one_host():
     """Without a TPU, a slice in JAX is a machine, identified by its boot id, and not a process."""
     code = (
-        "import sys, jax; from framework.devices.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
+        "import sys, jax; from plimsoll.framework.devices.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
         "jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2])); "
         "print(sorted({(d.process_index, d.slice_index, island(d)) for d in jax.devices()}))"
     )

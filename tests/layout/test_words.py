@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layout.words import pack, packed_shape, unpack
+from plimsoll.framework.layout.words import pack, packed_shape, unpack
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 33, 64, 600])

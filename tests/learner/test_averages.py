@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.config import config_for
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
 from tests.support import small
 
 DECAY = 0.999

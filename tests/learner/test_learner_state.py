@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layout import flatten
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
-from framework.plan.jaxprs import inner_jaxprs
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.plan.jaxprs import inner_jaxprs
 from tests.support import small, updates
 
 ADAMW = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)

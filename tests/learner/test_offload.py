@@ -10,11 +10,11 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.config import Config, config_for
-from framework.layout import ParameterSpec, flatten
-from framework.learner.learner import Learner
-from framework.optimizers.offload import offload_optimizer, partitioned_chain
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import ParameterSpec, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.offload import offload_optimizer, partitioned_chain
 from tests.support import small, updates
 
 ADAMW = config_for(optax.adamw, learning_rate=1e-2, weight_decay=0.1)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from framework.layout import OptStateSpec, ParameterSpec, flatten
-from framework.optimizers.named import OPTIMIZERS
-from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
+from plimsoll.framework.layout import OptStateSpec, ParameterSpec, flatten
+from plimsoll.framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 
 
 def spec(*shape: int, axes: tuple = (), dtype: str = "float32") -> ParameterSpec:

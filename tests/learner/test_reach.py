@@ -9,14 +9,14 @@ import optax
 import pytest
 from optax import contrib
 
-import configs
-from framework.config import config_for
-from framework.layout import ParameterSpec, unflatten
-from framework.learner import reaches
-from framework.learner.learner import Learner
-from framework.optimizers.dependence import keeps_apart
-from framework.optimizers.reach import probe
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, unflatten
+from plimsoll.framework.learner import reaches
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.dependence import keeps_apart
+from plimsoll.framework.optimizers.reach import probe
+from plimsoll.framework.program.program import Program
 from tests.support import updates
 
 SHAPES = {"norm/scale": (64,), "attention/weight": (64, 32), "attention/heads": (32, 4, 8), "mlp/up": (32, 64)}
@@ -98,14 +98,14 @@ def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
 
 @pytest.mark.pairs
 def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.learner.reaches.probe", lambda *_: pytest.fail("a trial compiles"))
+    monkeypatch.setattr("plimsoll.framework.learner.reaches.probe", lambda *_: pytest.fail("a trial compiles"))
     for name in ("nanogpt-cpu", "stdlib-tiny", "llama2-7b", "digits-glow"):
         configs.load(name).instantiate().learner.check_reach()
 
 
 def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Startup runs no trial if it can read the optimizer; schedules with chunked updates then run it while traced."""
-    monkeypatch.setattr("framework.learner.reaches._reaches", {})
+    monkeypatch.setattr("plimsoll.framework.learner.reaches._reaches", {})
     learner = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=0.1)).instantiate(
         specs=updates.specs()
     )
@@ -159,8 +159,10 @@ def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.
 @pytest.mark.pairs
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("framework.learner.reaches.probe", lambda one, specs: calls.append(specs) or probe(one, specs))
-    monkeypatch.setattr("framework.learner.reaches._reaches", {})
+    monkeypatch.setattr(
+        "plimsoll.framework.learner.reaches.probe", lambda one, specs: calls.append(specs) or probe(one, specs)
+    )
+    monkeypatch.setattr("plimsoll.framework.learner.reaches._reaches", {})
     config = config_for(Learner, optimizer=config_for(contrib.muon, learning_rate=0.1))
     for _ in range(2):
         learner = config.copy().instantiate(specs=updates.specs())

@@ -7,11 +7,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.config import Config, ConfigError, config_for
-from framework.layout import flatten
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
-from framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
 from tests.support import updates
 
 SEED = fold(jnp.uint32(3), 1, 4)

@@ -5,10 +5,10 @@ import optax
 import pytest
 from optax import contrib
 
-from framework.config import config_for
-from framework.layout import flatten
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
 from tests.support import small, updates
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import Config, config_for
-from framework.layout import flatten, unflatten
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
 from tests.support import updates
 
 STEPS = 20

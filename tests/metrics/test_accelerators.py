@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, named, spec_for
+from plimsoll.framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, named, spec_for
 
 
 @dataclasses.dataclass
@@ -213,9 +213,10 @@ def test_unknown_device_trains_without_figures():
 
 def test_importing_metrics_imports_nothing_heavy():
     code = (
-        "import sys, framework.devices.accelerators, framework.metrics.writers, framework.terminal.progress\n"
-        "import framework.metrics.throughput, framework.metrics.memory, framework.terminal.tables\n"
-        "import framework.metrics.plot, framework.metrics.throughput\n"
+        "import sys\n"
+        "from plimsoll.framework.devices import accelerators\n"
+        "from plimsoll.framework.metrics import memory, plot, throughput, writers\n"
+        "from plimsoll.framework.terminal import progress, tables\n"
         "print([m for m in ('jax', 'numpy', 'rich', 'tensorboardX', 'matplotlib', 'wandb') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.metrics.throughput import MetricsBuffer
+from plimsoll.framework.metrics.throughput import MetricsBuffer
 
 
 def test_every_step_in_order_one_late():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.metrics.jsonl import JsonlWriter, read_metrics
+from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
 
 
 def lines(path):
@@ -128,7 +128,7 @@ def test_reader_leaves_out_a_row_being_written(tmp_path):
 
 WRITE_FOREVER = """
 import sys
-from framework.metrics.jsonl import JsonlWriter
+from plimsoll.framework.metrics.jsonl import JsonlWriter
 writer = JsonlWriter(sys.argv[1])
 for step in range(10**9):
     writer.write(step, {"train/loss": step / 7, "train/grad_norm": step / 3})
@@ -152,7 +152,7 @@ def test_every_row_written_before_a_kill_is_there(tmp_path):
 
 FILL_DISK = """
 import resource, sys
-from framework.metrics.jsonl import JsonlWriter
+from plimsoll.framework.metrics.jsonl import JsonlWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer, step = JsonlWriter(sys.argv[1]), 0
 try:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.metrics.jsonl import JsonlWriter, read_metrics
-from framework.metrics.plot import (
+from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
+from plimsoll.framework.metrics.plot import (
     expert_loads,
     loss_curves,
     objective_panels,

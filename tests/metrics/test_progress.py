@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 
-from framework.terminal.progress import Progress
+from plimsoll.framework.terminal.progress import Progress
 
 RUN = """
 import sys
-from framework.terminal.phase_views import view_of
-from framework.terminal.phases import phase, shown
-from framework.terminal.progress import Progress
+from plimsoll.framework.terminal.phase_views import view_of
+from plimsoll.framework.terminal.phases import phase, shown
+from plimsoll.framework.terminal.progress import Progress
 with shown(view_of(sys.stderr)), Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
     with phase("compiling"):
         pass

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from framework.terminal.tables import Section, human_bytes, human_count, render, start_table
+from plimsoll.framework.terminal.tables import Section, human_bytes, human_count, render, start_table
 
 
 @pytest.mark.parametrize(

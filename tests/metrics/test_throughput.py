@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.metrics.throughput import Throughput
+from plimsoll.framework.metrics.throughput import Throughput
 
 
 class Clock:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from framework.metrics import patient
-from framework.metrics.jsonl import JsonlWriter, read_metrics
-from framework.metrics.patient import PatientWriter
-from framework.metrics.services import MlflowWriter, check_installed
-from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
+from plimsoll.framework.metrics import patient
+from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
+from plimsoll.framework.metrics.patient import PatientWriter
+from plimsoll.framework.metrics.services import MlflowWriter, check_installed
+from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
 
 
 def read_events(directory):

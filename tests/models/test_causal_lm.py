@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layers.norm import RMSNorm
-from framework.layout import flatten, initialize
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import flatten, initialize
 from tests.support import small
 
 S = 12

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from framework import layout
-from framework.layout import flatten
-from framework.program.program import Program
+from plimsoll.framework import layout
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.latent import with_latents
 

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers.norm import RMSNorm
-from framework.layout import flatten, path_name
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import flatten, path_name
 from tests.support import small
 
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}

@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import component, config_for
-from framework.devices.mesh import MeshShape
-from framework.layers import lookup, sums
-from framework.layers.base import Context, Layer, Out, add_shared
-from framework.layers.linear import Linear
-from framework.layers.lookup import look_up
-from framework.layout import ParameterSpec, flatten
-from framework.schedules.step import training_context
+from plimsoll.framework.config import component, config_for
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers import lookup, sums
+from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.lookup import look_up
+from plimsoll.framework.layout import ParameterSpec, flatten
+from plimsoll.framework.schedules.step import training_context
 from tests.support import small
 
 ROWS, LENGTH, COMMON = 1024, 16, 3

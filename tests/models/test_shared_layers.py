@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.config import config_for
-from framework.layout import flatten
-from framework.learner.rules import Rule
-from framework.plan.suggest import closed_form
-from framework.plan.targets import resolve
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 
 UNITS = 4

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from framework.companions.likeliest import likeliest
-from framework.config import ConfigError, config_for
-from framework.layers.base import Context
-from framework.layers.head import LMHead
-from framework.objectives.distillation import Distillation
-from framework.program.companion import Companion
+from plimsoll.framework.companions.likeliest import likeliest
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.objectives.distillation import Distillation
+from plimsoll.framework.program.companion import Companion
 from tests.support import small
 
 B, S, D, V = 2, 12, 8, 11

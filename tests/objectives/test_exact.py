@@ -13,17 +13,17 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.devices.mesh import MeshShape
-from framework.layers.base import Context
-from framework.layers.lora import LoRA
-from framework.layout import merge
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.schedules.memory import Memory
+from plimsoll.framework.config import config_for
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layout import merge
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.memory import Memory
 from tests.support import exact, small
 from tests.support.preferences import OBJECTIVES, plain_loss, random_batch
 from tools.peers.preference_rows import GivenBatches

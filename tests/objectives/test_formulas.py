@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layers.base import Context
-from framework.objectives.preferences import ORPO
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.objectives.preferences import ORPO
 from tests.support import preferences
 from tests.support.preferences import OBJECTIVES, plain_loss, random_batch
 

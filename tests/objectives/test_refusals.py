@@ -3,13 +3,13 @@
 import jax
 import pytest
 
-from framework.config import ConfigError, config_for
-from framework.learner.learner import Learner
-from framework.objectives.preferences import DPO, SimPO
-from framework.objectives.thumbs import KTO
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.preferences import DPO, SimPO
+from plimsoll.framework.objectives.thumbs import KTO
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.exact import OPTIMIZERS
 from tools.peers.preference_rows import GivenBatches

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.optimizers.adalomo import adalomo
-from framework.optimizers.partition import partitioned
-from framework.optimizers.reach import probe
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.optimizers.adalomo import adalomo
+from plimsoll.framework.optimizers.partition import partitioned
+from plimsoll.framework.optimizers.reach import probe
 
 SHAPES = {"wide/weight": (6, 20), "high/weight": (20, 6), "row/weight": (1, 20), "norm/scale": (20,)}
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.optimizers.adam_mini import adam_mini
-from framework.optimizers.reach import probe
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.optimizers.adam_mini import adam_mini
+from plimsoll.framework.optimizers.reach import probe
 from tests.support import small
 
 B1, B2, EPS, RATE, DECAY = 0.9, 0.95, 1e-8, 0.05, 0.1

@@ -7,9 +7,9 @@ import optax
 import pytest
 from optax import contrib
 
-from framework.config import ConfigError, config_for
-from framework.optimizers.arguments import RANGES, check_arguments
-from framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.optimizers.arguments import RANGES, check_arguments
+from plimsoll.framework.optimizers.named import OPTIMIZERS
 
 INF, NAN = float("inf"), float("nan")
 

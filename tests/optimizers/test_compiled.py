@@ -8,10 +8,10 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layout import ParameterSpec
-from framework.optimizers.named import OPTIMIZERS
-from framework.optimizers.partition import partitioned
-from framework.plan import targets
+from plimsoll.framework.layout import ParameterSpec
+from plimsoll.framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.optimizers.partition import partitioned
+from plimsoll.framework.plan import targets
 
 # Bytes per element. In 8 bits, the whole gradient and update exist in f32, split into blocks. If the blocks were along
 # the last axis of a matrix, reordered copies would bring this to 20.

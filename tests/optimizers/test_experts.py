@@ -6,12 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from configs.parts import mixture, no_decay
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.optimizers.lowrank import apollo, apollo_mini
-from framework.optimizers.matrices import galore, muon
-from framework.optimizers.quantized import adamw8bit
+from plimsoll.configs.parts import no_decay
+from plimsoll.framework.config import config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.optimizers.lowrank import apollo, apollo_mini
+from plimsoll.framework.optimizers.matrices import galore, muon
+from plimsoll.framework.optimizers.quantized import adamw8bit
 from tests.support import small
 
 EXPERTS = 3

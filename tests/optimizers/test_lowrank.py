@@ -7,11 +7,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, fold_in_name, unflatten
-from framework.learner.learner import Learner
-from framework.optimizers.lowrank import apollo, apollo_mini
-from framework.optimizers.reach import probe
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, flatten, fold_in_name, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.lowrank import apollo, apollo_mini
+from plimsoll.framework.optimizers.reach import probe
 
 ROLES = {
     "wide/weight": ((6, 20), ("in", "out")),

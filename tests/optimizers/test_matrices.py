@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.optimizers.matrices import galore, muon
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.matrices import galore, muon
 from tests.support import updates
 from tools.peers import galore as theirs
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.layout.words import unpack
-from framework.optimizers.quantized import encode
+from plimsoll.framework.layout.words import unpack
+from plimsoll.framework.optimizers.quantized import encode
 from tools.peers import optimizer_cases as cases
 
 LIVE = [

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.optimizers.named import OPTIMIZERS
-from framework.optimizers.partition import partitioned
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.optimizers.partition import partitioned
 from tests.support import updates
 
 Flat = dict[str, np.ndarray]

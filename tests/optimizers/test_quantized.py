@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.optimizers.quantized import Moment, adamw8bit, decode, encode
-from framework.optimizers.reach import probe
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.optimizers.quantized import Moment, adamw8bit, decode, encode
+from plimsoll.framework.optimizers.reach import probe
 from tests.support import updates
 
 B1, B2, EPS, RATE, DECAY = 0.9, 0.99, 1e-8, 0.05, 0.1

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-import configs
-from configs.parts import adamw
-from framework.config import Config, ConfigError, config_for
-from framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
-from framework.optimizers.schedule_steps import (
+from plimsoll import configs
+from plimsoll.configs.parts import adamw
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
+from plimsoll.framework.optimizers.schedule_steps import (
     STEP_ARGUMENTS,
     RunSteps,
     TrainingSteps,
@@ -22,8 +22,8 @@ from framework.optimizers.schedule_steps import (
     schedules,
     with_run_length,
 )
-from framework.program.options import TrainerOptions
-from framework.program.run_length import changed_length, rate_course, rate_notes, set_length
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.run_length import changed_length, rate_course, rate_notes, set_length
 
 # One schedule of each kind, written for 1000 steps, and its length.
 OF_OPTAX: dict[str, tuple[Config, int | None]] = {

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.config import config_for
-from framework.layout import flatten
-from framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.optimizers.named import OPTIMIZERS
 from tests.support import small
 
 EIGHT, OTHER = {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "model": 2}

@@ -173,7 +173,7 @@ class Data:
 class Phase:
     """The part of a run from step `start` on, with the settings that may change at a checkpoint.
 
-    The values are those of `framework.schedules.memory.Memory`.
+    The values are those of `plimsoll.Memory`.
     """
 
     start: int = 0

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.layout import flatten
-from framework.learner.units import in_structure
-from framework.program.program import Program
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.units import in_structure
+from plimsoll.framework.program.program import Program
 from tests.oracle import drawn as plain
 from tests.oracle.batches import host_batch
 from tests.oracle.parameters import first_values, path

@@ -6,19 +6,19 @@ from typing import Any
 
 import optax
 
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.data.tokenizers import NoTokenizer
-from framework.devices.mesh import MeshShape
-from framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
-from framework.layers.experts import experts, moe, router
-from framework.learner.learner import Learner
-from framework.learner.rules import Rule
-from framework.models.causal_lm import CausalLM
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.schedules.memory import Memory
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
+from plimsoll.framework.layers.experts import experts, moe, router
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.schedules.memory import Memory
 from tests.oracle import drawn as plain
 from tests.oracle.optimizers import OPTIMIZERS
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-import configs
-from framework.layout import flatten
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
 from tests.oracle import llama2
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,6 @@ def test_it_needs_what_the_plan_says(tmp_path):
     plain = json.loads(run(str(oracle)))["peak_bytes"]
     file, fields = tmp_path / "plan.json", ["mesh.fsdp=16", "data.seq_len=4096", "data.global_batch_size=16"]
     flags = [f"--config.{field}" for field in [*fields, "memory.remat=full"]]
-    run("-m", "launch.plan", "--config=llama2-7b", "--target=v5e-16", *flags, "--step_only", f"--json={file}")
+    run("-m", "plimsoll", "plan", "--config=llama2-7b", "--target=v5e-16", *flags, "--step_only", f"--json={file}")
     assert json.loads(file.read_text())["device_peak_bytes"] == pytest.approx(plain, rel=0.01)
     assert plain == pytest.approx(8.5 * 2**30, rel=0.03)

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from framework.layers import kernels_xla
-from framework.models.chain import Chain
-from framework.program.whole import Whole
+from plimsoll.framework.layers import kernels_xla
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.program.whole import Whole
 from tests.oracle import __main__ as command
 from tests.oracle import compare, generator, subject, training64
 from tests.oracle.drawn import (

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import configs
-from configs import families
-from framework.data.tokenizers import ByteTokenizer
-from framework.program.program import Program
-from framework.weights.export import export_adapters, export_model
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.weights.export import export_adapters, export_model
 from tools.peers.families import FAMILIES, SEQ_LEN
 from tools.peers.recording import Inputs
 

@@ -50,8 +50,8 @@ def test_from_a_directory_to_an_adapter(libraries, tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from framework.program.program import Program
-    from launch import weights
+    from plimsoll.framework.program.program import Program
+    from plimsoll.launch import weights
 
     tokens = np.arange(1, 25)[None].repeat(8, 0)  # one row per device
     loaded = weights.load(*weights.parse(weights.parser("mine", None), ["--workdir=runs/tuned"]))

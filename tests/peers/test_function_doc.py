@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan
+from plimsoll.launch import plan
 from tests.support.pages import python_block
 
 PAGE = "docs/plan_function.md"

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
 from tools.peers import ours
 from tools.peers.families import FAMILIES
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from framework.weights.mxfp4 import decode
+from plimsoll.framework.weights.mxfp4 import decode
 from tools import check_altered
 from tools.peers.packed import FACTS, packed_tensors
 

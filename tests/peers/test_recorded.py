@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layout import flatten
+from plimsoll.framework.layout import flatten
 from tools.peers import ours
 from tools.peers.families import FAMILIES, ROTARY, ROTARY_POSITIONS, Family
 from tools.peers.recording import FOLDER, load

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-import configs
-from configs import families
-from framework.inference.sequence_scores import SequenceScorer
-from framework.program.program import Program
-from framework.weights.export import export_adapters, export_model
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.inference.sequence_scores import SequenceScorer
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.weights.export import export_adapters, export_model
 from tools.peers import ours, scored
 from tools.peers.families import FAMILIES, SEQ_LEN
 from tools.peers.recording import Results

@@ -10,25 +10,25 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-import configs
-from configs.parts import mixture
-from framework.config import Config, ConfigError, config_for
-from framework.objectives.thumbs import KTO
-from framework.plan import targets
-from framework.plan.auto import allow, batch
-from framework.plan.auto.choice import Choice
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.closed_forms import ClosedForms
-from framework.plan.auto.confirm import NoProgramError, confirmed
-from framework.plan.auto.room import Candidate, Limits, Room
-from framework.plan.auto.search import Search
-from framework.plan.auto.settings import changed, fixed_paths, flags, setting, value_of, with_settings
-from framework.plan.auto.space import Space
-from framework.plan.estimate import estimate
-from framework.plan.step_time.closed_form import closed_form_time
-from framework.plan.suggest import closed_form
-from framework.terminal.exit_codes import ExitCode
-from launch import plan
+from plimsoll import configs
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.objectives.thumbs import KTO
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.auto import allow, batch
+from plimsoll.framework.plan.auto.choice import Choice
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.closed_forms import ClosedForms
+from plimsoll.framework.plan.auto.confirm import NoProgramError, confirmed
+from plimsoll.framework.plan.auto.room import Candidate, Limits, Room
+from plimsoll.framework.plan.auto.search import Search
+from plimsoll.framework.plan.auto.settings import changed, fixed_paths, flags, setting, value_of, with_settings
+from plimsoll.framework.plan.auto.space import Space
+from plimsoll.framework.plan.estimate import estimate
+from plimsoll.framework.plan.step_time.closed_form import closed_form_time
+from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import plan
 
 MIB = 2**20
 HOSTED = ("memory.optimizer_state", "memory.gradients", "memory.parameters", "memory.activations")
@@ -382,8 +382,8 @@ def test_the_verb_prints_overrides_and_answers_again_from_disk(
     assert report["fits"]
     assert report["auto"]["compiled"]
     assert report["device_allocated_bytes"] == report["auto"]["peak"]
-    monkeypatch.setattr("framework.plan.auto.answer.Chooser", lambda *_, **__: pytest.fail("searched again"))
-    monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr("plimsoll.framework.plan.auto.answer.Chooser", lambda *_, **__: pytest.fail("searched again"))
+    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
     assert plan.main(argv) == 0
     assert capsys.readouterr().out == first
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.devices.executables import HostBytes
-from framework.plan import buffers
-from framework.plan.compiled import compile_for, refused
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.plan import buffers
+from plimsoll.framework.plan.compiled import compile_for, refused
 
 MIB = 1 << 20
 

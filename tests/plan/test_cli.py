@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from framework.plan import guard, target_table, targets
-from framework.terminal.exit_codes import ExitCode
-from launch import plan
+from plimsoll.framework.plan import guard, target_table, targets
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import plan
 from tests.support import small
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
@@ -50,7 +50,7 @@ def test_a_plan_is_printed_and_written_and_asked_again_at_once(
     assert "optimizer state" in text
     assert "compiled for another architecture" in text
     assert len(list(own_cache.iterdir())) == 1
-    monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
     assert planned(tmp_path, *flags) == (0, report)
 
 
@@ -99,8 +99,8 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
         seen.append((config.model.head.tied, target.name, limit))
         return {"fits": True}
 
-    monkeypatch.setattr("framework.plan.plan.plan", fake)
-    monkeypatch.setattr("framework.plan.report.sections", lambda _: [])
+    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", fake)
+    monkeypatch.setattr("plimsoll.framework.plan.report.sections", lambda _: [])
     for flags in (
         ["--target=cpu:1"],
         ["--target=cpu:1"],
@@ -199,7 +199,7 @@ def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_pa
 def test_mistakes_are_told_before_anything_is_compiled(
     flags: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("framework.plan.plan.compile_step", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.plan.plan.compile_step", lambda *_: pytest.fail("compiled"))
     assert plan.main([TINY, *flags]) == 2
     error = capsys.readouterr().err
     assert words in error
@@ -212,7 +212,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     path = tmp_path / "plan.json"
     flags = ["--target=v5e-4", "--config.memory.optimizer_state=pinned_host", f"--json={path}", "--step_only"]
-    command = [sys.executable, "-m", "launch.plan", TINY, "--config.model.vocab_size=40000", *flags]
+    command = [sys.executable, "-m", "plimsoll", "plan", TINY, "--config.model.vocab_size=40000", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()  # libtpu does not complain about the machine
@@ -242,7 +242,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
 def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
+    monkeypatch.setattr("plimsoll.framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
     flags = ["--device_memory_gib=0.00005", ONE_LAYER, "--config.memory.remat=full"]
     assert run_train(tmp_path / "run", *flags) == ExitCode.TOO_BIG == 4
     text = capsys.readouterr().out

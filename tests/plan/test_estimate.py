@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import configs
-from framework.config import config_for
-from framework.devices.accelerators import spec_for
-from framework.layers import attention
-from framework.layers.linear import Linear
-from framework.layers.stack import Stack
-from framework.plan.estimate import estimate, least_bytes
-from framework.plan.jaxprs import flops
-from framework.plan.liveness import Rules, most_held
-from framework.plan.local_step import trace
-from framework.plan.report import KEYS
-from framework.plan.sectioned import Sectioned
-from framework.program.program import Program
-from launch.cli import apply_overrides
+from plimsoll import configs
+from plimsoll.framework.config import config_for
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.layers import attention
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.plan.estimate import estimate, least_bytes
+from plimsoll.framework.plan.jaxprs import flops
+from plimsoll.framework.plan.liveness import Rules, most_held
+from plimsoll.framework.plan.local_step import trace
+from plimsoll.framework.plan.report import KEYS
+from plimsoll.framework.plan.sectioned import Sectioned
+from plimsoll.framework.program.program import Program
+from plimsoll.launch.cli import apply_overrides
 
 B, D, F, L = 64, 32, 128, 6
 

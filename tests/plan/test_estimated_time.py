@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.devices.accelerators import spec_for
-from framework.plan import targets
-from framework.plan.calibration import measure, store
-from framework.plan.calibration.rates import Curve, DeviceRates, assumed_cpu, assumed_gpu
-from framework.plan.calibration.workloads import workloads
-from framework.plan.compiled import compile_for
-from framework.plan.hlo import Module
-from framework.plan.step_time import Rates, count
-from framework.plan.step_time.compiled_time import time_of
-from framework.plan.step_time.count import Part
-from framework.plan.step_time.cpu import cpu_time
-from framework.plan.step_time.gpu import gpu_time
-from framework.plan.step_time.parts import PARTS, StepTime
-from framework.plan.step_time.tpu import tpu_time
-from launch import calibrate, plan
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.calibration import measure, store
+from plimsoll.framework.plan.calibration.rates import Curve, DeviceRates, assumed_cpu, assumed_gpu
+from plimsoll.framework.plan.calibration.workloads import workloads
+from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.plan.hlo import Module
+from plimsoll.framework.plan.step_time import Rates, count
+from plimsoll.framework.plan.step_time.compiled_time import time_of
+from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.step_time.cpu import cpu_time
+from plimsoll.framework.plan.step_time.gpu import gpu_time
+from plimsoll.framework.plan.step_time.parts import PARTS, StepTime
+from plimsoll.framework.plan.step_time.tpu import tpu_time
+from plimsoll.launch import calibrate, plan
 from tests.plan.test_step_time import RECORDED as TPU_STEP
 from tests.tools.test_gpu_program import RECORDED as GPU_STEP
 
@@ -109,7 +109,7 @@ def test_a_gpu_takes_longer_than_the_least_time_of_its_kernels():
 
 
 def gpu_kernels(module):
-    from framework.plan.step_time.gpu_kernels import GpuRates, kernels_of
+    from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, kernels_of
 
     return list(kernels_of(module, GpuRates.of(spec_for("h100"))))
 

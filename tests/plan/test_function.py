@@ -14,10 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import framework as pl
-from framework.plan.function_call import Call
-from framework.terminal.exit_codes import ExitCode
-from launch import plan
+import plimsoll as pl
+from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import plan
 
 SHAPE = jax.ShapeDtypeStruct
 OPTIMIZER = optax.adam(1e-3)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from framework.plan import grid, levers, targets
-from framework.plan.plan import quick
-from launch import plan
+from plimsoll.framework.plan import grid, levers, targets
+from plimsoll.framework.plan.plan import quick
+from plimsoll.launch import plan
 from tests.support import small
 from tests.support.runs import CONFIG, write_text
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from configs.parts import mixture
-from framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
-from framework.plan import gpu_description, targets
-from framework.plan.grouped_work import uncounted_products
-from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.walk import executed
-from framework.plan.jaxprs import flops
-from launch import plan
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
+from plimsoll.framework.plan import gpu_description, targets
+from plimsoll.framework.plan.grouped_work import uncounted_products
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.jaxprs import flops
+from plimsoll.launch import plan
 from tests.support import small
 
 EXPERTS, INPUTS, OUTPUTS = 8, 256, 128

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.plan.hlo import Array, Module, arrays
-from framework.plan.hlo.arrays import placed
+from plimsoll.framework.plan.hlo import Array, Module, arrays
+from plimsoll.framework.plan.hlo.arrays import placed
 
 TEXT = """
 HloModule jit_step, is_scheduled=true

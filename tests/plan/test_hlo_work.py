@@ -5,12 +5,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.plan.hlo import Module, host
-from framework.plan.hlo.collectives import collectives, group_size
-from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.traffic import Traffic
-from framework.plan.hlo.walk import executed
-from framework.plan.step_time.categories import category, is_work
+from plimsoll.framework.plan.hlo import Module, host
+from plimsoll.framework.plan.hlo.collectives import collectives, group_size
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.traffic import Traffic
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.step_time.categories import category, is_work
 
 
 def flops(module: Module) -> int:

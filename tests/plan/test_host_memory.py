@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from framework import layout
-from framework.devices import accelerators
-from framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
-from framework.plan import guard, host_room
-from framework.program.program import Program
-from framework.terminal.exit_codes import DoesNotFitError
-from launch import cli
+from plimsoll.framework import layout
+from plimsoll.framework.devices import accelerators
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from plimsoll.framework.plan import guard, host_room
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.exit_codes import DoesNotFitError
+from plimsoll.launch import cli
 from tests.support import runs, small
 
 # Two moments in float32: per layer 32 x 32 for queries and outputs, 32 x 16 for keys and values, three times 32 x 48.

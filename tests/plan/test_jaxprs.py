@@ -10,16 +10,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
-import configs
-from framework.config import config_for
-from framework.layers import kernels_splash, kernels_xla
-from framework.layers.kernels_call import describe_call
-from framework.layers.linear import Linear
-from framework.plan.jaxprs import FlopCount, flops, unreached
-from framework.plan.plan import traced
-from framework.program.program import Program
-from framework.schedules.after_backward import accumulated_gradients
-from framework.schedules.step import training_context
+from plimsoll import configs
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers import kernels_splash, kernels_xla
+from plimsoll.framework.layers.kernels_call import describe_call
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.plan.jaxprs import FlopCount, flops, unreached
+from plimsoll.framework.plan.plan import traced
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.step import training_context
 from tests.support import small
 
 
@@ -166,7 +166,7 @@ def test_xla_attention_counts_the_keys_that_a_block_of_rows_sees():
     reason="JAX without CUDA makes no cuDNN calls",
 )
 def test_cudnn_counts_its_products():
-    from framework.layers import kernels_cudnn
+    from plimsoll.framework.layers import kernels_cudnn
 
     assert attention_flops(kernels_cudnn) == [2, 7]
 

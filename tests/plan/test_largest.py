@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-import configs
-from framework.config import Config, ConfigError
-from framework.plan.auto.answer import Answer
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.largest import shown
-from framework.plan.largest.family import Family, Size, num_parameters
-from framework.plan.largest.frontier import Frontier, Search
-from launch import plan
+from plimsoll import configs
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.plan.auto.answer import Answer
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.largest import shown
+from plimsoll.framework.plan.largest.family import Family, Size, num_parameters
+from plimsoll.framework.plan.largest.frontier import Frontier, Search
+from plimsoll.launch import plan
 
 
 def choice(parameters: int, *, compiled: bool = False) -> Choice:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import configs
-import framework as pl
-from framework.config import ConfigError
-from framework.plan import machines, targets
-from framework.terminal.exit_codes import ExitCode
-from launch import plan
+import plimsoll as pl
+from plimsoll import configs
+from plimsoll.framework.config import ConfigError
+from plimsoll.framework.plan import machines, targets
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.launch import plan
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 from tests.support.runs import CONFIG, write_text
 
@@ -113,7 +113,7 @@ def test_mistakes(flags: list[str], said: str, capsys: pytest.CaptureFixture):
 
 @pytest.mark.pairs
 def test_every_shape_makes_a_config_without_a_file():
-    from configs.families.published import published_models
+    from plimsoll.framework.families.published import published_models
 
     for hub_id in published_models():
         for kind in ("hf", "lora", "qlora"):

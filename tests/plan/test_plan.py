@@ -6,15 +6,15 @@ import jax
 import optax
 import pytest
 
-import configs
-from framework.config import Config, config_for
-from framework.layers.mlp import MLP
-from framework.plan import suggest
-from framework.plan.naming import place
-from framework.plan.plan import plan, quick
-from framework.plan.suggest import suggestions
-from framework.plan.targets import resolve
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.plan import suggest
+from plimsoll.framework.plan.naming import place
+from plimsoll.framework.plan.plan import plan, quick
+from plimsoll.framework.plan.suggest import suggestions
+from plimsoll.framework.plan.targets import resolve
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 KEYS = (

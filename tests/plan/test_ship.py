@@ -10,8 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from framework.plan.grid import Point
-from framework.plan.page import Asked, load, page
+from plimsoll.framework.plan.grid import Point
+from plimsoll.framework.plan.page import Asked, load, page
 from tests.support.plan_pages import GIB, IN_EFFECT, TIME, browse, measure, needs_browser, plan
 
 EVIL = "</script><script>document.title='broken'</script><img src=x onerror=\"alert(1)\">'; --\"$HOME`x`"

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.devices.accelerators import ACCELERATORS, spec_for
-from framework.plan import targets
-from framework.plan.compiled import compile_for
-from framework.plan.hlo import Module
-from framework.plan.hlo.collectives import collectives
-from framework.plan.step_time import Rates, StepCount, count
-from framework.plan.step_time.attention import attention
-from framework.plan.step_time.count import Part
-from framework.plan.step_time.timeline import Cost, Span, play
+from plimsoll.framework.devices.accelerators import ACCELERATORS, spec_for
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.plan.hlo import Module
+from plimsoll.framework.plan.hlo.collectives import collectives
+from plimsoll.framework.plan.step_time import Rates, StepCount, count
+from plimsoll.framework.plan.step_time.attention import attention
+from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.step_time.timeline import Cost, Span, play
 
 # The program that libtpu 0.0.42.1 compiled from `lowered_step`; each backend_config has only the estimated cycles.
 RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"

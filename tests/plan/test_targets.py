@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, spec_for
-from framework.devices.mesh import MeshShape
-from framework.plan import gpu_description, targets
-from framework.plan.targets import resolve
+from plimsoll.framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, spec_for
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.plan import gpu_description, targets
+from plimsoll.framework.plan.targets import resolve
 
 _MACHINE_GIB = (
     int(subprocess.check_output(["sed", "-n", "s/^MemTotal: *\\([0-9]*\\) kB/\\1/p", "/proc/meminfo"])) / 2**20
@@ -293,13 +293,14 @@ def python(code: str, **environment: str) -> str:
 
 @pytest.mark.pairs
 def test_cpu_devices_are_made_before_jax_starts():
-    code = "from framework.plan.targets import *; print(len(resolve('cpu:5').devices()))"
+    code = "from plimsoll.framework.plan.targets import *; print(len(resolve('cpu:5').devices()))"
     assert python(code, JAX_PLATFORMS="cpu") == "5"
 
 
 def test_a_target_is_resolved_without_jax():
     code = (
-        "import sys; from framework.plan.targets import *; print(resolve('h200x16').num_devices, 'jax' in sys.modules)"
+        "import sys; from plimsoll.framework.plan.targets import resolve\n"
+        "print(resolve('h200x16').num_devices, 'jax' in sys.modules)"
     )
     assert python(code) == "16 False"
 
@@ -307,7 +308,7 @@ def test_a_target_is_resolved_without_jax():
 def test_the_environment_is_set_where_it_says_nothing_and_libtpu_keeps_quiet():
     pytest.importorskip("libtpu")
     code = (
-        "import os; from framework.plan.targets import *; environment('v5e-16')\n"
+        "import os; from plimsoll.framework.plan.targets import *; environment('v5e-16')\n"
         "import jax; print(len(resolve('v5e-16').devices()), jax.default_backend(), os.environ['TPU_WORKER_HOSTNAMES'])"
     )
     assert python(code, TPU_WORKER_HOSTNAMES="10.0.0.1") == "16 cpu 10.0.0.1"  # nothing on stderr: see python()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from configs import families
-from framework.config import ConfigError
-from framework.weights.checked import checked
-from framework.weights.directory import Directory
+from plimsoll.framework import families
+from plimsoll.framework.config import ConfigError
+from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.directory import Directory
 from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, LONG, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from configs import families
-from framework.config import config_for
-from framework.layers.lora import LoRA
-from framework.layout import flatten, unflatten
-from framework.weights.export import export_adapters, export_model
-from framework.weights.source import layer_shape
+from plimsoll.framework import families
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layout import flatten, unflatten
+from plimsoll.framework.weights.export import export_adapters, export_model
+from plimsoll.framework.weights.source import layer_shape
 from tools.peers.families import FAMILIES
 
 # Four query heads, and two key and value heads, with eight elements each.

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import configs
-import framework as pl
-from framework.weights.directory import Directory
-from launch import generate, plan, train
+import plimsoll as pl
+from plimsoll import configs
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.launch import generate, plan, train
 from tests.support.hub import COMMIT, HubServer, Repository, empty_cache, fill_cache, serving
 from tools.peers.families import FAMILIES
 
@@ -165,12 +165,14 @@ def test_a_plan_downloads_no_weights(model: Repository, tmp_path: Path):
     gated = Repository("model", "acme/gated", model.folder, gated=True)
     flags = ("--target=cpu:1", "--estimate", "--json")
     with serving([model, gated]) as server:
-        done = verb(server, tmp_path, "launch.plan", "--config=hf:acme/tiny", *flags, str(tmp_path / "plan.json"))
+        done = verb(
+            server, tmp_path, "plimsoll.launch.plan", "--config=hf:acme/tiny", *flags, str(tmp_path / "plan.json")
+        )
         assert done.returncode == 0, done.stderr
         # config.json has no dtype, so it comes from the header of the weights.
         assert sorted(set(server.downloads)) == [".gitattributes", "config.json", "model.safetensors", *SMALL_NAMES[1:]]
         assert server.sent_bytes < 1_000_000, "of 4 MB"
-        again = verb(server, tmp_path, "launch.configs", "show", "hf:acme/tiny", "--only=dtype")
+        again = verb(server, tmp_path, "plimsoll.launch.configs", "show", "hf:acme/tiny", "--only=dtype")
         assert again.returncode == 0, again.stderr
         assert "model.param_dtype = float32" in again.stdout
         for spec, message in [
@@ -178,11 +180,13 @@ def test_a_plan_downloads_no_weights(model: Repository, tmp_path: Path):
             ("acme/none", f"no model acme/none at {server.url}/acme/none, or it is private"),
             ("acme/tiny@v9", f"{server.url}/acme/tiny has no revision 'v9'"),
         ]:
-            failed = verb(server, tmp_path, "launch.plan", f"--config=hf:{spec}", "--target=cpu:1", "--estimate")
+            failed = verb(
+                server, tmp_path, "plimsoll.launch.plan", f"--config=hf:{spec}", "--target=cpu:1", "--estimate"
+            )
             assert failed.returncode == 2
             assert message in failed.stderr.splitlines()[-1]
             assert "Traceback" not in failed.stderr
-    gone = verb(server, tmp_path, "launch.plan", "--config=hf:acme/other", "--target=cpu:1", "--estimate")
+    gone = verb(server, tmp_path, "plimsoll.launch.plan", "--config=hf:acme/other", "--target=cpu:1", "--estimate")
     assert gone.returncode == 2
     assert f"{server.url} cannot be reached (Connect" in gone.stderr
 
@@ -196,7 +200,7 @@ def test_a_run_on_a_data_set_resumes_without_the_hub(tmp_path: Path):
         lines = "".join(json.dumps({"text": f"document {number} of {name} " * 20}) + "\n" for number in range(count))
         (tmp_path / f"data/{name}.jsonl").write_text(lines)
     data_set = Repository("dataset", "acme/code", tmp_path / "data")
-    flags = ["launch.train", "--config=nanogpt-cpu", "--data=hf://datasets/acme/code"]
+    flags = ["plimsoll.launch.train", "--config=nanogpt-cpu", "--data=hf://datasets/acme/code"]
     flags += ["--config.data.global_batch_size=8"]
     with serving([data_set]) as server:
         for steps in ("2", "4"):

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layers.lora import merge_adapters
-from framework.layers.quantize import quantize
-from framework.layout import flatten
-from framework.weights.export import export_adapters, export_model
+from plimsoll.framework.layers.lora import merge_adapters
+from plimsoll.framework.layers.quantize import quantize
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.weights.export import export_adapters, export_model
 from tests.pretrained.test_pretrained import assert_same_tensors, directory, program, tensors
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}

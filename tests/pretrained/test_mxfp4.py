@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import configs
-from configs import families
-from framework.program.program import Program
-from framework.weights.directory import Directory
-from framework.weights.export import export_model
-from framework.weights.mxfp4 import PackedTensor, decode
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.export import export_model
+from plimsoll.framework.weights.mxfp4 import PackedTensor, decode
 from tools.peers.families import FAMILIES
 from tools.peers.packed import FACTS, packed_tensors
 

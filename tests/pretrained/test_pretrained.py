@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import configs
-from configs import families
-from framework.config import diff
-from framework.layers.lora import merge_adapters
-from framework.layers.quantize import dequantize
-from framework.layout import flatten
-from framework.program.program import Program
-from framework.weights.directory import Directory
-from framework.weights.export import export_adapters, export_model
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.config import diff
+from plimsoll.framework.layers.lora import merge_adapters
+from plimsoll.framework.layers.quantize import dequantize
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.export import export_adapters, export_model
 from tools.peers.families import FAMILIES
 
 

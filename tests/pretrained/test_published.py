@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from configs import families
-from configs.families.facts import Facts, refuse_unread
-from configs.families.published import NAME, published_model, published_models, sources
+from plimsoll.framework import families
+from plimsoll.framework.families.facts import Facts, refuse_unread
+from plimsoll.framework.families.published import NAME, published_model, published_models, sources
 
 MODELS = published_models()
 # Maximum relative difference between the published number and ours, because sources round.

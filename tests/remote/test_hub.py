@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.files import hub
-from framework.files.hub_cache import cache_folder, cached, is_offline
-from framework.files.hub_names import HubRepo, model_named, parse_url
+from plimsoll.framework.files import hub
+from plimsoll.framework.files.hub_cache import cache_folder, cached, is_offline
+from plimsoll.framework.files.hub_names import HubRepo, model_named, parse_url
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 MODEL = HubRepo("model", "acme/tiny")

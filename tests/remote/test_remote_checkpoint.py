@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint import directory as checkpoint_directory
-from framework.checkpoint import objects as checkpoint_objects
-from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe
-from framework.files.remote import connect
+from plimsoll.framework.checkpoint import directory as checkpoint_directory
+from plimsoll.framework.checkpoint import objects as checkpoint_objects
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe
+from plimsoll.framework.files.remote import connect
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int4", "int8", "uint32", "bool", "float16", "complex64"]
@@ -204,7 +204,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
 from jax.sharding import NamedSharding, PartitionSpec
-from framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 mesh = jax.make_mesh((4,), ("x",))
 def place(x, *axes):
     sharding = NamedSharding(mesh, PartitionSpec(*axes))

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.data.files import find
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles, TokenMemmap
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import ByteTokenizer
-from framework.files.remote import connect
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.files import find
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles, TokenMemmap
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.files.remote import connect
 
 
 def upload(path, url):

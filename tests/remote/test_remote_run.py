@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from framework.files.remote import connect
+from plimsoll.framework.files.remote import connect
 from tests.support.runs import ROOT, command, losses, start, write_text
 
 STEPS = ("--config.trainer.max_steps=40", "--config.trainer.save_every=5")

@@ -7,9 +7,9 @@ import threading
 import fsspec
 import pytest
 
-from framework.files import remote
-from framework.files.remote import Mirror, connect, without_secrets
-from framework.files.workdir import Workdir, read_only
+from plimsoll.framework.files import remote
+from plimsoll.framework.files.remote import Mirror, connect, without_secrets
+from plimsoll.framework.files.workdir import Workdir, read_only
 from tests.support.runs import wait_for
 
 OTHER = {"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+0000", "command": "train", "token": "x"}

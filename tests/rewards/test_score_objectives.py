@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy.special import expit, log_softmax
 
-from framework.config import Config, ConfigError, config_for
-from framework.layers.base import Context
-from framework.layers.head import LMHead
-from framework.layers.score_head import ScoreHead
-from framework.objectives.preferences import DPO
-from framework.objectives.rewards import Classification, PairwiseReward
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.objectives.preferences import DPO
+from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
 from tests.support import scored, small
 
 D = 8

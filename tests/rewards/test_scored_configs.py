@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import configs
-from configs import families
-from configs.families import scores
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.families import scores
 from tests.support import small
 
 LLAMA = {

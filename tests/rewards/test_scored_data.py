@@ -9,14 +9,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-import configs
-from framework.config import Config, config_for
-from framework.data.own_data import with_data
-from framework.data.pipeline import DataPipeline
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.scored import LabelledSource, RankedSource, class_names
-from framework.data.sources import TextFiles
-from framework.data.tokenizers import ByteTokenizer
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.data.scored import LabelledSource, RankedSource, class_names
+from plimsoll.framework.data.sources import TextFiles
+from plimsoll.framework.data.tokenizers import ByteTokenizer
 from tests.support import pretrained
 
 SEPARATOR = 256

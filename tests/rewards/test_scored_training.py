@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layout import flatten
+from plimsoll.framework.layout import flatten
 from tests.support import scored, small
 
 MESHES = [{"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 2, "seq": 4}]

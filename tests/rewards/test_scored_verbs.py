@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from launch import evaluate, export, generate, score, train
+from plimsoll import configs
+from plimsoll.launch import evaluate, export, generate, score, train
 from tests.support import pretrained, small
 
 TEXTS = {"code": "def f(x): return x + 1", "prose": "the quick brown fox jumps over a lazy dog"}
@@ -28,8 +28,8 @@ def written(path: Path, *rows: object) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model directory with a small Llama and a tokenizer."""
-    from configs import families
-    from framework.weights.export import export_model
+    from plimsoll.framework import families
+    from plimsoll.framework.weights.export import export_model
 
     folder = tmp_path_factory.mktemp("base") / "model"
     config = small.llama(vocab_size=400)

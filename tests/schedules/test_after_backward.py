@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layers.base import Context
-from framework.layout import flatten
-from framework.learner.rules import Rule
-from framework.program.program import Program
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.layers import Centering
 

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import pytest
 
-from framework.config import Config
-from framework.config.config import Config as StoredConfig
-from framework.layout import flatten
-from framework.program.program import Program
-from framework.schedules.memory import Memory
-from framework.schedules.sections import sections_of
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.config import Config as StoredConfig
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.sections import sections_of
 from tests.support import exact, small
 from tests.support.exact import Case
 

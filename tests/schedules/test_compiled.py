@@ -3,13 +3,13 @@
 import jax
 import pytest
 
-from configs import load
-from framework.config import config_for
-from framework.layers.lora import LoRA
-from framework.plan import hlo, targets
-from framework.plan.plan import Report, plan
-from framework.program.program import Program
-from launch.cli import apply_overrides
+from plimsoll.configs import load
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.plan import hlo, targets
+from plimsoll.framework.plan.plan import Report, plan
+from plimsoll.framework.program.program import Program
+from plimsoll.launch.cli import apply_overrides
 from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, ROUNDED, STREAMED
 
 TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.attention.num_heads": 2,

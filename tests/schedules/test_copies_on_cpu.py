@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-import configs
-from framework.plan import hlo
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework.plan import hlo
+from plimsoll.framework.program.program import Program
 
 LAYERS = 11  # no other dimension of the model has this size
 

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.program.program import Program
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.program.program import Program
 from tests.support import exact, runs, small
 from tests.support.exact import Case
 
@@ -113,7 +113,7 @@ def curve(case: Case, clips: bool) -> list[float]:
     with TemporaryDirectory() as folder:
         flags = [f"--workdir={folder}/run", *(f"--config.{path}={value}" for path, value in fields.items())]
         environment = {**os.environ, "XLA_FLAGS": runs.xla_flags()}
-        command = [sys.executable, "-m", "launch.train", "--config=stdlib-tiny", *flags]
+        command = [sys.executable, "-m", "plimsoll", "train", "--config=stdlib-tiny", *flags]
         done = subprocess.run(command, cwd=small.ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return list(runs.losses(Path(folder) / "run").values())

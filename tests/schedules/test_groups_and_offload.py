@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layers import remat
-from framework.plan.suggest import closed_form
-from framework.plan.targets import resolve
+from plimsoll.framework.layers import remat
+from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 import pytest
 
-from framework import layout
-from framework.config import Config, config_for
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
-from framework.layers.lora import LoRA
-from framework.learner.rules import Rule
+from plimsoll.framework import layout
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.learner.rules import Rule
 from tests.support import small
 
 EVERYTHING = dict.fromkeys(("parameters", "activations", "optimizer_state"), "pinned_host")

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from framework.config import Config, config_for
-from framework.layers.lora import LoRA
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layers.lora import LoRA
 from tests.support import small
 
 LATER = ("in_backward", "layer_programs")

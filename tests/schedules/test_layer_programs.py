@@ -10,14 +10,14 @@ from unittest import mock
 import jax
 import pytest
 
-from framework import layout
-from framework.config import Config
-from framework.layers.base import BATCH_AXES
-from framework.plan import guard
-from framework.schedules.layerwise import programs
-from framework.schedules.layerwise.keeping import Keeping
-from framework.schedules.layerwise.result_specs import ResultSpecs
-from framework.schedules.unit import UnitResiduals
+from plimsoll.framework import layout
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.plan import guard
+from plimsoll.framework.schedules.layerwise import programs
+from plimsoll.framework.schedules.layerwise.keeping import Keeping
+from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
+from plimsoll.framework.schedules.unit import UnitResiduals
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import Case
@@ -296,7 +296,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(
 @pytest.mark.pairs
 def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     """The bytes by group add up to the peak, and the FLOPs equal those of the step in one program."""
-    from framework.plan import plan, targets
+    from plimsoll.framework.plan import plan, targets
 
     target = targets.resolve("cpu-1")
     layers = plan.plan("small", deep(4, HOSTED), target, None)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from framework.config import config_for
-from framework.layers import remat
-from framework.learner.rules import Rule
-from framework.schedules.memory import Memory
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers import remat
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.schedules.memory import Memory
 from tests.support import small
 
 

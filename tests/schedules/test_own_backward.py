@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import Config, config_for
-from framework.learner.rules import Rule
-from framework.schedules import division
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.schedules import division
 from tests.support import small
 
 HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layout import flatten
-from framework.program.layerwise import Layerwise
-from framework.program.program import Program
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.program import Program
 from tests.support import exact
 from tests.support.exact import Case
 

@@ -5,11 +5,11 @@ import numpy as np
 import optax
 import pytest
 
-from configs.parts import mixture
-from framework.config import config_for
-from framework.layers.experts.gating import ClampedSwiGLU
-from framework.layers.linear import Linear
-from framework.layers.mlp import MLP
+from plimsoll.framework.config import config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.mlp import MLP
 from tests.support import small
 
 MODELS = {

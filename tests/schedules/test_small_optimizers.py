@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from framework.config import config_for
-from framework.optimizers.named import OPTIMIZERS
+from plimsoll.framework.config import config_for
+from plimsoll.framework.optimizers.named import OPTIMIZERS
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact
 from tests.support.exact import Case

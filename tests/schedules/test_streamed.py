@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import Config, config_for
-from framework.layout import flatten
-from framework.learner.rules import Rule
-from framework.schedules import streamed
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.schedules import streamed
 from tests.support import small
 
 OPTIMIZERS = {

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from framework.plan import hlo, targets
-from framework.plan.hlo.collectives import collectives
-from framework.plan.hlo.host import transfer
-from framework.plan.hlo.walk import executed
-from framework.program.program import Program
+from plimsoll.framework.plan import hlo, targets
+from plimsoll.framework.plan.hlo.collectives import collectives
+from plimsoll.framework.plan.hlo.host import transfer
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.program.program import Program
 from tests.schedules.test_compiled import resolved
 
 LAYERS, DIM, HIDDEN, CHIPS = 4, 256, 1024, 8

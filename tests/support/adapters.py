@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import framework as pl
+import plimsoll as pl
 
 # For float64, relative to the largest element of the expected array.
 TOLERANCE = 1e-12

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from framework.data.tokenizers import ByteTokenizer
-from framework.inference.chat import Chat, TranscriptForm
-from framework.inference.sampling import Sampling
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.inference.chat import Chat, TranscriptForm
+from plimsoll.framework.inference.sampling import Sampling
 
 # Repeated without end as the answer to the question "long", so that a test has to interrupt it.
 LONG = "many words "
@@ -61,8 +61,8 @@ if __name__ == "__main__":
     import fcntl
     import termios
 
-    from framework.terminal import interrupts
-    from launch.chat_lines import Session, talk
+    from plimsoll.framework.terminal import interrupts
+    from plimsoll.launch.chat_lines import Session, talk
 
     # Ctrl-C reaches only processes whose controlling terminal this is.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

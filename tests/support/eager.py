@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import framework as pl
-from framework.optimizers.adalomo import adalomo
+import plimsoll as pl
+from plimsoll.framework.optimizers.adalomo import adalomo
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),

@@ -22,18 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from configs.parts import mixture
-from framework import layout
-from framework.config import Config, config_for
-from framework.layers.base import Context
-from framework.layers.stack import Stack
-from framework.layout import flatten
-from framework.optimizers import named
-from framework.optimizers.partition import PartitionedGradientTransformation
-from framework.optimizers.rounding import fold, fold_name
-from framework.program.layerwise import Layerwise
-from framework.program.program import Program
-from framework.schedules import division
+from plimsoll.framework import layout
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.optimizers import named
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
+from plimsoll.framework.optimizers.rounding import fold, fold_name
+from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules import division
 from tests.support import small
 from tests.support.latent import with_latents
 from tests.support.layers import Recurrent, Twins

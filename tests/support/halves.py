@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from framework.companions.reference import Reference
-from framework.config import Config, config_for
-from framework.data.batches import RowSet, Shapes
-from framework.data.packing import Batch
-from framework.data.pipeline import DataPipeline
-from framework.layers.head import LMHead
-from framework.layers.lora import LoRA
-from framework.layers.norm import LayerNorm
-from framework.objectives.preferences import DPO
+from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.batches import RowSet, Shapes
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.norm import LayerNorm
+from plimsoll.framework.objectives.preferences import DPO
 from tests.support.tiny import tiny
 
 

@@ -1,10 +1,10 @@
 """A tiny model with latent attention: two dense layers, then MoE layers with expert groups."""
 
-from configs.parts import mixture
-from framework.config import Config, config_for
-from framework.layers.latent_attention import LatentAttention
-from framework.layers.mlp import MLP
-from framework.layers.stack import Stack
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.latent_attention import LatentAttention
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.stack import Stack
 from tests.support import small
 
 

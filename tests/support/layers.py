@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from framework.config import config_for
-from framework.layers.base import Context, Layer, Out
-from framework.layers.linear import Linear
-from framework.layout import Nested, ParameterSpec, TensorSpec
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec
 
 
 class Centering(Layer):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from framework.config import Config, config_for
-from framework.data.packing import Batch
-from framework.objectives.preferences import DPO, IPO, ORPO, SimPO
-from framework.objectives.thumbs import KTO
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.objectives.preferences import DPO, IPO, ORPO, SimPO
+from plimsoll.framework.objectives.thumbs import KTO
 from tools.peers.preference_rows import Answered, batch_of
 
 # Our objectives by name. The name's first word selects the plain formula, which reads the config's fields.

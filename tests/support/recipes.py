@@ -107,7 +107,7 @@ def run_here(recipe: Recipe) -> None:
         program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
         if program == "plimsoll":
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                code = importlib.import_module(f"launch.{words[0]}").main(words[1:])
+                code = importlib.import_module(f"plimsoll.launch.{words[0]}").main(words[1:])
         else:
             program = sys.executable if program == "python" else program
             code = subprocess.run([program, *words], check=False).returncode

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import optax
 
-from configs.parts import llama_model
-from framework.companions.rollouts import Rollouts
-from framework.config import Config, config_for
-from framework.data.prompts import Arithmetic, Prompts
-from framework.data.tokenizers import ByteTokenizer
-from framework.devices.mesh import MeshShape
-from framework.learner.learner import Learner
-from framework.objectives.policy_gradient import GRPO
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.framework.companions.rollouts import Rollouts
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.prompts import Arithmetic, Prompts
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.policy_gradient import GRPO
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 from tests.support.tiny import CACHE
 
 REWARD = f"{__file__}:high_bytes"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.train import main
+from plimsoll.launch.train import main
 
 CONFIG = str(Path(__file__).parent / "tiny.py")
 LONG = ("--config.trainer.max_steps=120", "--config.trainer.save_every=20")
@@ -35,7 +35,7 @@ def train(workdir: Path | str, *flags: str, config: str = "tiny", file: str = CO
     return main([f"--config={file}:{config}", f"--workdir={workdir}", *flags])
 
 
-TRAIN = ("-m", "launch.train")
+TRAIN = ("-m", "plimsoll", "train")
 
 
 def command(

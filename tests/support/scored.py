@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import Config, config_for
-from framework.data.scored import LabelledSource, RankedSource
-from framework.layers.lora import LoRA
-from framework.layers.score_head import ScoreHead
-from framework.objectives.rewards import Classification, PairwiseReward
-from framework.program.program import Program
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
+from plimsoll.framework.program.program import Program
 from tests.support import small
 
 CLASSES = ["a", "b", "c"]

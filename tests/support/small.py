@@ -7,20 +7,20 @@ import jax
 import numpy as np
 import optax
 
-from configs.parts import gpt2_model, llama_model
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.data.tokenizers import NoTokenizer
-from framework.devices.mesh import MeshShape
-from framework.layout import flatten
-from framework.learner.learner import Learner
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.schedules.after_backward import accumulated_gradients
-from framework.schedules.memory import Memory
-from framework.schedules.step import training_context
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import gpt2_model, llama_model
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.step import training_context
 
 VOCAB = 64
 ROOT = Path(__file__).parents[2]

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from configs.parts import gpt2_model
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TextFiles
-from framework.data.tokenizers import ByteTokenizer
-from framework.devices.mesh import MeshShape
-from framework.layers.base import Context, Out
-from framework.layers.head import LMHead
-from framework.layers.norm import LayerNorm
-from framework.learner.learner import Learner
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TextFiles
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.families.decoders import gpt2_model
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.norm import LayerNorm
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
 
 POISON, SPIKE = 1, 2
 CACHE = str(Path(__file__).parents[2] / ".cache" / "xla")

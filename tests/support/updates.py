@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from framework.layout import ParameterSpec, flatten
-from framework.learner.learner import Learner
-from framework.learner.units import Decision
+from plimsoll.framework.layout import ParameterSpec, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Decision
 
 LAYERS = 3
 Trees = list[Any]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.devices import compile_times
-from framework.terminal import phases
-from framework.terminal.phase_views import Lines
+from plimsoll.framework.devices import compile_times
+from plimsoll.framework.terminal import phases
+from plimsoll.framework.terminal.phase_views import Lines
 
 
 @pytest.fixture

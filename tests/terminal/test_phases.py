@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from framework.terminal import phases
-from framework.terminal.board import Board, FirstWords, Phase, View
-from framework.terminal.phase_views import Lines, Spinner, human_seconds, shown_on_terminal
+from plimsoll.framework.terminal import phases
+from plimsoll.framework.terminal.board import Board, FirstWords, Phase, View
+from plimsoll.framework.terminal.phase_views import Lines, Spinner, human_seconds, shown_on_terminal
 
 
 class Clock:

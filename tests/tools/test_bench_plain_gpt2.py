@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from framework.layout import flatten
-from framework.program.program import Program
-from launch.cli import Parser
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
+from plimsoll.launch.cli import Parser
 from tools.bench import plain_gpt2
 from tools.bench.contestants import PlainJax, Torch, overrides
 from tools.bench.sizes import LEARNING_RATE, WEIGHT_DECAY, Batches, Size, write_tokens

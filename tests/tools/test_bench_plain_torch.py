@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from framework.layout import flatten
-from framework.program.program import Program
-from launch.cli import Parser
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.program.program import Program
+from plimsoll.launch.cli import Parser
 from tools.bench.contestants import missing, overrides
 from tools.bench.sizes import Batches, Size, write_tokens
 

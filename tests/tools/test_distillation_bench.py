@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from framework.layout import flatten
+from plimsoll import configs
+from plimsoll.framework.layout import flatten
 from tools.bench import distillation
 
 

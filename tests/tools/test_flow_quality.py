@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data.images import DigitsSource
-from launch import train
+from plimsoll.framework.data.images import DigitsSource
+from plimsoll.launch import train
 from tests.support import runs
 from tools.bench import flow_quality
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from framework.run import canary
-from framework.schedules.memory import Memory
+from plimsoll.framework.run import canary
+from plimsoll.framework.schedules.memory import Memory
 from tests.support.small import ROOT
 from tools.bench import gpu, gpu_rows
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.devices.accelerators import spec_for
-from framework.plan.hlo import Module
-from framework.plan.step_time.count import Part
-from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, read
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.plan.hlo import Module
+from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, Kernel, read
 from tools.bench import gpu_program, step_programs
 from tools.bench.step_programs import About, CompiledStep
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from framework.metrics.memory import MemoryInUse
+from plimsoll.framework.metrics.memory import MemoryInUse
 from tests.support.small import ROOT
 from tools import memory_vs_depth
 from tools.depth_configs import LANGUAGE
@@ -152,7 +152,7 @@ def test_the_devices_own_peak_is_known_where_it_rises(monkeypatch: pytest.Monkey
     Programs run in order of the memory they need, and only those that raise the peak have a measured peak.
     """
     seen = iter([30, 30, 50, 70])
-    monkeypatch.setattr("framework.metrics.memory.memory_in_use", lambda _: MemoryInUse(0, next(seen), 0, 0))
+    monkeypatch.setattr("plimsoll.framework.metrics.memory.memory_in_use", lambda _: MemoryInUse(0, next(seen), 0, 0))
     program = SimpleNamespace(
         mesh=jax.sharding.Mesh(jax.devices()[:1], "x"),
         put=lambda batch: batch,

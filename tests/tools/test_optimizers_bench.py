@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from framework.program.program import Program
+from plimsoll.framework.program.program import Program
 from tests.support import runs
 from tools.bench import optimizers
 from tools.bench.optimizer_rows import ROWS, build

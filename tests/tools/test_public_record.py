@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from configs.families.published import published_models
+from plimsoll.framework.families.published import published_models
 from tools.bench import record_page, record_results
 from tools.bench.public_record import PublicFact, main, read_record
 from tools.bench.record_settings import NotPlannedError, nearest_setting

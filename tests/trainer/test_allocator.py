@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource
 import sys
-from framework.devices.allocator import keep_freed_memory
+from plimsoll.framework.devices.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     print(keep_freed_memory())
 def pages():

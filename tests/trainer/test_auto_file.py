@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from framework.config import Config
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.settings import Setting, fixed_paths, with_settings
-from framework.run.load_line import FILE, read_choice
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.auto.settings import Setting, fixed_paths, with_settings
+from plimsoll.framework.run.load_line import FILE, read_choice
 from tests.support import small
 
 

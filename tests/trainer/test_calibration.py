@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from configs import load
-from framework.config import Config, config_for
-from framework.layout import flatten
-from framework.learner.rules import Rule
-from framework.models.flow import Flow
-from framework.program.program import Program
-from framework.schedules.step import training_context
+from plimsoll.configs import load
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.models.flow import Flow
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.step import training_context
 
 FILE = Path(__file__).parents[1] / "support/tiny_images.py"
 

@@ -8,17 +8,17 @@ from unittest import mock
 import jax
 import pytest
 
-from configs import load
-from framework import layout
-from framework.config import config_for
-from framework.devices.executables import use_compilation_cache
-from framework.layers import remat
-from framework.layout import StateLayout
-from framework.learner.rules import Rule
-from framework.program.program import Program
-from framework.run import canary
-from framework.schedules import piece_loop
-from framework.schedules.memory import Memory
+from plimsoll.configs import load
+from plimsoll.framework import layout
+from plimsoll.framework.config import config_for
+from plimsoll.framework.devices.executables import use_compilation_cache
+from plimsoll.framework.layers import remat
+from plimsoll.framework.layout import StateLayout
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run import canary
+from plimsoll.framework.schedules import piece_loop
+from plimsoll.framework.schedules.memory import Memory
 from tests.support import small
 from tests.support.runs import train
 from tests.support.tiny import CACHE

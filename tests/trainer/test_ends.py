@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from framework.run import hooks
-from framework.run.run import Run
+from plimsoll.framework.run import hooks
+from plimsoll.framework.run.run import Run
 from tests.support.runs import CONFIG, losses, rows, train
 
 STEPS = ("--config.trainer.max_steps=4", "--config.trainer.save_every=2", "--config.trainer.eval_every=2")
@@ -89,8 +89,8 @@ def test_a_run_whose_saves_all_failed_starts_again(
 
 OWN_HOOK = """
 from pathlib import Path
-from framework.config import config_for
-from framework.run.hooks import Hook
+from plimsoll.framework.config import config_for
+from plimsoll.framework.run.hooks import Hook
 from tests.support.tiny import tiny
 
 class Fails(Hook):

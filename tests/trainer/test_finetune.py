@@ -9,20 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.train import main
+from plimsoll.launch.train import main
 from tests.support import pretrained, runs
 
 CONFIG = """
-from configs.parts import adamw, llama_model
-from framework.config import config_for
-from framework.data.chats import ChatSource
-from framework.data.pipeline import DataPipeline
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.program.experiment import Experiment
-from framework.layers.lora import LoRA
-from framework.learner.learner import Learner
-from framework.schedules.memory import Memory
-from framework.program.options import TrainerOptions
+from plimsoll.configs.parts import adamw
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.chats import ChatSource
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.program.options import TrainerOptions
 
 
 def chat():

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.run import start as run_start
-from framework.run.run import Run
+from plimsoll.framework.run import start as run_start
+from plimsoll.framework.run.run import Run
 from tests.support.runs import rows, train, write_text
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.train import main
+from plimsoll.launch.train import main
 from tests.support.runs import ROOT, rows, write_text
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
-FILES = '{"$class": "framework.data.sources.TextFiles", "paths": ["text/train.txt"]}'
+FILES = '{"$class": "plimsoll.TextFiles", "paths": ["text/train.txt"]}'
 SMALL = [
     "--config.model.dim=16",
     "--config.model.stack.num_layers=1",
@@ -18,7 +18,7 @@ SMALL = [
     "--config.model.vocab_size=257",
     "--config.data.seq_len=32",
     "--config.data.global_batch_size=8",
-    '--config.data.tokenizer={"$class": "framework.data.tokenizers.ByteTokenizer"}',
+    '--config.data.tokenizer={"$class": "plimsoll.ByteTokenizer"}',
     f"--config.data.source={FILES}",
     "--config.data.validation={}",
     "--config.trainer.sample_tokens=0",
@@ -48,8 +48,8 @@ def test_the_hook_of_the_docs_runs_as_it_is_written(capsys: pytest.CaptureFixtur
 def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str]):
     Path("noisy.py").write_text(
         "import configs\n"
-        "from framework.config import config_for\n"
-        "from framework.run.hooks import Hook\n"
+        "from plimsoll.framework.config import config_for\n"
+        "from plimsoll.framework.run.hooks import Hook\n"
         "class Noisy(Hook):\n"
         "    def __init__(self, *, name: str):\n"
         "        self.name = name\n"
@@ -73,8 +73,8 @@ def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str])
 
 
 def test_what_is_no_hook_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]):
-    hooks = '--config.trainer.hooks=[{"$class": "framework.data.tokenizers.ByteTokenizer"}]'
+    hooks = '--config.trainer.hooks=[{"$class": "plimsoll.ByteTokenizer"}]'
     assert main(["--config=nanogpt-cpu", *SMALL, hooks]) == 2
-    expected = "trainer.hooks.0: expected a subclass of framework.run.hooks.Hook, given ByteTokenizer"
+    expected = "trainer.hooks.0: expected a subclass of plimsoll.framework.run.hooks.Hook, given ByteTokenizer"
     assert expected in capsys.readouterr().err
     assert not Path("run").exists()

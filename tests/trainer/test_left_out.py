@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framework.data.order import BatchOrder
-from framework.data.pipeline import DataPipeline
-from framework.program.program import Program
-from framework.run.hooks import Hook
-from framework.run.run import Run
-from framework.run.trainer import Trainer
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run.hooks import Hook
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.run.trainer import Trainer
 from tests.support.runs import losses, train, write_text
 from tests.support.tiny import POISON
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import pytest
 
-from configs import load
-from framework.inference.generation import Generator
-from framework.layout import flatten
-from framework.metrics.memory import live_array_bytes
-from framework.program.program import Program
-from framework.run import hooks
-from framework.run.run import Run
+from plimsoll.configs import load
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.metrics.memory import live_array_bytes
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run import hooks
+from plimsoll.framework.run.run import Run
 from tests.support.runs import CONFIG, rows, start, train
 
 SLACK = 1 << 20
@@ -150,7 +150,7 @@ def test_a_lost_donation_is_noticed(
         return jit(function, **options)
 
     probe = Probe(monkeypatch, before)
-    monkeypatch.setattr("framework.program.execution.jax.jit", without_donation)
+    monkeypatch.setattr("plimsoll.framework.program.execution.jax.jit", without_donation)
     held: list[Any] = []
 
     def hold(self: hooks.Hook, run: Run, number: int) -> None:

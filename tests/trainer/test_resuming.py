@@ -6,9 +6,9 @@ from pathlib import Path
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.data.order import BatchOrder
-from framework.run import resuming
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.run import resuming
 from tests.support.runs import losses, train
 from tests.support.tiny import tiny
 
@@ -33,8 +33,8 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     capsys.readouterr()
     with monkeypatch.context() as patch:
         # These are refused before anything is compiled.
-        patch.setattr("framework.run.canary.check", pytest.fail)
-        patch.setattr("framework.plan.guard.need", pytest.fail)
+        patch.setattr("plimsoll.framework.run.canary.check", pytest.fail)
+        patch.setattr("plimsoll.framework.plan.guard.need", pytest.fail)
         for flags, message in {
             ("--config.model.stack.num_layers=4",): "has another config.model.stack.num_layers: 2 -> 4, another",
             ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",

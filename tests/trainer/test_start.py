@@ -8,19 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-import configs
-from framework.learner import reaches
-from framework.program.ahead import Ahead, evaluation_of
-from framework.program.program import Program
-from framework.program.whole import Whole
-from framework.run.compile_ahead import begin_evaluation, begin_first_values
+from plimsoll import configs
+from plimsoll.framework.learner import reaches
+from plimsoll.framework.program.ahead import Ahead, evaluation_of
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.whole import Whole
+from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_first_values
 
 # Libraries that are slow to import and that no start needs before its first step.
 LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")
 
 
 def test_the_command_imports_no_library_that_only_later_steps_need() -> None:
-    code = f"import sys, launch.train; print([name for name in {LATE} if name in sys.modules])"
+    code = f"import sys, plimsoll.launch.train; print([name for name in {LATE} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import configs
-from framework.data.tokenizers import ByteTokenizer
-from framework.program.experiment import Experiment
-from framework.run.run import Run
+from plimsoll import configs
+from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.run.run import Run
 from tests.support.runs import CONFIG, LONG, losses, output, rows, start, train, wait_for
 
 

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.integrity import checksums
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.integrity import checksums
 
 LEAF_SHAPE = (16, 1024, 1024)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from framework.plan import targets
+from plimsoll.framework.plan import targets
 
 _PREVIOUS_NORM = {"memory.update": "in_backward", "learner.clip_mode": "previous_norm"}
 _HOSTED_STATE = {"memory.optimizer_state": "pinned_host"}
@@ -61,9 +61,9 @@ def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tupl
     """Return (seconds of compiling, seconds including tracing and setup, number of programs) of a config's step."""
     import jax
 
-    import configs
-    from framework.plan.rehearsal import compile_step
-    from framework.program.program import Program
+    from plimsoll import configs
+    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.program.program import Program
 
     config = configs.load(name)
     for path, value in fields.items():

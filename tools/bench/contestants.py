@@ -187,9 +187,9 @@ def overrides(size: Size, tokens: Path) -> list[str]:
         "model.vocab_size": size.vocab,
         "model.param_dtype": "float32",
         "model.compute_dtype": "float32",
-        "data.source": "framework.data.sources.TokenMemmap",
+        "data.source": "plimsoll.TokenMemmap",
         "data.source.path": tokens,
-        "data.tokenizer": "framework.data.tokenizers.NoTokenizer",
+        "data.tokenizer": "plimsoll.NoTokenizer",
         "data.tokenizer.vocab_size": size.vocab,
         "data.validation": "{}",
         "data.seq_len": size.seq_len,
@@ -215,11 +215,11 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
     """Run `plimsoll train` with an extra hook, first in the list, that runs steps when the driver asks for them."""
     import jax
 
-    from framework.run import training
-    from framework.run.hooks import Hook
-    from framework.run.run import Run
-    from framework.run.trainer import Trainer
-    from launch.train import main
+    from plimsoll.framework.run import training
+    from plimsoll.framework.run.hooks import Hook
+    from plimsoll.framework.run.run import Run
+    from plimsoll.framework.run.trainer import Trainer
+    from plimsoll.launch.train import main
 
     class Gate(Hook):
         """Ends turns between steps, after all pending computation is done."""

@@ -17,9 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import configs
-from framework.metrics.jsonl import read_metrics
-from framework.terminal.tables import Section, render
+from plimsoll import configs
+from plimsoll.framework.metrics.jsonl import read_metrics
+from plimsoll.framework.terminal.tables import Section, render
 
 TEACHER, ALONE, DISTILLED = "distil-tiny-teacher", "distil-tiny-alone", "distil-tiny"
 TOP_K = 32

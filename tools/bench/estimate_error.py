@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import configs
-from framework.plan import targets
-from framework.plan.estimate import estimate
-from framework.terminal.tables import human_bytes
+from plimsoll import configs
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.estimate import estimate
+from plimsoll.framework.terminal.tables import human_bytes
 
 # The estimate was developed against other pairs, which docs/benchmarks/estimate_error.md lists.
 PAIRS = """
@@ -58,7 +58,7 @@ def compiled(pair: str) -> dict[str, Any]:
     name, target, *settings = pair.split()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
-        command = [sys.executable, "-m", "launch.plan", f"--config={name}", f"--target={target}", "--step_only"]
+        command = [sys.executable, "-m", "plimsoll", "plan", f"--config={name}", f"--target={target}", "--step_only"]
         command += [f"--json={file}", *(f"--config.{setting}" for setting in settings)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():

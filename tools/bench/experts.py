@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.parts import mixture
-from framework.config import config_for
-from framework.layers.base import Context, Layer
-from framework.layers.mlp import MLP
+from plimsoll.framework.config import config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.mlp import MLP
 
 BATCH = 8
 

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from framework.metrics.jsonl import read_metrics
-from framework.terminal.tables import Section, render
+from plimsoll.framework.metrics.jsonl import read_metrics
+from plimsoll.framework.terminal.tables import Section, render
 
 DENSE, MIXTURE = "stdlib-tiny", "moe-tiny"
 _BITS = "eval/stdlib/bits_per_byte"

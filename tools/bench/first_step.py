@@ -40,7 +40,7 @@ def first_step_seconds(size: Size, tokens: Path, cache: Path, environment: dict[
         with open(log, "w") as out:
             start = time.perf_counter()
             process = subprocess.Popen(
-                [sys.executable, "-m", "launch.train", *arguments],
+                [sys.executable, "-m", "plimsoll", "train", *arguments],
                 cwd=ROOT,
                 env={**os.environ, **environment},
                 stdout=out,

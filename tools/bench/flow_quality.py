@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from framework.terminal.tables import Section, render
-from launch import cli, weights
+from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.launch import cli, weights
 
 
 def nearest_neighbour(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     if args.draws < 1:
         raise cli.UsageError(f"--draws={args.draws}: expected at least 1")
 
-    from framework.inference.images import Images
+    from plimsoll.framework.inference.images import Images
 
     loaded = weights.load(args, overrides, text=False)
     images, data = Images(loaded.program, loaded.state, averaged=loaded.averaged), loaded.experiment.data

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-import framework as pl
-from framework.optimizers.adalomo import adalomo
-from framework.plan import targets
+import plimsoll as pl
+from plimsoll.framework.optimizers.adalomo import adalomo
+from plimsoll.framework.plan import targets
 from tools.bench.hand_llama import Llama
 
 LLAMA2_7B = Llama(layers=32, dim=4096, heads=32, hidden=11008, vocab=32000, dtype=jnp.bfloat16)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import framework as pl
+import plimsoll as pl
 from tools.bench.hand_llama import Llama
 from tools.bench.ratios import ratio
 from tools.bench.turns import rotate

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.terminal.tables import human_bytes
 
 Row = dict[str, Any]
 PARTS = ("exact", "memory", "link", "speed", "largest", "torch")

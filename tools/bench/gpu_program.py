@@ -18,11 +18,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-from framework.devices.accelerators import spec_for
-from framework.plan.naming import place
-from framework.plan.step_time.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
-from framework.terminal.tables import Section, human_bytes, render
-from launch import cli
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.plan.naming import place
+from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
+from plimsoll.framework.terminal.tables import Section, human_bytes, render
+from plimsoll.launch import cli
 from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
 from tools.bench.tpu_figures import source_line
 

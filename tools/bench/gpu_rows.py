@@ -22,19 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import configs
-from framework import layout
-from framework.config import Config, config_for
-from framework.data.sources import StdlibSource
-from framework.devices.accelerators import machine_memory_bytes, spec_for
-from framework.metrics.memory import memory_in_use
-from framework.metrics.throughput import MetricsBuffer, Throughput
-from framework.plan import guard
-from framework.plan.targets import resolve
-from framework.program.program import Program
-from framework.run import canary, mistakes
-from framework.schedules.memory import Memory
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework import layout
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.sources import StdlibSource
+from plimsoll.framework.devices.accelerators import machine_memory_bytes, spec_for
+from plimsoll.framework.metrics.memory import memory_in_use
+from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
+from plimsoll.framework.plan import guard
+from plimsoll.framework.plan.targets import resolve
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.run import canary, mistakes
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.launch import cli
 from tools.bench.contestants import Torch, missing
 from tools.bench.sizes import SIZES, write_tokens
 

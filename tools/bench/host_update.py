@@ -20,12 +20,12 @@ import optax
 from jax.experimental.compute_on import compute_on
 from jax.sharding import SingleDeviceSharding
 
-from framework.devices.executables import HostBytes
-from framework.layout import ParameterSpec
-from framework.optimizers.offload import offload_optimizer
-from framework.plan import targets
-from framework.plan.compiled import compile_for
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.layout import ParameterSpec
+from plimsoll.framework.optimizers.offload import offload_optimizer
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.terminal.tables import human_bytes
 from tools.bench.ratios import ratio
 
 ADAMW = optax.adamw(1e-3, weight_decay=0.1)

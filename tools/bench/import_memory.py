@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-import configs
-from configs import families
-from framework.program.program import Program
+from plimsoll import configs
+from plimsoll.framework import families
+from plimsoll.framework.program.program import Program
 from tools.bench.turns import ROOT
 
 DIM, HIDDEN, VOCAB, SHARDS = 2048, 5504, 32000, 4

@@ -18,19 +18,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import load
-from framework.config import Config
-from framework.plan import targets
-from framework.plan.auto.answer import MEMORY, Answer, answer
-from framework.plan.auto.choice import Machine
-from framework.plan.auto.settings import Setting, fixed_paths, flags
-from framework.plan.auto.stored import Question
-from framework.plan.cache import versions
-from framework.plan.largest.family import Family
-from framework.plan.largest.frontier import Point, Search
-from framework.plan.targets import Target
-from framework.terminal.tables import human_bytes, human_count, human_duration
-from launch.cli import apply_overrides
+from plimsoll.configs import load
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.auto.answer import MEMORY, Answer, answer
+from plimsoll.framework.plan.auto.choice import Machine
+from plimsoll.framework.plan.auto.settings import Setting, fixed_paths, flags
+from plimsoll.framework.plan.auto.stored import Question
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.largest.family import Family
+from plimsoll.framework.plan.largest.frontier import Point, Search
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import human_bytes, human_count, human_duration
+from plimsoll.launch.cli import apply_overrides
 
 GIB = 1 << 30
 _CONFIG = "llama3-8b"

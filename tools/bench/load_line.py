@@ -23,20 +23,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import load
-from framework.config import Config
-from framework.plan import targets
-from framework.plan.auto.answer import MEMORY, answer
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.room import Candidate
-from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting
-from framework.plan.auto.space import placed
-from framework.plan.auto.stored import CompiledBytes, Question
-from framework.plan.targets import Target
-from framework.terminal.tables import human_bytes, human_duration
-from launch.cli import apply_overrides
-from launch.plan_parts import start_cpus
+from plimsoll.configs import load
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.auto.answer import MEMORY, answer
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.room import Candidate
+from plimsoll.framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting
+from plimsoll.framework.plan.auto.space import placed
+from plimsoll.framework.plan.auto.stored import CompiledBytes, Question
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import human_bytes, human_duration
+from plimsoll.launch.cli import apply_overrides
+from plimsoll.launch.plan_parts import start_cpus
 from tools.bench.load_line_page import page_of
 
 GIB = 1 << 30

@@ -23,16 +23,16 @@ import jax
 import numpy as np
 from scipy import stats
 
-from configs import load
-from framework.config import Config
-from framework.plan import targets
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.search import AS_FAST
-from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting, with_settings
-from framework.plan.cache import versions
-from framework.program.program import Program
-from framework.terminal.tables import human_duration
-from launch.cli import apply_overrides
+from plimsoll.configs import load
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.search import AS_FAST
+from plimsoll.framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting, with_settings
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import human_duration
+from plimsoll.launch.cli import apply_overrides
 
 _BEST = 5
 _SLOWER = 1.25

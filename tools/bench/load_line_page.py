@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from framework.plan.auto.settings import Setting, flags
-from framework.plan.cache import versions
-from framework.terminal.tables import human_bytes, human_duration
+from plimsoll.framework.plan.auto.settings import Setting, flags
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.terminal.tables import human_bytes, human_duration
 
 _HEAD = """# Autotuning on eight pairs
 

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from framework.config import config_for
-from framework.layers.base import Context, Layer, Out
-from framework.layers.embedding import Embedding
-from framework.layers.head import LMHead
-from framework.layers.linear import Linear
-from framework.layers.lora import LoRA, LoRALinear
-from framework.layers.norm import LayerNorm, RMSNorm
-from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, flatten, unflatten
-from framework.learner.learner import Learner
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.embedding import Embedding
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.lora import LoRA, LoRALinear
+from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, ParameterSpec, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
 
 LENGTH, DIM, VOCAB = 256, 64, 512
 COMMON = 3  # the token that makes up a tenth of all tokens

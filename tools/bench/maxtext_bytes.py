@@ -5,7 +5,7 @@
 
 The arguments are fields of MaxText's config; compile_topology is the target. The step is compiled twice: by MaxText's
 own train_compile in a separate process that imports nothing of Plimsoll (tools/bench/maxtext_step.py), and through
-`framework.plan_function` (tools/bench/maxtext_function.py). Exits with 1 if a figure differs by more than 0.1%. Needs
+`pl.plan_function` (tools/bench/maxtext_function.py). Exits with 1 if a figure differs by more than 0.1%. Needs
 an environment in which both MaxText and Plimsoll are installed.
 """
 
@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import framework
-from launch import cli
+import plimsoll as pl
+from plimsoll.launch import cli
 from tools.bench import maxtext_function
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     os.environ.update(maxtext_function.ENVIRONMENT, MAXTEXT=" ".join(argv))
     compiled = _compile_with_maxtext()
     function, arguments, options = maxtext_function.step()
-    report = framework.plan_function(function, arguments, topologies[-1], **options).report
+    report = pl.plan_function(function, arguments, topologies[-1], **options).report
     rows = []
     differences = []
     for figure, key in _FIGURES.items():

@@ -49,7 +49,7 @@ def command() -> list[str]:
 
 
 def step() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return MaxText's step, its abstract arguments, and the options of `framework.plan_function`."""
+    """Return MaxText's step, its abstract arguments, and the options of `pl.plan_function`."""
     # Installed in MaxText's environment, but not necessarily in this one.
     from flax.linen import partitioning  # pyright: ignore[reportMissingImports]
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]

@@ -46,7 +46,7 @@ LAYERS = {"memory.update": "layer_programs"}
 AT_ONCE = {"memory.gradients": "none"}
 EIGHT = {"memory.parameters": "pinned_host:8", "memory.activations": "pinned_host"}
 LORA = {
-    "model.lora": "framework.layers.lora.LoRA",
+    "model.lora": "plimsoll.LoRA",
     "model.lora.rank": "64",
     "model.lora.targets": ".*",
     **IN_BACKWARD,
@@ -101,7 +101,7 @@ def measure(row: Row) -> dict[str, Any] | str:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "report.json")
         done = subprocess.run(
-            [sys.executable, "-m", "launch.plan", *command(row), f"--json={file}"],
+            [sys.executable, "-m", "plimsoll", "plan", *command(row), f"--json={file}"],
             cwd=ROOT,
             capture_output=True,
             text=True,

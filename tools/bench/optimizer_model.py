@@ -5,9 +5,9 @@ Named configs change, but a row that is added later needs the same model, data a
 
 from __future__ import annotations
 
-import configs
-from configs.parts import llama_model
-from framework.config import Config
+from plimsoll import configs
+from plimsoll.framework.config import Config
+from plimsoll.framework.families.decoders import llama_model
 
 
 def one_million() -> Config:

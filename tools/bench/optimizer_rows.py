@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import optax
 
-import configs
-from framework.config import Config, config_for
+from plimsoll import configs
+from plimsoll.framework.config import Config, config_for
 
 WARMUP, END = 0.1, 0.1  # fraction of the steps; fraction of the peak rate
 BATCH = 4  # sequences of 256 tokens
@@ -52,7 +52,7 @@ _BF16 = {"learner__moment_dtype": "bfloat16"}
 _ADAM = (2e-3, 5e-3, 1.25e-2)
 _RELATIVE = (0.03, 0.1, 0.3)  # rates of steps that are relative to the size of the weights, which is 0.02 at first
 _LION = (2e-4, 5e-4, 1.25e-3)
-_TABLES = """[{"$class": "framework.learner.rules.Rule", "pattern": "^embed|norm",
+_TABLES = """[{"$class": "plimsoll.Rule", "pattern": "^embed|norm",
     "set": {"learning_rate.peak_value": 0.0125, "learning_rate.end_value": 0.00125}}]"""
 ROWS = {
     "adamw": _row("AdamW", "adamw", _ADAM, b2="0.95"),

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import numpy as np
 
-import configs
-from framework.devices.executables import use_compilation_cache
-from framework.layout import StateLayout
-from framework.program.program import Program
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework.devices.executables import use_compilation_cache
+from plimsoll.framework.layout import StateLayout
+from plimsoll.framework.program.program import Program
+from plimsoll.launch import cli
 from tools.bench.optimizer_rows import MODEL, ROWS, Row, build
 from tools.bench.ratios import ratio
 

@@ -53,11 +53,11 @@ def measure(fields: list[str]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    import configs
-    from framework.metrics.memory import memory_in_use, rss_bytes
-    from framework.plan.plan import plan
-    from framework.plan.targets import resolve
-    from framework.program.program import Program
+    from plimsoll import configs
+    from plimsoll.framework.metrics.memory import memory_in_use, rss_bytes
+    from plimsoll.framework.plan.plan import plan
+    from plimsoll.framework.plan.targets import resolve
+    from plimsoll.framework.program.program import Program
 
     config = configs.load("gpt2-124m")
     for field in fields:

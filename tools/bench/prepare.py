@@ -27,10 +27,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.data.encoding import by_workers, usable_cores
-from framework.data.sources import JsonLines, StdlibSource
-from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import BPETokenizer, Tokenizer
+from plimsoll.framework.data.encoding import by_workers, usable_cores
+from plimsoll.framework.data.sources import JsonLines, StdlibSource
+from plimsoll.framework.data.tokenize import write_tokens
+from plimsoll.framework.data.tokenizers import BPETokenizer, Tokenizer
 
 
 def write_corpus(file: Path, megabytes: float) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-import configs
+from plimsoll import configs
 from tools.bench.maxtext_function import ENVIRONMENT
 from tools.bench.public_record import PublicFact
 from tools.bench.record_results import PlannedFact, read_results, report_of, write_results
@@ -53,7 +53,7 @@ def _plan_fact(number: int, fact: PublicFact, python: Path, folder: Path) -> Pla
     root = Path(__file__).parents[2]
     words = [f"--function={_FUNCTION.relative_to(root)}:step", f"--target={setting.target}"]
     environment = os.environ | ENVIRONMENT | {"MAXTEXT": fields, "PYTHONPATH": str(root)}
-    report = report_of([str(python), "-m", "launch.plan", *words], folder, env=environment, cwd=root)
+    report = report_of([str(python), "-m", "plimsoll", "plan", *words], folder, env=environment, cwd=root)
     seconds = (report["time"] or {}).get("seconds")
     tokens_per_second = None
     flops_per_second = None

@@ -18,7 +18,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from launch import cli
+from plimsoll.launch import cli
 from tools.bench import record_maxtext, record_page
 from tools.bench.public_record import PublicFact, read_record
 from tools.bench.record_results import RESULTS, PlannedFact, read_results, report_of, write_results
@@ -36,7 +36,7 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
     if setting.device_memory_gib is not None:
         words.append(f"--device_memory_gib={setting.device_memory_gib}")
     flags = ["--step_only", "--verdict_only", *(["--estimate"] if estimate else [])]
-    report = report_of([sys.executable, "-m", "launch.plan", *words, *flags], folder)
+    report = report_of([sys.executable, "-m", "plimsoll", "plan", *words, *flags], folder)
     tokens_per_second = (report.get("time") or {}).get("tokens_per_second")
     flops_per_second = None
     if tokens_per_second is not None:

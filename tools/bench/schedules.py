@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-import configs
-from framework.plan.guard import need
-from framework.program.program import Program
-from framework.terminal.tables import human_bytes
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework.plan.guard import need
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import human_bytes
+from plimsoll.launch import cli
 from tools.bench.ratios import ratio
 
 HOST = {"memory.optimizer_state": "pinned_host"}

@@ -40,10 +40,10 @@ DEFAULT_CONFIGS = ("nanogpt-cpu", "stdlib-tiny")
 KINDS = ("cold", "cached")
 # Verbs that do not need an earlier run; tools.bench.silence covers all verbs.
 FIRST_CHARACTERS = {
-    "train": ["launch.train", "--config=nanogpt-cpu"],
-    "plan": ["launch.plan", "--config=nanogpt-cpu", "--target=cpu:1"],
-    "prepare": ["launch.prepare", "--config=nanogpt-cpu"],
-    "configs": ["launch.configs", "list"],
+    "train": ["plimsoll.launch.train", "--config=nanogpt-cpu"],
+    "plan": ["plimsoll.launch.plan", "--config=nanogpt-cpu", "--target=cpu:1"],
+    "prepare": ["plimsoll.launch.prepare", "--config=nanogpt-cpu"],
+    "configs": ["plimsoll", "configs", "list"],
 }
 
 # Activities of the main thread, in the order of the table.
@@ -167,7 +167,7 @@ def train_with_sampler(report: Path, arguments: list[str]) -> int:
     workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
     sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
     sampler.start()
-    from launch import train  # imported first, as `plimsoll train` does
+    from plimsoll.launch import train  # imported first, as `plimsoll train` does
 
     # isort: split
     import jax.monitoring

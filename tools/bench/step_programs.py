@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import configs
-from framework.devices.accelerators import AcceleratorSpec
-from framework.plan import targets
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.count import Part
-from launch.cli import Command, UsageError, prepare_jax
+from plimsoll import configs
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.launch.cli import Command, UsageError, prepare_jax
 
 if TYPE_CHECKING:
-    from framework.plan.compiled import Compiled
-    from framework.plan.targets import Target
+    from plimsoll.framework.plan.compiled import Compiled
+    from plimsoll.framework.plan.targets import Target
 
 META = "meta.json"
 
@@ -139,10 +139,10 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
         UsageError: the compiler refused the program.
         ValueError: config and target do not fit each other.
     """
-    from framework.plan.cache import versions
-    from framework.plan.jaxprs import flops_of_calls
-    from framework.plan.rehearsal import compile_step
-    from framework.program.program import Program
+    from plimsoll.framework.plan.cache import versions
+    from plimsoll.framework.plan.jaxprs import flops_of_calls
+    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.program.program import Program
 
     config, lines = command.resolve(target.name)
     program = Program(config.instantiate(), target.devices())

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from framework.plan.cache import versions
-from framework.plan.calibration import store
-from framework.terminal.tables import Section, render
-from launch import cli
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.calibration import store
+from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.launch import cli
 
 _SMALL = "--config=nanogpt-cpu"
 _TEXT = "--config=stdlib-tiny"
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 def estimate_step_time(words: Sequence[str], folder: Path) -> float:
     """Return the planned seconds of a step."""
     path = folder / "plan.json"
-    _run("launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
+    _run("plimsoll.launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
     return json.loads(path.read_text())["time"]["seconds"]
 
 
@@ -75,7 +75,7 @@ def measure_step_time(words: Sequence[str], estimate: float, seconds: float, fol
     window = max(2, round(seconds / _WINDOWS / estimate))
     workdir = folder / "run"
     _run(
-        "launch.train",
+        "plimsoll.launch.train",
         *words,
         f"--workdir={workdir}",
         f"--config.trainer.max_steps={window * (_WINDOWS + 1)}",

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from framework.plan import targets
+from plimsoll.framework.plan import targets
 
 # Config, target, tokens per chip and step, and fields of the config.
 SETTINGS = """
@@ -38,7 +38,7 @@ def planned(setting: str) -> dict[str, Any]:
     config, target, _, *fields = setting.split()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
-        command = [sys.executable, "-m", "launch.plan", f"--config={config}", f"--target={target}", "--step_only"]
+        command = [sys.executable, "-m", "plimsoll", "plan", f"--config={config}", f"--target={target}", "--step_only"]
         command += [f"--json={file}", *(f"--config.{field}" for field in fields)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():

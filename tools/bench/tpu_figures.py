@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.plan.hlo.host import DIRECTIONS, Direction
-from framework.plan.hlo.source import SourceLine
-from framework.plan.naming import place
-from framework.plan.step_time.categories import THIN
-from framework.plan.step_time.count import StepCount
-from framework.plan.step_time.operations import Operation
+from plimsoll.framework.plan.hlo.host import DIRECTIONS, Direction
+from plimsoll.framework.plan.hlo.source import SourceLine
+from plimsoll.framework.plan.naming import place
+from plimsoll.framework.plan.step_time.categories import THIN
+from plimsoll.framework.plan.step_time.count import StepCount
+from plimsoll.framework.plan.step_time.operations import Operation
 from tools.bench.step_programs import About
 
 MODES = ("sync", "fused", "async")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from framework.plan.hlo.collectives import Collective
-from framework.plan.naming import place
-from framework.plan.step_time.categories import THIN
-from framework.plan.step_time.count import StepCount
-from framework.plan.step_time.operations import Operation
-from framework.plan.step_time.rates import (
+from plimsoll.framework.plan.hlo.collectives import Collective
+from plimsoll.framework.plan.naming import place
+from plimsoll.framework.plan.step_time.categories import THIN
+from plimsoll.framework.plan.step_time.count import StepCount
+from plimsoll.framework.plan.step_time.operations import Operation
+from plimsoll.framework.plan.step_time.rates import (
     ATTENTION_FULL_HEAD,
     ATTENTION_OF_PEAK,
     CAUSAL_SHARE,
@@ -18,7 +18,7 @@ from framework.plan.step_time.rates import (
     VMEM_BYTES_PER_CYCLE,
     Rates,
 )
-from framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.terminal.tables import Section, human_bytes
 from tools.bench.step_programs import About
 from tools.bench.tpu_figures import MODES, Counted, Sums, figures, groups, host_figures, received
 

@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from framework.devices.accelerators import spec_for
-from framework.files.workdir import writing
-from framework.plan.step_time import Rates, count
-from framework.plan.step_time.categories import Category
-from framework.terminal.tables import render
-from launch import cli
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.plan.step_time import Rates, count
+from plimsoll.framework.plan.step_time.categories import Category
+from plimsoll.framework.terminal.tables import render
+from plimsoll.launch import cli
 from tools.bench import tpu_tables
 from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
 from tools.bench.tpu_figures import Counted, as_json

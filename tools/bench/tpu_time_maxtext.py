@@ -19,14 +19,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import configs
-from framework.plan import buffers, targets
-from framework.plan.hlo import Module
-from framework.plan.step_time import Rates
-from framework.plan.step_time.count import Part
-from framework.plan.targets import Target
-from framework.terminal.tables import render
-from launch import cli
+from plimsoll import configs
+from plimsoll.framework.plan import buffers, targets
+from plimsoll.framework.plan.hlo import Module
+from plimsoll.framework.plan.step_time import Rates
+from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import render
+from plimsoll.launch import cli
 from tools.bench import tpu_tables
 from tools.bench.maxtext_function import ENVIRONMENT
 from tools.bench.step_programs import About, CompiledStep, load, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 
-from framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.exit_codes import ExitCode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,9 @@ FILES = {
     "own_layer.py": '''\
 import jax.numpy as jnp
 
-import framework as pl
-from framework.config import config_for
-from framework.layers.norm import RMSNorm
+import plimsoll as pl
+from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.norm import RMSNorm
 
 
 class ClippedNorm(RMSNorm):
@@ -68,7 +68,7 @@ def clipped():
     return config
 ''',
     "first.py": """\
-import framework as pl
+import plimsoll as pl
 
 config = pl.load_config("nanogpt-cpu", {"trainer.max_steps": 20})
 print(pl.plan(config, target="cpu:1"))

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import config_for
-from framework.objectives.distillation import Distillation, TokenInputs, distillation_loss
+from plimsoll.framework.config import config_for
+from plimsoll.framework.objectives.distillation import Distillation, TokenInputs, distillation_loss
 from tools.peers.recording import TUNING
 
 FILE = TUNING / "distillation.npz"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from configs.families import described, family_of
-from framework.config import Config
-from framework.weights import family
-from framework.weights.source import Source
+from plimsoll.framework.config import Config
+from plimsoll.framework.families import described, family_of
+from plimsoll.framework.weights import family
+from plimsoll.framework.weights.source import Source
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32

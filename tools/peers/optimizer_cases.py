@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import optax
 
-from framework.layout import ParameterSpec
-from framework.optimizers.adalomo import adalomo
-from framework.optimizers.adam_mini import adam_mini
-from framework.optimizers.quantized import adamw8bit
+from plimsoll.framework.layout import ParameterSpec
+from plimsoll.framework.optimizers.adalomo import adalomo
+from plimsoll.framework.optimizers.adam_mini import adam_mini
+from plimsoll.framework.optimizers.quantized import adamw8bit
 
 Tensors = dict[str, np.ndarray]
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "optimizers" / "recorded"

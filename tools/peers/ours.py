@@ -9,23 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from configs.families.facts import Facts
-from configs.families.llama import rope
-from framework.config import Config, config_for
-from framework.data.packing import Batch
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.data.tokenizers import NoTokenizer
-from framework.layers.base import Context
-from framework.layers.rotary import Rotary
-from framework.layout import Nested, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.models.causal_lm import CausalLM
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.schedules.after_backward import accumulated_gradients
-from framework.schedules.step import training_context
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import rope
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.step import training_context
 from tools.peers.families import BATCH, SEQ_LEN, VOCAB, Family
 from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, Results, Tensors
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from configs.families import family_of
-from framework.weights.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS, SCALES
-from framework.weights.source import layer_shape
+from plimsoll.framework.families import family_of
+from plimsoll.framework.weights.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS, SCALES
+from plimsoll.framework.weights.source import layer_shape
 from tools.peers.families import FAMILIES
 from tools.peers.recording import Tensors
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import Config, config_for
-from framework.data.packing import Batch
-from framework.objectives.policy_gradient import GRPO
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.objectives.policy_gradient import GRPO
 from tools.peers.families import Family
 from tools.peers.recording import TUNING, Tensors
 
@@ -101,8 +101,8 @@ class Samples:
 
     def batch(self, advantages_B: np.ndarray, spreads_B: np.ndarray) -> Batch:
         """Return the arrays of a step."""
-        from framework.companions.answers import rows_of_answers
-        from framework.inference.rollout import Answers
+        from plimsoll.framework.companions.answers import rows_of_answers
+        from plimsoll.framework.inference.rollout import Answers
 
         counts_B = np.asarray([len(answer) for answer in self.answers], np.int32)
         tokens_BA = np.zeros((BATCH, ANSWER), np.int32)

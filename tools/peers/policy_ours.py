@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from framework.companions.answers import advantages
-from framework.layout import Nested, flatten
-from framework.program.program import Program
+from plimsoll.framework.companions.answers import advantages
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.program.program import Program
 from tools.peers import ours
 from tools.peers.policy_cases import BATCH, GROUP, MODEL, SEQ_LEN, VOCAB, Case, PolicyResults, Samples
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import Config, config_for
-from framework.objectives.preferences import DPO, IPO, ORPO, SimPO
-from framework.objectives.thumbs import KTO
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.objectives.preferences import DPO, IPO, ORPO, SimPO
+from plimsoll.framework.objectives.thumbs import KTO
 from tools.peers.families import Family
 
 VOCAB = 48

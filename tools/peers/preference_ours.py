@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import optax
 
-from framework.config import Config, config_for
-from framework.data.packing import Batch
-from framework.devices.mesh import MeshShape
-from framework.layout import Nested, flatten
-from framework.learner.learner import Learner
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.schedules.after_backward import accumulated_gradients
-from framework.schedules.step import training_context
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.devices.mesh import MeshShape
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.step import training_context
 from tools.peers import ours
 from tools.peers.preference_cases import (
     BATCH,

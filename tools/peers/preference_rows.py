@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.batches import Pipeline, Shapes
-from framework.data.packing import Batch
-from framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.data.batches import Pipeline, Shapes
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.tokenizers import NoTokenizer
 from tools.peers.preference_cases import Pair, Thumb
 
 

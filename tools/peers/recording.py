@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from framework.data.packing import Batch, pack
+from plimsoll.framework.data.packing import Batch, pack
 from tools.peers.families import BATCH, SEQ_LEN, VOCAB
 
 Tensors = dict[str, np.ndarray]

@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from configs.families import scores
-from framework.config import config_for
-from framework.data.packing import Batch
-from framework.data.pipeline import DataPipeline
-from framework.data.scored import LabelledSource, RankedSource
-from framework.data.tokenizers import NoTokenizer
-from framework.layout import Nested, flatten
-from framework.learner.learner import Learner
-from framework.objectives.rewards import Classification, PairwiseReward
-from framework.program.experiment import Experiment
-from framework.program.options import TrainerOptions
-from framework.program.program import Program
-from framework.schedules.after_backward import accumulated_gradients
-from framework.schedules.step import training_context
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.families import scores
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.step import training_context
 from tools.peers.families import FAMILIES, SEQ_LEN, VOCAB, Family
 from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, TRAINING_STEPS, WEIGHT_DECAY, Tensors
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from configs.families import scores
-from framework.layout import flatten
+from plimsoll.framework.families import scores
+from plimsoll.framework.layout import flatten
 from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, Family
 from tools.peers.ours import to_ours
 from tools.peers.recording import (

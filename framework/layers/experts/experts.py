@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
-from framework.layers.experts import capacity as capacities
-from framework.layers.experts.biases import add_biases, experts_of_rows
-from framework.layers.experts.grouped import (
+from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
+from plimsoll.framework.layers.experts import capacity as capacities
+from plimsoll.framework.layers.experts.biases import add_biases, experts_of_rows
+from plimsoll.framework.layers.experts.grouped import (
     Implementation,
     check_platform,
     choose_implementation,
@@ -30,12 +30,12 @@ from framework.layers.experts.grouped import (
     multiply_stored,
     with_spare_rows,
 )
-from framework.layers.experts.groups import collect, dispatch, group
-from framework.layers.experts.scores import Choice
-from framework.layers.experts.stored import StoredMatrix, dense_experts
-from framework.layers.keeping import keeping_inputs
-from framework.layers.mlp import ACTIVATIONS
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.layers.experts.groups import collect, dispatch, group
+from plimsoll.framework.layers.experts.scores import Choice
+from plimsoll.framework.layers.experts.stored import StoredMatrix, dense_experts
+from plimsoll.framework.layers.keeping import keeping_inputs
+from plimsoll.framework.layers.mlp import ACTIVATIONS
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 @component
@@ -49,7 +49,7 @@ class Experts(Layer):
         num_experts: E, the number of experts; set by the parent.
         top_k: K, the number of experts per token; set by the parent.
         hidden: F, the inner width of each expert.
-        activation, gated: see `framework.layers.mlp.MLP`.
+        activation, gated: see `plimsoll.MLP`.
         gating: config of how the gate and `up` are combined, e.g. `config_for(ClampedSwiGLU)`; None means act(gate) *
             up. It has its own activation, so `activation` stays "silu".
         bias: whether each expert's projections have biases, initially zero.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import PositiveFloat, component
+from plimsoll.framework.config import PositiveFloat, component
 
 
 @component

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layers.experts import grouped_gpu, grouped_tpu
-from framework.layers.experts.stored import dense_experts
-from framework.layers.products import dense_cotangent
+from plimsoll.framework.layers.experts import grouped_gpu, grouped_tpu
+from plimsoll.framework.layers.experts.stored import dense_experts
+from plimsoll.framework.layers.products import dense_cotangent
 
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
 Chosen = Literal["megablox", "triton", "blocks", "ragged"]

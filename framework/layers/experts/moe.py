@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out, check_axis
-from framework.layers.experts.experts import Experts
-from framework.layers.experts.router import Router
-from framework.layers.mlp import MLP
-from framework.layout import Nested
+from plimsoll.framework.config import Config, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer, Out, check_axis
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layout import Nested
 
 
 @component

@@ -8,11 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer
-from framework.layers.experts import scores
-from framework.layers.experts.scores import Choice, GroupLimit, GroupScore, Scope, Score
-from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
+from plimsoll.framework.config import (
+    Config,
+    FiniteNonNegative,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    component,
+    config_for,
+)
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.experts import scores
+from plimsoll.framework.layers.experts.scores import Choice, GroupLimit, GroupScore, Scope, Score
+from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
 
 
 @dataclass(frozen=True)

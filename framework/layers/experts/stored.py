@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from framework.layers.quantize import Storage, dequantize, quantized_specs
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.layers.quantize import Storage, dequantize, quantized_specs
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 class Multiply(Protocol):

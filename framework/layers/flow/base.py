@@ -3,7 +3,7 @@
 A flow maps an image x to a latent z of the same size; log p(x) = log p(z) + log |det dz/dx|. The carry between layers
 is {"x": [B, H, W, C], "log_det": [B], "log_prior": [B]}, float32. A layer adds the logarithm of its Jacobian's
 determinant to log_det; log_prior accumulates the log-density of what leaves the flow early
-(framework.layers.flow.ends.Split).
+(plimsoll.Split).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context, Layer, Out, prepare_own
-from framework.layers.reversible import Reversible
-from framework.layout import Nested, fold_in_name
+from plimsoll.framework.layers.base import Context, Layer, Out, prepare_own
+from plimsoll.framework.layers.reversible import Reversible
+from plimsoll.framework.layout import Nested, fold_in_name
 
 # x [B, H, W, C], log_det [B] and log_prior [B], float32 or wider.
 Carry = dict[str, jax.Array]

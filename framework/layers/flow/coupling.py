@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer
-from framework.layers.flow.base import Bijection, Carry, sum_each
-from framework.layers.flow.nets import ConvNet
-from framework.layout import Nested
+from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.flow.base import Bijection, Carry, sum_each
+from plimsoll.framework.layers.flow.nets import ConvNet
+from plimsoll.framework.layout import Nested
 
 
 @component

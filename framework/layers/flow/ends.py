@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, PositiveInt, component
-from framework.layers.base import BATCH_AXES, Context, Layer, Out
-from framework.layers.flow.base import Carry, Invertible, log_normal, row_keys, sum_each, wide
-from framework.layers.flow.nets import Conv
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import Fraction, PositiveInt, component
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
+from plimsoll.framework.layers.flow.base import Carry, Invertible, log_normal, row_keys, sum_each, wide
+from plimsoll.framework.layers.flow.nets import Conv
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 
 @component

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import PositiveInt, Seed, component
-from framework.layers.base import Context
-from framework.layers.flow.base import Bijection
-from framework.layout import Nested, ParameterSpec
+from plimsoll.framework.config import PositiveInt, Seed, component
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.flow.base import Bijection
+from plimsoll.framework.layout import Nested, ParameterSpec
 
 # Lower bound on a channel's standard deviation: a channel that is constant in the first batch would otherwise be
 # scaled without bound.

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, Fraction, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer
-from framework.layers.linear import Linear
-from framework.layers.mlp import MLP
-from framework.layers.norm import RMSNorm
-from framework.layout import Nested, ParameterSpec, nearest_divisors
+from plimsoll.framework.config import Config, Fraction, PositiveInt, component, config_for
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
 
 
 @component

@@ -11,11 +11,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, PositiveFloat, PositiveInt, component
-from framework.layers.base import Context, Layer
-from framework.layers.flow.base import Invertible, row_keys, sum_each, wide
-from framework.layers.flow.nets import Conv, convolve, with_coordinates
-from framework.layout import Nested, fold_in_name
+from plimsoll.framework.config import Fraction, PositiveFloat, PositiveInt, component
+from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.flow.base import Invertible, row_keys, sum_each, wide
+from plimsoll.framework.layers.flow.nets import Conv, convolve, with_coordinates
+from plimsoll.framework.layout import Nested, fold_in_name
 
 # The state of a loop.
 Arrays3 = tuple[jax.Array, jax.Array, jax.Array]

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 
 import optax
 
-from framework.config import Config, ConfigError, config_for, did_you_mean, schema_of, target_of
-from framework.optimizers.quantized import adamw8bit
-from framework.plan.auto.settings import Setting, Settings, setting
+from plimsoll.framework.config import Config, ConfigError, config_for, did_you_mean, schema_of, target_of
+from plimsoll.framework.optimizers.quantized import adamw8bit
+from plimsoll.framework.plan.auto.settings import Setting, Settings, setting
 
 MASTER = "learner.master_dtype"
 MOMENTS = "learner.moment_dtype"

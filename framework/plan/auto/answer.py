@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.plan.auto import batch, stored
-from framework.plan.auto.choice import Choice
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.confirm import Compiler, confirmed
-from framework.plan.auto.stored import CompiledBytes, Question
-from framework.plan.plan import Made
-from framework.plan.targets import Target
-from framework.terminal import interrupts
+from plimsoll.framework.plan.auto import batch, stored
+from plimsoll.framework.plan.auto.choice import Choice
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.confirm import Compiler, confirmed
+from plimsoll.framework.plan.auto.stored import CompiledBytes, Question
+from plimsoll.framework.plan.plan import Made
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal import interrupts
 
 MEMORY = "memory"
 BATCH_MODE = "batch"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from framework.layers.base import batch_shards
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.room import Candidate
-from framework.plan.auto.settings import ACCUMULATE, BATCH, SEARCHED, Settings, changed, setting, value_of
-from framework.program.experiment import Experiment
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.room import Candidate
+from plimsoll.framework.plan.auto.settings import ACCUMULATE, BATCH, SEARCHED, Settings, changed, setting, value_of
+from plimsoll.framework.program.experiment import Experiment
 
 # All fields but the number of microbatches are fixed.
 FIXED = frozenset(SEARCHED) - {ACCUMULATE}

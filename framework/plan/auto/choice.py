@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from framework.plan.auto.settings import Setting, Settings, flags
-from framework.plan.targets import Target
-from framework.terminal.tables import Section, human_bytes, human_duration
+from plimsoll.framework.plan.auto.settings import Setting, Settings, flags
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import Section, human_bytes, human_duration
 
 
 class Neighbor(NamedTuple):

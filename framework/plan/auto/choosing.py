@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from framework.config import Config
-from framework.plan.auto import allow, explain
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.closed_forms import ClosedForms
-from framework.plan.auto.room import HOST_ASIDE, Candidate, Limits, Room
-from framework.plan.auto.search import AS_FAST, Search
-from framework.plan.auto.settings import Settings
-from framework.plan.auto.space import Space
-from framework.plan.targets import Target
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.auto import allow, explain
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.auto.closed_forms import ClosedForms
+from plimsoll.framework.plan.auto.room import HOST_ASIDE, Candidate, Limits, Room
+from plimsoll.framework.plan.auto.search import AS_FAST, Search
+from plimsoll.framework.plan.auto.settings import Settings
+from plimsoll.framework.plan.auto.space import Space
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.tables import human_bytes
 
 # Maximum number of steps to a better neighbor after the search, which does not look at all of them.
 _STEPS = 4

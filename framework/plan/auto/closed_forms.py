@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
-from framework.config import Config
-from framework.layers.base import batch_shards
-from framework.plan.auto.settings import Settings, with_settings
-from framework.plan.estimate import estimate
-from framework.plan.local_step import trace
-from framework.plan.plan import closed_time
-from framework.plan.sectioned import Sectioned
-from framework.plan.suggest import check, state_bytes
-from framework.plan.targets import Target
-from framework.program.experiment import Experiment
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.plan.auto.settings import Settings, with_settings
+from plimsoll.framework.plan.estimate import estimate
+from plimsoll.framework.plan.local_step import trace
+from plimsoll.framework.plan.plan import closed_time
+from plimsoll.framework.plan.sectioned import Sectioned
+from plimsoll.framework.plan.suggest import check, state_bytes
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
 
 
 class Cost(NamedTuple):

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import jax
 
-from framework.plan.auto.choosing import Chooser
-from framework.plan.auto.room import Candidate
-from framework.plan.auto.search import AS_FAST
-from framework.plan.auto.settings import Settings
-from framework.plan.auto.stored import CompiledBytes
-from framework.plan.plan import Made
-from framework.plan.rehearsal import compile_step
-from framework.plan.targets import Target
-from framework.program.program import Program
+from plimsoll.framework.plan.auto.choosing import Chooser
+from plimsoll.framework.plan.auto.room import Candidate
+from plimsoll.framework.plan.auto.search import AS_FAST
+from plimsoll.framework.plan.auto.settings import Settings
+from plimsoll.framework.plan.auto.stored import CompiledBytes
+from plimsoll.framework.plan.plan import Made
+from plimsoll.framework.plan.rehearsal import compile_step
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.program import Program
 
 # Maximum number of programs to compile if none fits, and if one does.
 _MOST_COMPILED = 5

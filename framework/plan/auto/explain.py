@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.layers.remat import spans
-from framework.plan.auto.choice import Neighbor
-from framework.plan.auto.closed_forms import ClosedForms, Cost
-from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import (
+from plimsoll.framework.layers.remat import spans
+from plimsoll.framework.plan.auto.choice import Neighbor
+from plimsoll.framework.plan.auto.closed_forms import ClosedForms, Cost
+from plimsoll.framework.plan.auto.room import Candidate, Room
+from plimsoll.framework.plan.auto.settings import (
     ACCUMULATE,
     DEVICE,
     HOST,
@@ -21,8 +21,8 @@ from framework.plan.auto.settings import (
     changed,
     setting,
 )
-from framework.plan.auto.space import Space
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.plan.auto.space import Space
+from plimsoll.framework.terminal.tables import human_bytes
 
 _MOST_MESHES = 4
 _MORE = 1.005

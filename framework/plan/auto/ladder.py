@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from framework.plan.auto.closed_forms import Cost
-from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import HOST, PLACES, Settings, ordered, setting
-from framework.plan.auto.space import Level, Space, placed
+from plimsoll.framework.plan.auto.closed_forms import Cost
+from plimsoll.framework.plan.auto.room import Candidate, Room
+from plimsoll.framework.plan.auto.settings import HOST, PLACES, Settings, ordered, setting
+from plimsoll.framework.plan.auto.space import Level, Space, placed
 
 # Maximum number of tries with one more unit. Peaks are nearly linear in the number of layers, so one is usually enough.
 _CORRECTIONS = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from framework.plan.auto.closed_forms import ClosedForms
-from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import REMAT, Setting, changed, setting
-from framework.plan.auto.space import Space
+from plimsoll.framework.plan.auto.closed_forms import ClosedForms
+from plimsoll.framework.plan.auto.room import Candidate, Room
+from plimsoll.framework.plan.auto.settings import REMAT, Setting, changed, setting
+from plimsoll.framework.plan.auto.space import Space
 
 
 class Mixtures:

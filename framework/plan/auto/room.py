@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from framework.plan.auto.closed_forms import Cost
-from framework.plan.auto.settings import REMAT, UPDATE, Settings, value_of
-from framework.plan.targets import Target
+from plimsoll.framework.plan.auto.closed_forms import Cost
+from plimsoll.framework.plan.auto.settings import REMAT, UPDATE, Settings, value_of
+from plimsoll.framework.plan.targets import Target
 
 # Fractions of the limit: the most that the result may use, and what the estimate aims at.
 MOST_USED = 0.98

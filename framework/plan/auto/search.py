@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from framework.plan.auto.closed_forms import ClosedForms, Cost
-from framework.plan.auto.ladder import Ladder
-from framework.plan.auto.mixtures import Mixtures
-from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import (
+from plimsoll.framework.plan.auto.closed_forms import ClosedForms, Cost
+from plimsoll.framework.plan.auto.ladder import Ladder
+from plimsoll.framework.plan.auto.mixtures import Mixtures
+from plimsoll.framework.plan.auto.room import Candidate, Room
+from plimsoll.framework.plan.auto.settings import (
     ACCUMULATE,
     CLIP_MODE,
     REMAT,
@@ -27,8 +27,8 @@ from framework.plan.auto.settings import (
     setting,
     value_of,
 )
-from framework.plan.auto.space import Space
-from framework.plan.step_time.rates import PCIE_REACHED
+from plimsoll.framework.plan.auto.space import Space
+from plimsoll.framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings within this factor count as equally fast; among those, the ones that change less win.
 AS_FAST = 1.01

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from framework.config import Config, diff, schema_of
-from framework.config.texts import as_text
+from plimsoll.framework.config import Config, diff, schema_of
+from plimsoll.framework.config.texts import as_text
 
 # The tuned fields, in the order in which they are printed.
 MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from framework.config import Config
-from framework.layers.base import batch_shards
-from framework.layers.experts.moe import MoE
-from framework.layers.stack import Stack
-from framework.models.causal_lm import CausalLM
-from framework.plan.auto.settings import (
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.auto.settings import (
     ACCUMULATE,
     CLIP_MODE,
     GRADIENTS,
@@ -28,8 +28,8 @@ from framework.plan.auto.settings import (
     Settings,
     setting,
 )
-from framework.plan.targets import Target
-from framework.program.experiment import Experiment
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
 
 # Minimum number of positions per device when sequences are sharded.
 _LEAST_POSITIONS = 512

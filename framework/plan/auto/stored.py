@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.config import Config
-from framework.plan import cache
-from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.settings import Setting, Settings, flags
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import cache
+from plimsoll.framework.plan.auto.choice import Choice, Machine
+from plimsoll.framework.plan.auto.settings import Setting, Settings, flags
 
 
 class Question(NamedTuple):

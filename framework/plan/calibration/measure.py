@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.devices.accelerators import AcceleratorSpec, spec_for
-from framework.devices.allocator import keep_freed_memory
-from framework.plan.cache import versions
-from framework.plan.calibration.rates import Curve, DeviceRates, Kind, Points
-from framework.plan.calibration.workloads import Workload, workloads
-from framework.terminal.phases import phase
+from plimsoll.framework.devices.accelerators import AcceleratorSpec, spec_for
+from plimsoll.framework.devices.allocator import keep_freed_memory
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.calibration.rates import Curve, DeviceRates, Kind, Points
+from plimsoll.framework.plan.calibration.workloads import Workload, workloads
+from plimsoll.framework.terminal.phases import phase
 
 # A measurement takes at least this many seconds, and the shortest of the repeats counts: other load on the machine can
 # only add time.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
 
 Kind = Literal[
     # Matrix products, by the FLOPs of one product.

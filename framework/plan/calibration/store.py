@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from framework.plan.cache import rates_folder
-from framework.plan.calibration.rates import Curve, DeviceRates
+from plimsoll.framework.plan.cache import rates_folder
+from plimsoll.framework.plan.calibration.rates import Curve, DeviceRates
 
 
 def path_of(device: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.plan.calibration.rates import Kind
+from plimsoll.framework.plan.calibration.rates import Kind
 
 # Sides of square matrix products: from one attention head to a layer of a large model.
 _SIDES = (32, 64, 128, 256, 512, 1024)

@@ -12,8 +12,8 @@ collectives.py  bytes that a chip receives from other chips
 host.py         transfers between device and host memory
 """
 
-from framework.plan.hlo.arrays import Array, arrays
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.arrays import Array, arrays
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 __all__ = ["Array", "Instruction", "Module", "arrays"]

@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.walk import executed
 
 KINDS = (
     "all-gather",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.source import SourceLine, Sources
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.source import SourceLine, Sources
 
 NAMES = re.compile(r"%([\w.\-<>]+)")
 # The groups are ROOT, name, type, opcode, operands (which may contain one level of brackets) and attributes.

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.plan.grouped_work import grouped_flops
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.grouped_work import grouped_flops
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 PRODUCTS = ("convolution", "dot")
 _FLOATS = ("bf16", "f16", "f32")

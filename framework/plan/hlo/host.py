@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from framework.plan.hlo.arrays import HOST, Placed, bytes_in, placed
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.arrays import HOST, Placed, bytes_in, placed
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 Direction = Literal["to host", "from host"]
 DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")

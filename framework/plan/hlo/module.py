@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from functools import cached_property
 
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.computations import NAMES, Computations, Instruction
-from framework.plan.hlo.trips import trip_count
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.computations import NAMES, Computations, Instruction
+from plimsoll.framework.plan.hlo.trips import trip_count
 
 _CALLED = re.compile(r"(calls|to_apply|called_computations|branch_computations|body)=(\{[^}]*\}|%[\w.\-]+)")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

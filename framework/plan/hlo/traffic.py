@@ -6,9 +6,9 @@ update only the update. Fused intermediates count as 0, because they are never s
 
 from __future__ import annotations
 
-from framework.plan.hlo.arrays import HBM, VMEM, bytes_in, placed
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.arrays import HBM, VMEM, bytes_in, placed
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _VIEWS = ("bitcast", "tuple")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from framework.plan.hlo.computations import Computations, Instruction
+from plimsoll.framework.plan.hlo.computations import Computations, Instruction
 
 _MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
 _DEPTH = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 
 class Executed(NamedTuple):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from framework.config import Config, ConfigError
-from framework.models.causal_lm import CausalLM
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.models.causal_lm import CausalLM
 
 # Heads come in groups of this size, which is divisible by common numbers of devices.
 _HEADS = 8

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from framework.config import Config
-from framework.plan.auto.answer import Answer
-from framework.plan.auto.choice import Choice
-from framework.plan.largest.family import Family, Size, num_parameters
-from framework.terminal.phases import SHORT, phase
-from framework.terminal.tables import human_count
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.auto.answer import Answer
+from plimsoll.framework.plan.auto.choice import Choice
+from plimsoll.framework.plan.largest.family import Family, Size, num_parameters
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.tables import human_count
 
 # Search sizes up to this multiple of the known width.
 _WIDEST = 8

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.plan.largest.frontier import Frontier, Point
-from framework.terminal.tables import Section, human_bytes, human_count
+from plimsoll.framework.plan.largest.frontier import Frontier, Point
+from plimsoll.framework.terminal.tables import Section, human_bytes, human_count
 
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from framework.plan.page.colours import EMPTY, colours, ink
-from framework.plan.page.tables import breakable, verdict
-from framework.plan.report import Report
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.plan.page.colours import EMPTY, colours, ink
+from plimsoll.framework.plan.page.tables import breakable, verdict
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.terminal.tables import human_bytes
 
 
 class _Bar(NamedTuple):

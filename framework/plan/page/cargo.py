@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from framework.plan.levers import Lever
-from framework.plan.page.bound import Figures, bound
-from framework.plan.page.colours import COLOURS
-from framework.plan.page.load import Layer, parts
-from framework.plan.page.tables import breakable
-from framework.plan.report import Report, needs
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.plan.levers import Lever
+from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.page.colours import COLOURS
+from plimsoll.framework.plan.page.load import Layer, parts
+from plimsoll.framework.plan.page.tables import breakable
+from plimsoll.framework.plan.report import Report, needs
+from plimsoll.framework.terminal.tables import human_bytes
 
 _MOST_GROUPS = 20
 _MOST_LEVERS = 4

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from framework.plan.report import KEYS
+from plimsoll.framework.plan.report import KEYS
 
 # The palette of Okabe and Ito 2008 (jfly.uni-koeln.de/color), which people can tell apart with any kind of color
 # vision, and two grays.

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.plan.grid import BATCH, SEQUENCE, Point
-from framework.plan.page.bound import Figures, bound
-from framework.plan.report import Report
+from plimsoll.framework.plan.grid import BATCH, SEQUENCE, Point
+from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.report import Report
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from framework.plan.grid import Point, point_of
-from framework.plan.levers import Lever, levers
-from framework.plan.page import bars, cargo, commands, hull, load, slider, step_time, tables
-from framework.plan.page.bound import Figures, bound
-from framework.plan.page.commands import Asked
-from framework.plan.report import Report
+from plimsoll.framework.plan.grid import Point, point_of
+from plimsoll.framework.plan.levers import Lever, levers
+from plimsoll.framework.plan.page import bars, cargo, commands, hull, load, slider, step_time, tables
+from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.page.commands import Asked
+from plimsoll.framework.plan.report import Report
 
 _FOLDER = Path(__file__).parent
 _CSS = (_FOLDER / "page.css").read_text("utf-8")

@@ -5,8 +5,8 @@ The capacity line is a load line on the hull.
 
 from collections.abc import Sequence
 
-from framework.plan.page.bound import Figures, bound
-from framework.plan.page.load import DECK, FLOOR, Layer, tick_keys
+from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.page.load import DECK, FLOOR, Layer, tick_keys
 
 _WIDTH = 960
 _HEIGHT = 430

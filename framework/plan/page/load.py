@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from framework.plan.page.colours import EMPTY, colours, ink
-from framework.plan.page.tables import need_text, verdict_kind, verdict_text
-from framework.plan.report import Report
-from framework.terminal.tables import human_bytes
+from plimsoll.framework.plan.page.colours import EMPTY, colours, ink
+from plimsoll.framework.plan.page.tables import need_text, verdict_kind, verdict_text
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.terminal.tables import human_bytes
 
 # In units of the drawing, where y increases downward.
 FLOOR = 372.0

@@ -6,8 +6,8 @@ The slider reaches only points that were planned, because the page computes noth
 import json
 from collections.abc import Sequence
 
-from framework.plan.grid import Point
-from framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.grid import Point
+from plimsoll.framework.plan.page.bound import Figures, bound
 
 _LABELS = {"batch": "global batch", "sequence": "sequence length"}
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from framework.plan.page.bound import Figures, bound
-from framework.plan.page.colours import FILLS, ink
-from framework.plan.report import Report
-from framework.terminal.tables import human_count, human_duration
+from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.page.colours import FILLS, ink
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.terminal.tables import human_count, human_duration
 
 _LEAST_LABELLED = 0.14  # of the bar's width
 _NOT_SAID = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}

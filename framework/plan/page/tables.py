@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from framework.plan.report import Report, comparison, sections
-from framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.plan.report import Report, comparison, sections
+from plimsoll.framework.terminal.tables import Section, human_bytes
 
 # The page has a separate section for each of these.
 _DRAWN = ("largest buffers", "would fit")

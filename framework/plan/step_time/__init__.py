@@ -16,7 +16,7 @@
 These are estimates, not measurements: docs/plan.md and docs/speed.md explain how to read them.
 """
 
-from framework.plan.step_time.count import StepCount, count
-from framework.plan.step_time.rates import Rates
+from plimsoll.framework.plan.step_time.count import StepCount, count
+from plimsoll.framework.plan.step_time.rates import Rates
 
 __all__ = ["Rates", "StepCount", "count"]

@@ -11,9 +11,9 @@ import math
 import re
 from typing import NamedTuple
 
-from framework.plan.hlo.arrays import Array, arrays
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.arrays import Array, arrays
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.module import Module
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}

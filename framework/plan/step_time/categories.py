@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from typing import Literal
 
-from framework.plan.hlo import collectives, host
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.flops import PRODUCTS, Flops
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.attention import is_attention
+from plimsoll.framework.plan.hlo import collectives, host
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.flops import PRODUCTS, Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.attention import is_attention
 
 Category = Literal[
     "matmul",

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.layers.base import batch_shards
-from framework.layout import GROUPS, StateLayout
-from framework.models.causal_lm import CausalLM
-from framework.plan.calibration.rates import DeviceRates
-from framework.plan.step_time.compiled_time import rates_of
-from framework.plan.step_time.parts import StepTime
-from framework.plan.step_time.rates import PCIE_REACHED
-from framework.plan.step_time.traced import traced_work
-from framework.program.companion import Passes
-from framework.program.experiment import Experiment
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import GROUPS, StateLayout
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.calibration.rates import DeviceRates
+from plimsoll.framework.plan.step_time.compiled_time import rates_of
+from plimsoll.framework.plan.step_time.parts import StepTime
+from plimsoll.framework.plan.step_time.rates import PCIE_REACHED
+from plimsoll.framework.plan.step_time.traced import traced_work
+from plimsoll.framework.program.companion import Passes
+from plimsoll.framework.program.experiment import Experiment
 
 # Fraction of the peak that matrix products reach in compiled steps, by the compiler's own cycles
 # (`tools.bench.tpu_time`): 0.80 on v5e and 0.60 on v6e in Llama steps with attention. The other TPUs are assumed to

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.plan.calibration import store
-from framework.plan.calibration.rates import PROGRAM_START, DeviceRates, assumed_cpu, assumed_gpu
-from framework.plan.compiled import Compiled
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.cpu import cpu_time
-from framework.plan.step_time.gpu import gpu_time
-from framework.plan.step_time.parts import StepTime
-from framework.plan.step_time.rates import Rates
-from framework.plan.step_time.tpu import ProgramTime, tpu_time
-from framework.plan.targets import Target
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.plan.calibration import store
+from plimsoll.framework.plan.calibration.rates import PROGRAM_START, DeviceRates, assumed_cpu, assumed_gpu
+from plimsoll.framework.plan.compiled import Compiled
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.cpu import cpu_time
+from plimsoll.framework.plan.step_time.gpu import gpu_time
+from plimsoll.framework.plan.step_time.parts import StepTime
+from plimsoll.framework.plan.step_time.rates import Rates
+from plimsoll.framework.plan.step_time.tpu import ProgramTime, tpu_time
+from plimsoll.framework.plan.targets import Target
 
 _UNPROVEN = "never compared with a run"
 

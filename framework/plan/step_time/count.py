@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from framework.plan.hlo.collectives import Collective, collectives
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.operations import Operation, operations
-from framework.plan.step_time.rates import Rates
-from framework.plan.step_time.timeline import Cost, Span, Timeline, play
+from plimsoll.framework.plan.hlo.collectives import Collective, collectives
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.operations import Operation, operations
+from plimsoll.framework.plan.step_time.rates import Rates
+from plimsoll.framework.plan.step_time.timeline import Cost, Span, Timeline, play
 
 
 class Part(NamedTuple):

@@ -11,14 +11,14 @@ import math
 import re
 from typing import NamedTuple
 
-from framework.plan.calibration.rates import DeviceRates
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.traffic import Traffic
-from framework.plan.hlo.walk import executed
-from framework.plan.step_time.categories import is_work
+from plimsoll.framework.plan.calibration.rates import DeviceRates
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.traffic import Traffic
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.step_time.categories import is_work
 
 _TRANSCENDENTAL = {
     "cosine", "divide", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power",

@@ -5,14 +5,14 @@ The rates are those that `plimsoll calibrate` measured on such a GPU, or fractio
 
 from __future__ import annotations
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.plan.calibration.rates import DeviceRates, Kind
-from framework.plan.hlo.collectives import collectives
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.categories import MOVED_BESIDE
-from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, kernels_of
-from framework.plan.step_time.timeline import Cost, Span, play
-from framework.plan.step_time.tpu import PRODUCTS, ProgramTime
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.plan.calibration.rates import DeviceRates, Kind
+from plimsoll.framework.plan.hlo.collectives import collectives
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.categories import MOVED_BESIDE
+from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, Kernel, kernels_of
+from plimsoll.framework.plan.step_time.timeline import Cost, Span, play
+from plimsoll.framework.plan.step_time.tpu import PRODUCTS, ProgramTime
 
 # Fused attention is slower than a plain matrix product: FlashAttention-3 reports 740 of 989 TFLOP/s in the forward pass
 # and less in the backward pass (arXiv 2407.08608). cuDNN's attention is similar.

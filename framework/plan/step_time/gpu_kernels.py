@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from framework.devices.accelerators import AcceleratorSpec
-from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.collectives import Collective, collectives
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.source import SourceLine
-from framework.plan.hlo.traffic import Traffic
-from framework.plan.hlo.walk import executed
-from framework.plan.step_time.categories import category, is_work
-from framework.plan.step_time.count import Part
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.collectives import Collective, collectives
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.source import SourceLine
+from plimsoll.framework.plan.hlo.traffic import Traffic
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.step_time.categories import category, is_work
+from plimsoll.framework.plan.step_time.count import Part
 
 Maker = Literal["Triton", "cuBLAS", "cuDNN", "loop", "reduction", "transpose", "slice", "copy", "call", "NCCL"]
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\s*\{"kind":\s*"([^"]*)"')

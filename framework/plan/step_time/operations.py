@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from framework.plan.hlo.arrays import HBM, VMEM, bytes_in
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.source import SourceLine
-from framework.plan.hlo.traffic import Traffic
-from framework.plan.hlo.walk import executed
-from framework.plan.step_time.attention import attention
-from framework.plan.step_time.categories import MOVED_BESIDE, THIN, Category, category, is_work
-from framework.plan.step_time.rates import CAUSAL_SHARE, THIN_OVER_HBM, VMEM_BYTES_PER_CYCLE, Rates
+from plimsoll.framework.plan.hlo.arrays import HBM, VMEM, bytes_in
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.source import SourceLine
+from plimsoll.framework.plan.hlo.traffic import Traffic
+from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.step_time.attention import attention
+from plimsoll.framework.plan.step_time.categories import MOVED_BESIDE, THIN, Category, category, is_work
+from plimsoll.framework.plan.step_time.rates import CAUSAL_SHARE, THIN_OVER_HBM, VMEM_BYTES_PER_CYCLE, Rates
 
 
 @dataclass(frozen=True)

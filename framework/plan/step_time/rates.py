@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
 
 # Thin operations take this factor times their HBM bytes at peak bandwidth, or their VMEM bytes at
 # the rate below, whichever is longer, but never more than the compiler's estimate.

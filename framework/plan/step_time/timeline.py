@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from framework.plan.hlo import host
-from framework.plan.hlo.computations import Instruction
-from framework.plan.hlo.host import DIRECTIONS, Direction
-from framework.plan.hlo.module import Module
-from framework.plan.hlo.walk import longest_branch
+from plimsoll.framework.plan.hlo import host
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.host import DIRECTIONS, Direction
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.walk import longest_branch
 
 
 class Cost(NamedTuple):

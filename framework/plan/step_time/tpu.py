@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.plan.hlo.module import Module
-from framework.plan.step_time.count import Part, count
-from framework.plan.step_time.rates import Rates
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.count import Part, count
+from plimsoll.framework.plan.step_time.rates import Rates
 
 # Categories whose time is attributed to the matrix units.
 PRODUCTS = ("matmul", "collective matmul", "attention")

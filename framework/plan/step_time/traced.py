@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED, inner_jaxprs
+from plimsoll.framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED, inner_jaxprs
 
 # For these, the bytes that a device receives are the difference between the sizes of results and operands.
 _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested
-from framework.learner.units import Decision
-from framework.schedules.gradients import Tally
-from framework.schedules.layerwise.functions import LayerFunctions
-from framework.schedules.layerwise.keeping import UnitGroup
-from framework.schedules.layerwise.parts import Part
-from framework.schedules.layerwise.passes import NO_UNIT, Pass, Residuals
-from framework.schedules.layerwise.update_functions import LossAndMetrics
-from framework.schedules.layerwise.update_pass import UpdatePass
-from framework.schedules.storage import FIRST, STACK
-from framework.schedules.unit import Carry, Cotangent
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.units import Decision
+from plimsoll.framework.schedules.gradients import Tally
+from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
+from plimsoll.framework.schedules.layerwise.keeping import UnitGroup
+from plimsoll.framework.schedules.layerwise.parts import Part
+from plimsoll.framework.schedules.layerwise.passes import NO_UNIT, Pass, Residuals
+from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics
+from plimsoll.framework.schedules.layerwise.update_pass import UpdatePass
+from plimsoll.framework.schedules.storage import FIRST, STACK
+from plimsoll.framework.schedules.unit import Carry, Cotangent
 
 
 class Purpose(NamedTuple):

@@ -11,21 +11,21 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from framework.layers import sums as sums_of_uses
-from framework.layers.base import Context, Out
-from framework.layout import Nested, StateLayout, merge
-from framework.learner.learner import Learner
-from framework.learner.units import unit_at
-from framework.models.causal_lm import CausalLM
-from framework.schedules.gradients import Tally, TiedGradients, add_tied, split_tied
-from framework.schedules.layerwise.keeping import Keeping, UnitPlan
-from framework.schedules.layerwise.result_specs import ResultSpecs
-from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
-from framework.schedules.memory import Memory
-from framework.schedules.sections import policies
-from framework.schedules.step import evaluation_context, microbatches, training_context
-from framework.schedules.storage import FIRST, STACK
-from framework.schedules.unit import (
+from plimsoll.framework.layers import sums as sums_of_uses
+from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layout import Nested, StateLayout, merge
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import unit_at
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.schedules.gradients import Tally, TiedGradients, add_tied, split_tied
+from plimsoll.framework.schedules.layerwise.keeping import Keeping, UnitPlan
+from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
+from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.sections import policies
+from plimsoll.framework.schedules.step import evaluation_context, microbatches, training_context
+from plimsoll.framework.schedules.storage import FIRST, STACK
+from plimsoll.framework.schedules.unit import (
     Carry,
     Cotangent,
     UnitArguments,

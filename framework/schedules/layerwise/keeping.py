@@ -6,11 +6,11 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from framework.layers.remat import group_size
-from framework.layers.stack import Stack
-from framework.schedules.memory import Memory
-from framework.schedules.sections import policies
-from framework.schedules.unit import is_worth_offloading
+from plimsoll.framework.layers.remat import group_size
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.sections import policies
+from plimsoll.framework.schedules.unit import is_worth_offloading
 
 # "all" residuals of the layer's backward pass; "now", the same, but used so soon that offloading is not worth it;
 # only the layer's "input"; or "nothing".

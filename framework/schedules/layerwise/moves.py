@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.schedules.layerwise.programs import Array, Place, Programs, Tree
+from plimsoll.framework.schedules.layerwise.programs import Array, Place, Programs, Tree
 
 NumberedLeaves = dict[str, Any]  # leaves of a tree by their index in it
 

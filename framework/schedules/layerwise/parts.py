@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.layout import Nested
-from framework.schedules.layerwise.moves import MoveKey
-from framework.schedules.storage import STACK
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.schedules.layerwise.moves import MoveKey
+from plimsoll.framework.schedules.storage import STACK
 
 
 class Part(NamedTuple):

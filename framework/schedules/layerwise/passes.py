@@ -9,22 +9,22 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, flatten
-from framework.schedules.gradients import with_tied_weights
-from framework.schedules.layerwise.functions import (
+from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.schedules.gradients import with_tied_weights
+from plimsoll.framework.schedules.layerwise.functions import (
     EvaluationFunctions,
     Inputs,
     LayerFunctions,
     Weights,
 )
-from framework.schedules.layerwise.keeping import NOTHING, Keeping
-from framework.schedules.layerwise.moves import Moves
-from framework.schedules.layerwise.parts import Part
-from framework.schedules.layerwise.programs import Programs
-from framework.schedules.layerwise.update_functions import LossAndMetrics
-from framework.schedules.step import Metrics
-from framework.schedules.storage import FIRST, STACK
-from framework.schedules.unit import Carry, UnitResiduals
+from plimsoll.framework.schedules.layerwise.keeping import NOTHING, Keeping
+from plimsoll.framework.schedules.layerwise.moves import Moves
+from plimsoll.framework.schedules.layerwise.parts import Part
+from plimsoll.framework.schedules.layerwise.programs import Programs
+from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics
+from plimsoll.framework.schedules.step import Metrics
+from plimsoll.framework.schedules.storage import FIRST, STACK
+from plimsoll.framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
 # Residuals of a layer, or None when they are no longer needed.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.devices.executables import HostBytes
-from framework.layout import StateLayout, TensorSpec, path_name
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.layout import StateLayout, TensorSpec, path_name
 
 Kinds = dict[str, int]  # bytes per device by memory kind
 Array = Any  # a jax.Array, or in a dry run a Ghost

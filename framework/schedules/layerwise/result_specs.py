@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from framework.layers.base import BATCH_AXES
-from framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, unflatten
-from framework.schedules.layerwise.keeping import Keeping
-from framework.schedules.unit import UnitResiduals
+from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, unflatten
+from plimsoll.framework.schedules.layerwise.keeping import Keeping
+from plimsoll.framework.schedules.unit import UnitResiduals
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.layout import Nested, StateLayout, TensorSpec
-from framework.learner.learner import Learner
-from framework.models.causal_lm import CausalLM
-from framework.schedules import in_backward
-from framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
-from framework.schedules.layerwise.passes import Evaluation
-from framework.schedules.layerwise.programs import Compile, Ledger, Programs
-from framework.schedules.layerwise.step import LayerwiseStep
-from framework.schedules.memory import Memory
-from framework.schedules.step import Metrics, State
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.schedules import in_backward
+from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
+from plimsoll.framework.schedules.layerwise.passes import Evaluation
+from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger, Programs
+from plimsoll.framework.schedules.layerwise.step import LayerwiseStep
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.step import Metrics, State
 
 
 def check(learner: Learner, memory: Memory) -> None:

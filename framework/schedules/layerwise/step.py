@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested
-from framework.learner.units import Decision, chosen
-from framework.schedules.gradients import Tally
-from framework.schedules.layerwise.backward_pass import BackwardPass, BackwardStart, Purpose
-from framework.schedules.layerwise.passes import NO_UNIT, copied
-from framework.schedules.layerwise.update_pass import UpdatePass
-from framework.schedules.step import Metrics, State
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.units import Decision, chosen
+from plimsoll.framework.schedules.gradients import Tally
+from plimsoll.framework.schedules.layerwise.backward_pass import BackwardPass, BackwardStart, Purpose
+from plimsoll.framework.schedules.layerwise.passes import NO_UNIT, copied
+from plimsoll.framework.schedules.layerwise.update_pass import UpdatePass
+from plimsoll.framework.schedules.step import Metrics, State
 
 
 class LayerwiseStep(BackwardPass):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Out
-from framework.layout import Nested, StateLayout, flatten, unflatten
-from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
-from framework.models.causal_lm import CausalLM
-from framework.schedules.gradients import Tally, counted, judge, sharded_as_parameter, with_tally
-from framework.schedules.layerwise.result_specs import ResultSpecs
-from framework.schedules.pieces import update_group
-from framework.schedules.step import Metrics, finish
+from plimsoll.framework.layers.base import Out
+from plimsoll.framework.layout import Nested, StateLayout, flatten, unflatten
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.schedules.gradients import Tally, counted, judge, sharded_as_parameter, with_tally
+from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
+from plimsoll.framework.schedules.pieces import update_group
+from plimsoll.framework.schedules.step import Metrics, finish
 
 LossAndMetrics = tuple[jax.Array | None, Metrics]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from framework.layout import Nested
-from framework.learner.units import Decision, Update
-from framework.schedules.layerwise.functions import LayerFunctions
-from framework.schedules.layerwise.moves import Moves
-from framework.schedules.layerwise.parts import Part
-from framework.schedules.step import State
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
+from plimsoll.framework.schedules.layerwise.moves import Moves
+from plimsoll.framework.schedules.layerwise.parts import Part
+from plimsoll.framework.schedules.step import State
 
 
 class UpdatePass:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import (
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.families.decoders import gpt_oss_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import (
     common_facts,
     decoder_names,
     layer_types,
@@ -17,11 +19,9 @@ from configs.families.llama import (
     rope,
     with_windows,
 )
-from configs.families.mixtures import numbers_of_experts, refuse_losses
-from configs.parts import gpt_oss_model
-from framework.config import Config, component
-from framework.weights.family import Family
-from framework.weights.source import Source
+from plimsoll.framework.families.mixtures import numbers_of_experts, refuse_losses
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source
 
 _EXPERTS = "model.layers.{layer}.mlp.experts"
 _ROUTER = "model.layers.{layer}.mlp.router"
@@ -54,7 +54,7 @@ def _names() -> dict[str, Source]:
 class GptOss(Family):
     """GptOssForCausalLM."""
 
-    architectures = ("GptOssForCausalLM",)
+    architectures = {"GptOssForCausalLM": "gpt_oss"}
     names = _names()
     takes_float16 = False
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
-from configs.parts import deepseek_model
-from framework.config import Config, component
-from framework.layers.yarn import attention_scale
-from framework.weights.family import Family
-from framework.weights.source import Source
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.families.decoders import deepseek_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
+from plimsoll.framework.layers.yarn import attention_scale
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -53,7 +53,7 @@ def _names() -> dict[str, Source]:
 class DeepseekV2(Family):
     """DeepseekV2ForCausalLM."""
 
-    architectures = ("DeepseekV2ForCausalLM",)
+    architectures = {"DeepseekV2ForCausalLM": "deepseek_v2"}
     names = _names()
     has_own_code = True
 

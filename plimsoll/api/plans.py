@@ -10,16 +10,16 @@ from pathlib import Path
 
 import jax
 
-from framework.api.configs import request_of
-from framework.api.plan_process import lacks_devices, planned_elsewhere
-from framework.config import Config, ConfigError
-from framework.devices.environment import prepare_jax, start_devices
-from framework.plan import report, targets
-from framework.plan.page import page
-from framework.plan.planned import planned
-from framework.plan.report import Report
-from framework.terminal.phase_views import shown_on_terminal
-from framework.terminal.tables import render
+from plimsoll.api.configs import request_of
+from plimsoll.api.plan_process import lacks_devices, planned_elsewhere
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.devices.environment import prepare_jax, start_devices
+from plimsoll.framework.plan import report, targets
+from plimsoll.framework.plan.page import page
+from plimsoll.framework.plan.planned import planned
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.terminal.phase_views import shown_on_terminal
+from plimsoll.framework.terminal.tables import render
 
 _PAGE_PIXELS = 900
 

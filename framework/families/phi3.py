@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import activation, common_facts, decoder_names, layer_types, rope
-from configs.families.rope_scaling import longrope_facts, longrope_scaling, rotary_dim, rotary_part
-from configs.parts import llama_model
-from framework.config import Config, component
-from framework.models.causal_lm import CausalLM
-from framework.weights.family import Family
-from framework.weights.source import LAYER, Source
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import activation, common_facts, decoder_names, layer_types, rope
+from plimsoll.framework.families.rope_scaling import longrope_facts, longrope_scaling, rotary_dim, rotary_part
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import LAYER, Source
 
 _LAYER = f"model.layers.{LAYER}"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -40,7 +40,7 @@ def _names() -> dict[str, Source]:
 class Phi3(Family):
     """Phi3ForCausalLM. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
-    architectures = ("Phi3ForCausalLM",)
+    architectures = {"Phi3ForCausalLM": "phi3"}
     names = _names()
     # Published directories refer to code that has since become part of transformers.
     has_own_code = True

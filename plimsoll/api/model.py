@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.api import chats, loaded
-from framework.api.chats import Conversation, history_of
-from framework.api.configs import override, tell
-from framework.api.export import export
-from framework.api.loaded import Loaded
-from framework.config.named import named_configs
-from framework.data.pretrained_tokenizer import Message
-from framework.files.texts import read_text
-from framework.inference.generation import Generator, stream_text
-from framework.inference.sampling import Sampling
-from framework.inference.scoring import Scorer, TextScore
-from framework.terminal.phase_views import shown_on_terminal
+from plimsoll.api import chats, loaded
+from plimsoll.api.chats import Conversation, history_of
+from plimsoll.api.configs import override, tell
+from plimsoll.api.export import export
+from plimsoll.api.loaded import Loaded
+from plimsoll.framework.data.pretrained_tokenizer import Message
+from plimsoll.framework.files.texts import read_text
+from plimsoll.framework.inference.generation import Generator, stream_text
+from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.inference.scoring import Scorer, TextScore
+from plimsoll.framework.terminal.phase_views import shown_on_terminal
 
 DEFAULT_TOKENS = 128
 
@@ -234,8 +233,6 @@ def load(
     is_published = kind == "hf" and bool(directory)
     if is_published and (step is not None or averaged):
         raise ValueError(f"{path}: step and averaged are of a run's workdir")
-    # The config of a run may refer to components that the named configs define.
-    named_configs()
     change = functools.partial(override, overrides=dict(overrides or {}))
     mesh_is_asked = any(loaded.is_of_mesh(setting) for setting in overrides or {})
     if is_published:

@@ -7,19 +7,15 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from framework.config import Config, ConfigError, config_for, target_of
-from framework.files.hub_names import is_hub_url
-from framework.terminal.phases import SHORT, phase
+from plimsoll.framework.config import Config, ConfigError, config_for, target_of
+from plimsoll.framework.files.hub_names import is_hub_url
+from plimsoll.framework.terminal.phases import SHORT, phase
 
 if TYPE_CHECKING:
-    from framework.data.recognize import Recognized
+    from plimsoll.framework.data.recognize import Recognized
 
 # Name of the validation set of the user's data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
-# Objectives for preference pairs and for labeled answers, and the model that provides the reference log-probabilities.
-_PAIR_OBJECTIVE = "framework.objectives.preferences.DPO"
-_THUMB_OBJECTIVE = "framework.objectives.thumbs.KTO"
-_REFERENCE = "framework.companions.reference.Reference"
 # Maximum answer length, in tokens, when sampling held-out prompts at the end of a preference run.
 _SAMPLE_TOKENS = 64
 # For a smaller vocabulary, the number of rows in the model is rounded up to a multiple of this.
@@ -44,9 +40,9 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         FileNotFoundError, PermissionError, ValueError: the data cannot be read.
     """
     # Imported here because this module's caller handles every command line, and few use --data.
-    from framework.data.pipeline import DataPipeline
-    from framework.data.pretrained_tokenizer import PretrainedTokenizer
-    from framework.data.recognize import recognized
+    from plimsoll.framework.data.pipeline import DataPipeline
+    from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+    from plimsoll.framework.data.recognize import recognized
 
     config = named.copy()
     if "data" not in config or target_of(config.data) is not DataPipeline:
@@ -83,7 +79,7 @@ def _detect_scored_data(config: Config, path: str) -> Recognized:
 
     A published classifier keeps its classes; otherwise the classes are those of the file.
     """
-    from framework.data.recognize_scored import recognized_scored
+    from plimsoll.framework.data.recognize_scored import recognized_scored
 
     is_reward = config.model.head.num_labels == 1
     pretrained = config.pretrained if "pretrained" in config else None
@@ -107,22 +103,24 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
     Returns:
         lines that describe the changes.
     """
-    from framework.data.preferences import PairSource, ThumbSource
+    from plimsoll.framework.companions.reference import Reference
+    from plimsoll.framework.data.preferences import PairSource, ThumbSource
+    from plimsoll.framework.objectives.preferences import DPO
+    from plimsoll.framework.objectives.thumbs import KTO
 
-    objectives = {PairSource: _PAIR_OBJECTIVE, ThumbSource: _THUMB_OBJECTIVE}
-    name = objectives.get(target_of(config.data.source))
-    if name is None or "head" not in config.model or not config.model.head.takes("objective"):
+    objectives = {PairSource: DPO, ThumbSource: KTO}
+    objective = objectives.get(target_of(config.data.source))
+    if objective is None or "head" not in config.model or not config.model.head.takes("objective"):
         return []
     if config.model.head.objective is not None:
         return []
     settings: list[str] = []
     if not _is_set("model.head.objective", overridden):
-        # Set by name, because the data package must not import these packages: they are above it.
-        config.model.head.objective = Config.from_dict({"$class": name})
-        settings.append(f"model.head.objective={name.rpartition('.')[2]}")
+        config.model.head.objective = config_for(objective)
+        settings.append(f"model.head.objective={objective.__name__}")
     if config.takes("companion") and config.companion is None and not _is_set("companion", overridden):
-        config.companion = Config.from_dict({"$class": _REFERENCE})
-        settings.append(f"companion={_REFERENCE.rpartition('.')[2]}")
+        config.companion = config_for(Reference)
+        settings.append("companion=Reference")
     if not config.trainer.sample_tokens and not _is_set("trainer.sample_tokens", overridden):
         # Without samples, a run on labeled answers would not end with its table of answers.
         config.trainer.sample_tokens = _SAMPLE_TOKENS
@@ -140,7 +138,7 @@ def _is_set(path: str, overridden: Sequence[str]) -> bool:
 
 def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:
     """Sets the tokenizer that matches the config's new data; returns lines that describe the change."""
-    from framework.data.tokenizers import BPETokenizer, NoTokenizer
+    from plimsoll.framework.data.tokenizers import BPETokenizer, NoTokenizer
 
     if not has_text:
         return _set_tokenizer_path(config)
@@ -167,7 +165,7 @@ def _set_tokenizer_path(config: Config) -> list[str]:
     Returns:
         lines that describe the change.
     """
-    from framework.data.tokenizers import BPETokenizer
+    from plimsoll.framework.data.tokenizers import BPETokenizer
 
     tokenizer = config.data.tokenizer
     if target_of(tokenizer) is not BPETokenizer or tokenizer.path is not None:
@@ -186,8 +184,8 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     Returns:
         lines that describe the change.
     """
-    from framework.data.sources import leaves_of
-    from framework.data.vocabulary import training_text, vocabulary_size
+    from plimsoll.framework.data.sources import leaves_of
+    from plimsoll.framework.data.vocabulary import training_text, vocabulary_size
 
     tokenizer = config.data.tokenizer
     leaves = list(leaves_of(config.data.source.instantiate(), "data.source", "train"))

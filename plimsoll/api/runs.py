@@ -15,17 +15,17 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from framework.api.configs import request_of
-from framework.config import Config, ConfigError
-from framework.files.workdir import read_only
-from framework.metrics.goodput import Goodput
-from framework.metrics.jsonl import read_metrics
-from framework.metrics.plot import plot_losses
-from framework.run import mistakes, start
-from framework.run.job import Job, RunError
-from framework.terminal import interrupts, phases
-from framework.terminal.exit_codes import ExitCode
-from framework.terminal.phase_views import view_of
+from plimsoll.api.configs import request_of
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.files.workdir import read_only
+from plimsoll.framework.metrics.goodput import Goodput
+from plimsoll.framework.metrics.jsonl import read_metrics
+from plimsoll.framework.metrics.plot import plot_losses
+from plimsoll.framework.run import mistakes, start
+from plimsoll.framework.run.job import Job, RunError
+from plimsoll.framework.terminal import interrupts, phases
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phase_views import view_of
 
 _RESUME = ("auto", "never", "must")
 
@@ -127,9 +127,7 @@ def _check(resume: str, device_memory_gib: float | None) -> None:
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
     if jax.process_count() > 1:
-        raise ConfigError(
-            "framework.train is for a single process; `plimsoll local` and the other launchers start several"
-        )
+        raise ConfigError("pl.train is for a single process; `plimsoll local` and the other launchers start several")
 
 
 def _guarded(job: Job, training: Callable[[], int]) -> int:

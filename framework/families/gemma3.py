@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
-from configs.families.llama import layer_types, layer_windows, rope, rope_facts, shortest_period
-from framework.config import Config, component, config_for
-from framework.layers.rotary import Rotary
-from framework.weights.family import Family
+from plimsoll.framework.config import Config, component, config_for
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
+from plimsoll.framework.families.llama import layer_types, layer_windows, rope, rope_facts, shortest_period
+from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.weights.family import Family
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -67,7 +67,7 @@ def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
 class Gemma3(Family):
     """Gemma3ForCausalLM."""
 
-    architectures = ("Gemma3ForCausalLM",)
+    architectures = {"Gemma3ForCausalLM": "gemma3_text"}
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:

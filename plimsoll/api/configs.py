@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.config import Config, diff, target_of
-from framework.config.accelerator_rules import apply_accelerator_rules
-from framework.config.named import load_named
-from framework.data.own_data import with_data
-from framework.program import stored
-from framework.terminal.visible import visible
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.config import Config, diff, target_of
+from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules
+from plimsoll.framework.program import stored
+from plimsoll.framework.terminal.visible import visible
 
 
 class _Origin(NamedTuple):
@@ -63,7 +63,7 @@ def load_config(
     if spec.endswith(".json"):
         named = stored.read_to_train(Path(spec).expanduser(), notes.append)
     else:
-        named = load_named(spec, notes.append, shape_is_enough=shape_is_enough)
+        named = configs.load(spec, notes.append, shape_is_enough=shape_is_enough)
     changes = dict(overrides or {})
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))

@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.api.plans import Plan, of_target, uncached
-from framework.devices.environment import prepare_jax
-from framework.plan import targets
-from framework.plan.function import plan_call
-from framework.plan.function_call import Call
-from framework.terminal.phase_views import shown_on_terminal
+from plimsoll.api.plans import Plan, of_target, uncached
+from plimsoll.framework.devices.environment import prepare_jax
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.function import plan_call
+from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.terminal.phase_views import shown_on_terminal
 
 
 @shown_on_terminal()

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from framework.files import hub_models
-from framework.files.hub_cache import cached
-from framework.files.hub_names import is_hub_url, model_named
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.files.hub_cache import cached
+from plimsoll.framework.files.hub_names import is_hub_url, model_named
 
 _FILE = Path(__file__).with_name("published.json")
 # `parameters_source` of a number that the model's name states, such as 135M.

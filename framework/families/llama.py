@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.rope_scaling import original_length, yarn_facts, yarn_scaling
-from configs.parts import llama_model
-from framework.config import Config, component, config_for
-from framework.layers.norm import RMSNorm
-from framework.layers.rotary import LinearScaling, Llama3Scaling
-from framework.weights.family import Family
-from framework.weights.source import Source
+from plimsoll.framework.config import Config, component, config_for
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.rope_scaling import original_length, yarn_facts, yarn_scaling
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.rotary import LinearScaling, Llama3Scaling
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -285,7 +285,12 @@ def _windows(architecture: str, facts: Facts) -> list[int | None]:
 class Llama(Family):
     """LlamaForCausalLM, and architectures that differ from it by biases, windows, and query and key norms."""
 
-    architectures = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    architectures = {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    }
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
     def model(self, facts: dict[str, Any]) -> Config:

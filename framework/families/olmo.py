@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import activation, common_facts, decoder_names, rope
-from configs.families.mixtures import mixture_names, numbers_of_experts, refuse_losses
-from configs.parts import llama_model, mixture
-from framework.config import Config, component, config_for
-from framework.layers.norm import RMSNorm
-from framework.weights.family import Family
+from plimsoll.framework.config import Config, component, config_for
+from plimsoll.framework.families.decoders import llama_model, mixture
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import activation, common_facts, decoder_names, rope
+from plimsoll.framework.families.mixtures import mixture_names, numbers_of_experts, refuse_losses
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.weights.family import Family
 
 
 def _decoder(facts: Facts) -> Config:
@@ -57,7 +57,7 @@ def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str
 class Olmo2(Family):
     """Olmo2ForCausalLM."""
 
-    architectures = ("Olmo2ForCausalLM",)
+    architectures = {"Olmo2ForCausalLM": "olmo2"}
     names = decoder_names(
         attention_post_norm="post_attention_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
@@ -85,7 +85,7 @@ class Olmo2(Family):
 class Olmoe(Family):
     """OlmoeForCausalLM. Its balance loss is a training setting, see `mixtures`."""
 
-    architectures = ("OlmoeForCausalLM",)
+    architectures = {"OlmoeForCausalLM": "olmoe"}
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )

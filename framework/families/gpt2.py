@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import activation, activation_fact
-from configs.parts import gpt2_model
-from framework.config import Config, component
-from framework.weights.family import Family
-from framework.weights.source import Source
+from plimsoll.framework.config import Config, component
+from plimsoll.framework.families.decoders import gpt2_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import activation, activation_fact
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source
 
 _LAYER = "transformer.h.{layer}"
 
@@ -40,7 +40,7 @@ def _names() -> dict[str, Source]:
 class GPT2(Family):
     """GPT2LMHeadModel. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
-    architectures = ("GPT2LMHeadModel",)
+    architectures = {"GPT2LMHeadModel": "gpt2"}
     names = _names()
     # Older files store the causal mask as a tensor.
     ignored = r"\.attn\.(masked_)?bias$"

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config, ConfigError
-from framework.plan.report import Report
-from framework.plan.targets import Target
-from framework.terminal.phases import phase
+from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import phase
 
 # The folder of this library, which may be missing from the new process's path.
 _LIBRARY = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def planned_elsewhere(
     }
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder) / "answer.json"
-        command = [sys.executable, "-P", "-m", "framework.api.plan_process", str(answer_file)]
+        command = [sys.executable, "-P", "-m", "plimsoll.api.plan_process", str(answer_file)]
         search_path = [str(_LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         with phase(f"planning for {name} in another process"):
@@ -77,17 +77,16 @@ def _main(answer_file: str) -> None:
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job; returns {"report": Report}, or {"error": a line}."""
-    from framework.config.named import load_named, named_configs
-    from framework.devices.environment import prepare_jax
-    from framework.plan import targets
-    from framework.plan.planned import planned
+    from plimsoll import configs
+    from plimsoll.framework.devices.environment import prepare_jax
+    from plimsoll.framework.plan import targets
+    from plimsoll.framework.plan.planned import planned
 
     name = job["name"]
-    named_configs()
     try:
         if ".py:" in job["spec"]:
             # Loading a user's own file makes its classes loadable by name.
-            load_named(job["spec"])
+            configs.load(job["spec"])
         config = Config.from_json(job["config"])
     except ConfigError as error:
         reason = f"a plan for {name} needs another process, as JAX has started with fewer CPU devices in this one"

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import (
+from plimsoll.framework.config import Config, component, config_for
+from plimsoll.framework.families.decoders import llama_model, mixture
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import (
     activation,
     common_facts,
     decoder_names,
@@ -19,11 +21,9 @@ from configs.families.llama import (
     shortest_period,
     windows_of,
 )
-from configs.parts import llama_model, mixture
-from framework.config import Config, component, config_for
-from framework.layers.norm import RMSNorm
-from framework.weights.family import Family
-from framework.weights.source import Source
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
 
@@ -109,7 +109,7 @@ def _set_head_dim(model: Config, head_dim: int | None) -> None:
 class Mixtral(Family):
     """MixtralForCausalLM."""
 
-    architectures = ("MixtralForCausalLM",)
+    architectures = {"MixtralForCausalLM": "mixtral"}
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
     )
@@ -159,7 +159,7 @@ class Mixtral(Family):
 class Qwen3MoE(Family):
     """Qwen3MoeForCausalLM: query and key norms, and layers without a mixture if config.json has any."""
 
-    architectures = ("Qwen3MoeForCausalLM",)
+    architectures = {"Qwen3MoeForCausalLM": "qwen3_moe"}
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )

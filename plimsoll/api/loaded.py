@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.config import Config, config_for, target_of
-from framework.config.changes import config_changes
-from framework.config.named import load_named
-from framework.data.tokenizers import BPETokenizer
-from framework.devices.environment import prepare_jax, start_devices
-from framework.files import hub_models
-from framework.files.workdir import read_only
-from framework.program import stored
+from plimsoll import configs
+from plimsoll.framework.config import Config, config_for, target_of
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.data.tokenizers import BPETokenizer
+from plimsoll.framework.devices.environment import prepare_jax, start_devices
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.files.workdir import read_only
+from plimsoll.framework.program import stored
 
 Tell = Callable[[str], None]
 # A function that changes a config in place, with the overrides of a command line or a program.
@@ -73,15 +73,15 @@ def load_run(
     """
     prepare_jax()
     workdir, checkpoints = read_only(folder)
-    from framework.checkpoint.checkpointer import Checkpointer
+    from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     config = _load_run_config(workdir, checkpointer, step, tell)
     change(config)
     experiment = _experiment(config, workdir, averaged=averaged, text=text)
     # Imported late, so that errors up to here are reported before JAX looks for devices.
-    from framework.devices.executables import use_compilation_cache
-    from framework.program.inference import inference_program
+    from plimsoll.framework.devices.executables import use_compilation_cache
+    from plimsoll.framework.program.inference import inference_program
 
     _refuse_empty(checkpointer)
     start_devices()
@@ -173,12 +173,12 @@ def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_ask
     prepare_jax()
     import optax
 
-    from framework.data.pretrained_tokenizer import PretrainedTokenizer
-    from framework.devices.executables import use_compilation_cache
-    from framework.learner.learner import Learner
-    from framework.program.inference import inference_program
+    from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+    from plimsoll.framework.devices.executables import use_compilation_cache
+    from plimsoll.framework.learner.learner import Learner
+    from plimsoll.framework.program.inference import inference_program
 
-    config = load_named(f"hf:{path}")
+    config = configs.load(f"hf:{path}")
     place = config.pretrained.path
     for line in hub_models.note(place):
         tell(line)

@@ -8,24 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from configs.families import scores
-from configs.families.deepseek import DeepseekV2
-from configs.families.facts import Facts, float_dtype, refuse_unread
-from configs.families.gemma import Gemma2
-from configs.families.gemma3 import Gemma3
-from configs.families.gpt2 import GPT2
-from configs.families.gpt_oss import GptOss
-from configs.families.llama import Llama
-from configs.families.mixtures import Mixtral, Qwen3MoE
-from configs.families.olmo import Olmo2, Olmoe
-from configs.families.phi3 import Phi3
-from configs.families.published import model_at
-from framework.config import Config, ConfigError, config_for
-from framework.files import hub_models
-from framework.files.hub_names import is_hub_url
-from framework.files.texts import parse_json
-from framework.weights.directory import Directory
-from framework.weights.family import Family
+from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.families import scores
+from plimsoll.framework.families.deepseek import DeepseekV2
+from plimsoll.framework.families.facts import Facts, float_dtype, refuse_unread
+from plimsoll.framework.families.gemma import Gemma2
+from plimsoll.framework.families.gemma3 import Gemma3
+from plimsoll.framework.families.gpt2 import GPT2
+from plimsoll.framework.families.gpt_oss import GptOss
+from plimsoll.framework.families.llama import Llama
+from plimsoll.framework.families.mixtures import Mixtral, Qwen3MoE
+from plimsoll.framework.families.olmo import Olmo2, Olmoe
+from plimsoll.framework.families.phi3 import Phi3
+from plimsoll.framework.families.published import model_at
+from plimsoll.framework.files import hub_models
+from plimsoll.framework.files.hub_names import is_hub_url
+from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.pretrained import Pretrained
 
 FAMILIES: list[type[Family]] = [
     Llama,
@@ -40,22 +41,6 @@ FAMILIES: list[type[Family]] = [
     Gemma3,
     Phi3,
 ]
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "GPT2LMHeadModel": "gpt2",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GptOssForCausalLM": "gpt_oss",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "Olmo2ForCausalLM": "olmo2",
-    "OlmoeForCausalLM": "olmoe",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Phi3ForCausalLM": "phi3",
-}
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], Config]:
@@ -146,11 +131,30 @@ def family_of(facts: dict[str, Any]) -> type[Family]:
     if len(architectures) > 1:
         raise ValueError(f"architectures = {architectures!r}; expected one")
     architecture = supported[0]
-    expected_type = MODEL_TYPES[architecture]
+    family = family_by_name[architecture]
+    expected_type = family.architectures[architecture]
     model_type = facts.get("model_type", expected_type)
     if model_type != expected_type:
         raise ValueError(f"model_type = {model_type!r}; expected {expected_type!r}, that of {architecture}")
-    return family_by_name[architecture]
+    return family
+
+
+def pretrained_model(path: str | Path) -> tuple[Config, Config]:
+    """Build the configs of a published model and of its weights.
+
+    Args:
+        path: see `read`.
+
+    Returns:
+        (config of the model, config of its `Pretrained` weights).
+
+    Raises:
+        FileNotFoundError, ValueError: see `model_of`.
+    """
+    facts, _ = read(path)
+    model, family = model_of(path)
+    generation = generation_facts(path)
+    return model, config_for(Pretrained, path=str(path), family=family, facts=facts, generation=generation)
 
 
 def model_of(path: str | Path) -> tuple[Config, Config]:
@@ -244,7 +248,7 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
                 fewest_differences = differences
     # The dict removes duplicates and keeps the order.
     distinct_differences = dict.fromkeys(fewest_differences or [])
-    raise ValueError(f"no family of configs/families has models with {', '.join(distinct_differences)}")
+    raise ValueError(f"no family of framework/families has models with {', '.join(distinct_differences)}")
 
 
 # Endings of fields that change training, or how a result is computed, but not the result.

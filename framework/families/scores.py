@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from framework.config import Config, config_for, target_of
-from framework.layers.head import LMHead
-from framework.layers.score_head import ScoreHead
+from plimsoll.framework.config import Config, config_for, target_of
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.score_head import ScoreHead
 
 # The language model architecture of each scoring architecture. transformers has none for OLMoE.
 LANGUAGE_MODELS = {

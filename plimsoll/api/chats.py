@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from framework.api.loaded import Loaded, Tell
-from framework.config import Config, target_of
-from framework.data.chats import ChatSource
-from framework.data.preferences import PairSource, ThumbSource
-from framework.data.pretrained_tokenizer import Message
-from framework.inference.chat import Answer, Chat, TranscriptForm, Turn, form_of
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
+from plimsoll.api.loaded import Loaded, Tell
+from plimsoll.framework.config import Config, target_of
+from plimsoll.framework.data.chats import ChatSource
+from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.pretrained_tokenizer import Message
+from plimsoll.framework.inference.chat import Answer, Chat, TranscriptForm, Turn, form_of
+from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.sampling import Sampling
 
 DEFAULT_TOKENS = 512
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.api.loaded import Loaded
-from framework.config.named import family_module
-from framework.data.tokenizers import ByteTokenizer, Tokenizer
-from framework.layers.score_head import ScoreHead
-from framework.weights.export import export_adapters, export_model
+from plimsoll.api.loaded import Loaded
+from plimsoll.framework import families
+from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
+from plimsoll.framework.layers.score_head import ScoreHead
+from plimsoll.framework.weights.export import export_adapters, export_model
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,7 +46,7 @@ def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None
     pretrained = loaded.experiment.pretrained
     tokenizer = loaded.experiment.data.tokenizer
     pretrained_facts = None if pretrained is None else pretrained.facts
-    facts, family = family_module().of_model(loaded.config.model, pretrained_facts)
+    facts, family = families.of_model(loaded.config.model, pretrained_facts)
     classes = getattr(loaded.experiment.data, "classes", None)
     if isinstance(model.head, ScoreHead) and classes is not None:
         facts = {**facts, "id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}

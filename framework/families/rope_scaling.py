@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from configs.families.facts import Facts
-from framework.config import Config, config_for
-from framework.layers.longrope import LongRopeScaling
-from framework.layers.yarn import YarnScaling
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.layers.longrope import LongRopeScaling
+from plimsoll.framework.layers.yarn import YarnScaling
 
 _LENGTH = "original_max_position_embeddings"
 _PART = "partial_rotary_factor"

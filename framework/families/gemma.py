@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.facts import Facts
-from configs.families.llama import (
+from plimsoll.framework.config import Config, component, config_for
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.llama import (
     activation,
     common_facts,
     decoder_names,
@@ -14,10 +16,8 @@ from configs.families.llama import (
     rope,
     with_windows,
 )
-from configs.parts import llama_model
-from framework.config import Config, component, config_for
-from framework.layers.norm import RMSNorm
-from framework.weights.family import Family
+from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.weights.family import Family
 
 GEMMA_NAMES = decoder_names(
     attention_norm="input_layernorm",
@@ -83,7 +83,7 @@ def gemma_facts(model: Config) -> dict[str, Any]:
 class Gemma2(Family):
     """Gemma2ForCausalLM."""
 
-    architectures = ("Gemma2ForCausalLM",)
+    architectures = {"Gemma2ForCausalLM": "gemma2"}
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:

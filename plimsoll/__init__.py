@@ -1,0 +1,125 @@
+"""Plimsoll: config-driven training of large models on JAX. `import plimsoll as pl`; see docs/python.md.
+
+Everything that a user's program or component needs is here: the verbs (`pl.train`, `pl.load`, `pl.plan`), the base
+classes (`pl.Layer`, `pl.Hook`, ...), and every component by its name (`pl.RMSNorm`, `pl.TextFiles`, `pl.muon`). A
+name is imported when it is first used, so `import plimsoll` is fast and starts nothing.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+# For type checkers and editors. At run time, `__getattr__` imports a name when it is first used.
+# ruff: noqa: F401
+if TYPE_CHECKING:
+    from plimsoll.api.configs import load_config
+    from plimsoll.api.function_plans import plan_function
+    from plimsoll.api.model import Model, load
+    from plimsoll.api.plans import Plan, plan
+    from plimsoll.api.runs import TrainedRun, train
+    from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+    from plimsoll.framework.config import (
+        Config,
+        ConfigError,
+        Fraction,
+        PositiveFloat,
+        PositiveInt,
+        component,
+        config_for,
+        diff,
+    )
+    from plimsoll.framework.data.files import DataFile
+    from plimsoll.framework.data.sources import DataSource
+    from plimsoll.framework.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
+    from plimsoll.framework.functions.checkpoints import restore, save, steps
+    from plimsoll.framework.functions.coupling import additive_coupling
+    from plimsoll.framework.functions.eager import eager, eager_weights
+    from plimsoll.framework.functions.eager_scan import eager_scan
+    from plimsoll.framework.functions.frozen import FrozenBufferError, check_frozen
+    from plimsoll.framework.functions.interpreter import AdapterError
+    from plimsoll.framework.functions.nf4 import QuantizedMatrix, lora_quantize
+    from plimsoll.framework.functions.partition import Partition, combine, differentiate, partition
+    from plimsoll.framework.functions.reconstruction import reconstruction_error
+    from plimsoll.framework.functions.reversible import reversible_scan
+    from plimsoll.framework.functions.stream import stream
+    from plimsoll.framework.functions.trained import Trained
+    from plimsoll.framework.functions.value_and_update import value_and_update
+    from plimsoll.framework.functions.with_lora import with_lora
+    from plimsoll.framework.inference.generation import Generator, stream_text
+    from plimsoll.framework.inference.sampling import Sampling
+    from plimsoll.framework.layers.base import Layer
+    from plimsoll.framework.layers.flow.base import Bijection, sum_each
+    from plimsoll.framework.layers.objective import Objective
+    from plimsoll.framework.layout import ParameterSpec
+    from plimsoll.framework.program.program import Program
+    from plimsoll.framework.run.hooks import Hook
+    from plimsoll.framework.run.job import RunError
+
+# {module: public names in it}. Components are not listed: `find_components` finds them.
+_EXPORTS = {
+    "plimsoll.api.configs": ("load_config",),
+    "plimsoll.api.function_plans": ("plan_function",),
+    "plimsoll.api.model": ("Model", "load"),
+    "plimsoll.api.plans": ("Plan", "plan"),
+    "plimsoll.api.runs": ("TrainedRun", "train"),
+    "plimsoll.framework.checkpoint.checkpointer": ("Checkpointer",),
+    "plimsoll.framework.config": (
+        "Config",
+        "ConfigError",
+        "Fraction",
+        "PositiveFloat",
+        "PositiveInt",
+        "component",
+        "config_for",
+        "diff",
+    ),
+    "plimsoll.framework.data.files": ("DataFile",),
+    "plimsoll.framework.data.sources": ("DataSource",),
+    "plimsoll.framework.functions.adapters": ("Adapter", "lora_init", "lora_merge", "lora_unmerge"),
+    "plimsoll.framework.functions.checkpoints": ("restore", "save", "steps"),
+    "plimsoll.framework.functions.coupling": ("additive_coupling",),
+    "plimsoll.framework.functions.eager": ("eager", "eager_weights"),
+    "plimsoll.framework.functions.eager_scan": ("eager_scan",),
+    "plimsoll.framework.functions.frozen": ("FrozenBufferError", "check_frozen"),
+    "plimsoll.framework.functions.interpreter": ("AdapterError",),
+    "plimsoll.framework.functions.nf4": ("QuantizedMatrix", "lora_quantize"),
+    "plimsoll.framework.functions.partition": ("Partition", "combine", "differentiate", "partition"),
+    "plimsoll.framework.functions.reconstruction": ("reconstruction_error",),
+    "plimsoll.framework.functions.reversible": ("reversible_scan",),
+    "plimsoll.framework.functions.stream": ("stream",),
+    "plimsoll.framework.functions.trained": ("Trained",),
+    "plimsoll.framework.functions.value_and_update": ("value_and_update",),
+    "plimsoll.framework.functions.with_lora": ("with_lora",),
+    "plimsoll.framework.inference.generation": ("Generator", "stream_text"),
+    "plimsoll.framework.inference.sampling": ("Sampling",),
+    "plimsoll.framework.layers.base": ("Layer",),
+    "plimsoll.framework.layers.flow.base": ("Bijection", "sum_each"),
+    "plimsoll.framework.layers.objective": ("Objective",),
+    "plimsoll.framework.layout": ("ParameterSpec",),
+    "plimsoll.framework.program.program": ("Program",),
+    "plimsoll.framework.run.hooks": ("Hook",),
+    "plimsoll.framework.run.job": ("RunError",),
+}
+_MODULE_BY_NAME = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_BY_NAME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("plimsoll-train")
+    module_name = _MODULE_BY_NAME.get(name)
+    # Python asks for dunder names of every module. None is a component.
+    if module_name is None and not name.startswith("_"):
+        from plimsoll.framework.config.components import find_components
+
+        module_name = find_components().get(name)
+    if module_name is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module_name), name)
+
+
+def __dir__() -> list[str]:
+    from plimsoll.framework.config.components import find_components
+
+    return sorted({*globals(), *__all__, *find_components()})
