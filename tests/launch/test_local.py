@@ -17,12 +17,11 @@ from plimsoll.launch.local import _newest, main
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
+PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
 # The supervisor as `plimsoll local` runs it, but with `script` instead of `plimsoll train`.
 DRIVER = """
 import sys
 from plimsoll.launch import local
-PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
-PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
 local.Supervisor.verb, local.Supervisor.preload = "tests.launch.scripted", "json"
 newest = lambda: int(open("newest").read())
 grace, backoff, max_restarts = float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
