@@ -23,7 +23,7 @@ from pathlib import Path
 from plimsoll.framework.config import Config, ConfigError, did_you_mean
 from plimsoll.framework.config.names import nearest
 from plimsoll.framework.files import hub_models
-from plimsoll.framework.program import stored
+from plimsoll.framework.program import stored_config
 
 ConfigFunction = Callable[[], Config]
 
@@ -49,22 +49,22 @@ def names() -> list[str]:
     return list(functions())
 
 
-def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> Config:
+def load(spec: str, log: Callable[[str], None] = _ignore, *, shape_only: bool = False) -> Config:
     """Build a new config from NAME, path/to/file.py:NAME, path/to/config.json, hf:DIR or hf:ORG/NAME.
 
     Args:
         spec: one of these forms.
-        tell: function that prints a line for each omission from a stored config, and one for the commit of a Hub
+        log: function that prints a line for each omission from a stored config, and one for the commit of a Hub
             model.
-        shape_is_enough: whether the shape is sufficient, as for a plan; a well-known hf:ORG/NAME then needs no file.
+        shape_only: whether the shape is sufficient, as for a plan; a well-known hf:ORG/NAME then needs no file.
 
     Raises:
         ConfigError: there is no such name or function, or the function raised the error. The message then ends with
             the line that raised it.
         FileNotFoundError: there is no such file.
     """
-    function = find(spec, tell, shape_is_enough=shape_is_enough)
-    if getattr(function, "func", None) is stored.read_to_train:
+    function = find(spec, log, shape_only=shape_only)
+    if getattr(function, "func", None) is stored_config.read_to_train:
         # Its errors name the file, and there is no line of Python to change.
         return function()
     try:
@@ -83,20 +83,20 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
         from plimsoll.framework.families import published
 
         place = config.pretrained.path
-        for line in published.note(place) or hub_models.note(place):
-            tell(line)
+        for line in published.note(place) or hub_models.describe_source(place):
+            log(line)
     if not isinstance(config, Config):
         raise ConfigError(f"{spec}: expected a function that returns a Config, but it returned {type(config).__name__}")
     return config
 
 
-def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> ConfigFunction:
+def find(spec: str, log: Callable[[str], None] = _ignore, *, shape_only: bool = False) -> ConfigFunction:
     """Return the function that builds the config of a spec; see `load`."""
     if is_published_model(spec):
         kind, _, source = spec.partition(":")
-        return functools.partial(_get_published_kinds()[kind], source, shape_is_enough)
+        return functools.partial(_get_published_builders()[kind], source, shape_only)
     if spec.endswith(".json"):
-        return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
+        return functools.partial(stored_config.read_to_train, Path(spec).expanduser(), log)
     if spec.endswith(".py"):
         # The name is missing. `_from_file` reports this, unless the file does not exist.
         path = spec
@@ -121,10 +121,10 @@ def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
 def is_published_model(spec: str) -> bool:
     """Return whether a spec is hf:SOURCE, lora:SOURCE, reward:SOURCE or another kind of published model."""
     kind, _, source = spec.partition(":")
-    return bool(source) and kind in _get_published_kinds()
+    return bool(source) and kind in _get_published_builders()
 
 
-def _get_published_kinds() -> dict[str, Callable[[str, bool], Config]]:
+def _get_published_builders() -> dict[str, Callable[[str, bool], Config]]:
     """Return {kind: function that builds the config of a published model}, such as "hf", "lora" and "qlora"."""
     # Imported here, because that module imports JAX and a mistyped name should fail quickly.
     from plimsoll.configs.finetune import KINDS

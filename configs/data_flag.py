@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from plimsoll.framework.config import Config, ConfigError, config_for, target_of
+from plimsoll.framework.config import Config, ConfigError, config_for, get_target
 from plimsoll.framework.files.hub_names import is_hub_url
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 if TYPE_CHECKING:
-    from plimsoll.framework.data.recognize import Recognized
+    from plimsoll.framework.data.detect_format import DetectedData
 
 # Name of the validation set of the user's data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
@@ -40,20 +40,20 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         FileNotFoundError, PermissionError, ValueError: the data cannot be read.
     """
     # Imported here because this module's caller handles every command line, and few use --data.
+    from plimsoll.framework.data.detect_format import detect_format
     from plimsoll.framework.data.pipeline import DataPipeline
     from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-    from plimsoll.framework.data.recognize import recognized
 
     config = named.copy()
-    if "data" not in config or target_of(config.data) is not DataPipeline:
+    if "data" not in config or get_target(config.data) is not DataPipeline:
         raise ConfigError("--data is for configs that train on text; set this one's config.data.*")
     if path.startswith("hf:") and not is_hub_url(path):
         raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
     with _prefix_errors():
-        data = _detect_scored_data(config, path) if _scores_sequences(config) else recognized(path)
+        data = _detect_scored_data(config, path) if _scores_sequences(config) else detect_format(path)
     lines = [data.line]
     _fit_classes(config, data.classes, overridden)
-    tokenizer = target_of(config.data.tokenizer)
+    tokenizer = get_target(config.data.tokenizer)
     sets_tokenizer = any(name.split(".")[:2] == ["data", "tokenizer"] for name in overridden)
     if data.needs_template and tokenizer is not PretrainedTokenizer and not sets_tokenizer:
         raise ConfigError(
@@ -74,18 +74,18 @@ def _scores_sequences(config: Config) -> bool:
     return config.model.takes("head") and config.model.head.takes("num_labels")
 
 
-def _detect_scored_data(config: Config, path: str) -> Recognized:
+def _detect_scored_data(config: Config, path: str) -> DetectedData:
     """Returns the data at `path` in the form the scoring head needs: preference pairs, or texts with labels.
 
     A published classifier keeps its classes; otherwise the classes are those of the file.
     """
-    from plimsoll.framework.data.recognize_scored import recognized_scored
+    from plimsoll.framework.data.detect_scored_format import detect_scored_format
 
     is_reward = config.model.head.num_labels == 1
     pretrained = config.pretrained if "pretrained" in config else None
     keeps_classes = not is_reward and pretrained is not None and not pretrained.draws_head
     template = config.data.source if config.data.source.takes("append_eos") else None
-    return recognized_scored(path, template, pairs=is_reward, keeps_classes=keeps_classes)
+    return detect_scored_format(path, template, pairs=is_reward, keeps_classes=keeps_classes)
 
 
 def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence[str]) -> None:
@@ -103,13 +103,13 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
     Returns:
         lines that describe the changes.
     """
-    from plimsoll.framework.companions.reference import Reference
-    from plimsoll.framework.data.preferences import PairSource, ThumbSource
+    from plimsoll.framework.batch_transforms.reference import Reference
+    from plimsoll.framework.data.preferences import PairSource, UnpairedSource
+    from plimsoll.framework.objectives.kto import KTO
     from plimsoll.framework.objectives.preferences import DPO
-    from plimsoll.framework.objectives.thumbs import KTO
 
-    objectives = {PairSource: DPO, ThumbSource: KTO}
-    objective = objectives.get(target_of(config.data.source))
+    objectives = {PairSource: DPO, UnpairedSource: KTO}
+    objective = objectives.get(get_target(config.data.source))
     if objective is None or "head" not in config.model or not config.model.head.takes("objective"):
         return []
     if config.model.head.objective is not None:
@@ -142,9 +142,9 @@ def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str])
 
     if not has_text:
         return _set_tokenizer_path(config)
-    if target_of(config.data.tokenizer) is NoTokenizer:
+    if get_target(config.data.tokenizer) is NoTokenizer:
         config.data.tokenizer = config_for(BPETokenizer, vocab_size=config.data.tokenizer.vocab_size)
-    if target_of(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
+    if get_target(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
         with _prefix_errors():
             return _fit_vocabulary(config, overridden)
     return []
@@ -168,7 +168,7 @@ def _set_tokenizer_path(config: Config) -> list[str]:
     from plimsoll.framework.data.tokenizers import BPETokenizer
 
     tokenizer = config.data.tokenizer
-    if target_of(tokenizer) is not BPETokenizer or tokenizer.path is not None:
+    if get_target(tokenizer) is not BPETokenizer or tokenizer.path is not None:
         return []
     with _prefix_errors():
         token_file = config.data.source.instantiate().files()[0]
@@ -184,15 +184,15 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     Returns:
         lines that describe the change.
     """
-    from plimsoll.framework.data.sources import leaves_of
-    from plimsoll.framework.data.vocabulary import training_text, vocabulary_size
+    from plimsoll.framework.data.sources import flatten_sources
+    from plimsoll.framework.data.vocabulary import count_vocabulary, training_text
 
     tokenizer = config.data.tokenizer
-    leaves = list(leaves_of(config.data.source.instantiate(), "data.source", "train"))
+    leaves = list(flatten_sources(config.data.source.instantiate(), "data.source", "train"))
     texts = training_text(leaves, tokenizer.training_bytes)
     wanted = tokenizer.vocab_size
     with phase("counting the words of the text", patience=SHORT):
-        num_ids = vocabulary_size(texts, wanted, tokenizer.eos_token)
+        num_ids = count_vocabulary(texts, wanted, tokenizer.eos_token)
     if num_ids == wanted:
         return [f"tokenizer: byte-level BPE of {wanted:,} ids, trained on this text"]
     tokenizer.vocab_size = num_ids

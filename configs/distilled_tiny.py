@@ -16,7 +16,7 @@ little text exists. `python -m tools.bench.distillation` runs all of this and co
 from __future__ import annotations
 
 from plimsoll.configs.parts import muon
-from plimsoll.framework.companions.teacher import Teacher
+from plimsoll.framework.batch_transforms.teacher import Teacher
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import StdlibSource

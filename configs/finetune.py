@@ -14,7 +14,7 @@ from plimsoll.framework import families
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.chats import ChatSource
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-from plimsoll.framework.families.published import place_to_plan
+from plimsoll.framework.families.published import shape_url
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.layers.lora import LoRA
 
@@ -41,16 +41,16 @@ def lora_tiny() -> Config:
     return config
 
 
-def full(source: str, shape_is_enough: bool = False) -> Config:
+def full(source: str, shape_only: bool = False) -> Config:
     """Train all weights of a published model on chats: bf16 with f32 master weights; float32 files in float32.
 
     Conversations are read from data/chat.jsonl, a twentieth of them for validation; three epochs.
 
     Args:
         source: a Hugging Face directory, or the Hub's id of a model, ORG/NAME or ORG/NAME@REVISION.
-        shape_is_enough: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
+        shape_only: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
     """
-    path = place_to_plan(source) if shape_is_enough else hub_models.pinned(source)
+    path = shape_url(source) if shape_only else hub_models.pin_model(source)
     model, pretrained = families.pretrained_model(path)
     facts = pretrained.facts
     # The second name is GPT-2's.
@@ -78,9 +78,9 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
     return as_published(config, facts)
 
 
-def lora(source: str, shape_is_enough: bool = False, base: str | None = None) -> Config:
+def lora(source: str, shape_only: bool = False, base: str | None = None) -> Config:
     """Train adapters of rank 16 on all linear layers of a published model; its own weights are frozen."""
-    config = full(source, shape_is_enough)
+    config = full(source, shape_only)
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
     config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
     config.learner.rules = []
@@ -88,9 +88,9 @@ def lora(source: str, shape_is_enough: bool = False, base: str | None = None) ->
     return as_published(config, config.pretrained.facts)
 
 
-def qlora(source: str, shape_is_enough: bool = False) -> Config:
+def qlora(source: str, shape_only: bool = False) -> Config:
     """Like `lora`, with the linear layers' own weights in 4 bits, including those of experts, which have no adapter."""
-    config = lora(source, shape_is_enough, base="nf4")
+    config = lora(source, shape_only, base="nf4")
     config.model.lora.base_targets = "."
     return config
 
@@ -98,8 +98,8 @@ def qlora(source: str, shape_is_enough: bool = False) -> Config:
 def _with_score_head(change: Callable[..., Config], base: Callable[..., Config], what: str) -> Callable[..., Config]:
     """Return a function that builds `base`'s config of a published model and changes it to score sequences."""
 
-    def scored(source: str, shape_is_enough: bool = False) -> Config:
-        config = base(source, shape_is_enough)
+    def scored(source: str, shape_only: bool = False) -> Config:
+        config = base(source, shape_only)
         try:
             return change(config, config.pretrained.facts)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.configs.parts import adamw
-from plimsoll.framework.companions.rollouts import Rollouts
+from plimsoll.framework.batch_transforms.rollouts import Rollouts
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.prompts import Arithmetic, Prompts
 from plimsoll.framework.data.tokenizers import ByteTokenizer
@@ -43,7 +43,7 @@ def grpo_tiny() -> Config:
         ),
         companion=config_for(
             Rollouts,
-            reward="plimsoll.framework.companions.rewards.exact",
+            reward="plimsoll.framework.batch_transforms.rewards.exact",
             demonstrations=60,
             table_every=200,
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plimsoll.configs.parts import adamw
 from plimsoll.configs.tiny import stdlib_tiny
-from plimsoll.framework.companions.reference import Reference
+from plimsoll.framework.batch_transforms.reference import Reference
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.preferences import StdlibPairs
 from plimsoll.framework.objectives.preferences import DPO

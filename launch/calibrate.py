@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli
 
 
@@ -31,49 +31,53 @@ def main(argv: list[str]) -> int:
     import jax
 
     from plimsoll.framework.devices.accelerators import spec_for
-    from plimsoll.framework.plan.calibration import store
+    from plimsoll.framework.plan.calibration import rates_store
 
     devices = jax.local_devices()
     name = spec_for(devices).name
     if args.show:
-        rates = store.load(name)
+        rates = rates_store.load(name)
         if rates is None:
             raise cli.UsageError(f"{name} was never measured on this machine: plimsoll calibrate")
     else:
-        from plimsoll.framework.plan.calibration.measure import measured_rates
+        from plimsoll.framework.plan.calibration.measure import measure_rates
 
-        rates = measured_rates(devices)
-        store.save(rates)
-    print(json.dumps(asdict(rates), indent=1) if args.json else render(sections(rates, str(store.path_of(name)))))
+        rates = measure_rates(devices)
+        rates_store.save(rates)
+    print(
+        json.dumps(asdict(rates), indent=1)
+        if args.json
+        else render(rate_sections(rates, str(rates_store.rates_path(name))))
+    )
     return ExitCode.DONE
 
 
-def sections(rates: Any, path: str) -> list[Section]:
+def rate_sections(rates: Any, path: str) -> list[TableSection]:
     """Build the tables of a device's rates: each kind of work at its smallest, middle and largest size."""
-    about = [
+    summary = [
         ["measured", rates.measured],
         ["kept in", path],
         ["starting a program", f"{1e6 * rates.program_start:.0f} us of Python"],
     ]
     for label, link in (("host link", rates.host_link), ("links", rates.links)):
         if link is not None:
-            about.append([label, f"{link / 1e9:.1f} GB/s"])
+            summary.append([label, f"{link / 1e9:.1f} GB/s"])
     rows = [["", "small", "", "middle", "", "large", ""]]
     for kind, curve in rates.curves.items():
         middle = len(curve.points) // 2
         row = [kind]
         for size, _ in (curve.points[0], curve.points[middle], curve.points[-1]):
-            row += [f"{curve.rate(size) / 1e9:.1f}", f"of {_short(size)}"]
+            row += [f"{curve.rate(size) / 1e9:.1f}", f"of {_format_size(size)}"]
         rows.append(row)
     units = [
         ["product", "GFLOP/s, of products with so many FLOPs"],
         ["memory", "GB/s, where so many bytes are in use"],
         ["others", "billions of operations a second, of arrays with so many"],
     ]
-    return [Section(rates.device, about), Section("rates", rows, True), Section("units", units)]
+    return [TableSection(rates.device, summary), TableSection("rates", rows, True), TableSection("units", units)]
 
 
-def _short(size: float) -> str:
+def _format_size(size: float) -> str:
     for unit, factor in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g}{unit}"

@@ -51,20 +51,20 @@ def main(argv: list[str]) -> int:
     if args.port is not None and not args.web:
         raise cli.UsageError("--port goes with --web")
 
-    sampling = sampling_flags.sampling_of(args, _DEFAULT_TOKENS)
+    sampling = sampling_flags.build_sampling(args, _DEFAULT_TOKENS)
     with contextlib.ExitStack() as open_until_end:
         server = None
         if args.web:
             port = _DEFAULT_PORT if args.port is None else args.port
             # Open the port first, so that a port in use is reported before the model is loaded.
-            server = open_until_end.enter_context(chat_web.Server(port))
+            server = open_until_end.enter_context(chat_web.ChatServer(port))
         chat = make_chat(args, overrides, sampling)
         chat.check_system(args.system)
         if server is not None:
             server.serve(chat, args.system)
         else:
             session = chat_lines.Session(chat, args.system)
-            chat_lines.talk(session)
+            chat_lines.run_conversation(session)
     return ExitCode.DONE
 
 
@@ -76,16 +76,16 @@ def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Samp
     """
     loaded = weights.load(args, overrides)
 
-    from plimsoll.api.chats import chat_of
+    from plimsoll.api.chats import create_chat
     from plimsoll.framework.inference.generation import Generator
 
-    return chat_of(
+    return create_chat(
         loaded,
         Generator(loaded.program, loaded.state, averaged=loaded.averaged),
         sampling,
         num_samples=args.num_samples,
-        shortens=args.max_new_tokens is None,
-        tell=weights.tell,
+        clamp_max_tokens=args.max_new_tokens is None,
+        log=weights.log,
     )
 
 

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from plimsoll.framework.run import mistakes
+from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
 from plimsoll.launch import cli
 from plimsoll.launch.generate import show
-from plimsoll.launch.weights import tell
+from plimsoll.launch.weights import log
 
 if TYPE_CHECKING:
-    from plimsoll.framework.inference.chat import Chat, Turn
+    from plimsoll.framework.inference.chat import Chat, ChatTurn
 
 HELP = """/reset         forget the conversation
 /system TEXT   another system prompt; without TEXT, none
@@ -40,7 +40,7 @@ class Session:
     def __init__(self, chat: Chat, system: str | None):
         self.chat = chat
         self.system = system
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
         self.samples: list[str] = []
 
     def command(self, line: str) -> bool:
@@ -55,25 +55,25 @@ class Session:
         command = cli.choose("command", name, _COMMANDS)
         if command == "/reset":
             self.turns, self.samples = [], []
-            tell("the conversation is forgotten")
+            log("the conversation is forgotten")
         elif command == "/system":
             self.chat.check_system(text)
             self.system = text or None
-            tell("the system prompt is set" if text else "there is no system prompt now")
+            log("the system prompt is set" if text else "there is no system prompt now")
         elif command == "/take":
-            self._take(text)
+            self._replace_answer(text)
         elif command == "/help":
-            tell(HELP)
+            log(HELP)
         return command != "/quit"
 
-    def _take(self, text: str) -> None:
+    def _replace_answer(self, text: str) -> None:
         """Replace the last answer in the history by another sample."""
         numbers = [str(number) for number in range(1, len(self.samples) + 1)]
         if not numbers:
             raise cli.UsageError("/take: there is no answer yet")
         number = int(cli.choose("answer", text, numbers))
         self.turns[-1] = self.turns[-1]._replace(answer=self.samples[number - 1])
-        tell(f"the conversation goes on from answer {number}")
+        log(f"the conversation goes on from answer {number}")
 
 
 class _Signals:
@@ -84,15 +84,15 @@ class _Signals:
         self.stopped = False
         self._typed = typed
 
-    def hear(self, number: int) -> str | None:
-        """Handle a signal, as a listener of `interrupts.heard_by`."""
+    def handle_signal(self, number: int) -> str | None:
+        """Handle a signal, as a listener of `interrupts.listen_for_signals`."""
         if number == signal.SIGINT and self.is_answering and not self.stopped:
             self.stopped = True
             return None
         # At the prompt of a terminal, Python's own handler interrupts the line.
         if number == signal.SIGINT and self._typed and not self.is_answering:
             return None
-        return interrupts.stopped_by(number)
+        return interrupts.format_stop_message(number)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class _Signals:
             self.is_answering = False
 
 
-def talk(session: Session) -> None:
+def run_conversation(session: Session) -> None:
     """Hold the conversation until the user leaves or the input ends.
 
     Raises:
@@ -115,10 +115,10 @@ def talk(session: Session) -> None:
     # If the output is redirected, the prompt of the terminal would end up among the answers.
     typed = sys.stdin.isatty() and sys.stdout.isatty()
     signals = _Signals(typed=typed)
-    with interrupts.heard_by(signals.hear), _restore_terminal(typed):
+    with interrupts.listen_for_signals(signals.handle_signal), _restore_terminal(typed):
         if typed:
-            tell("/help shows the commands")
-        for line in _typed() if typed else _read_piped_lines():
+            log("/help shows the commands")
+        for line in _read_typed_lines() if typed else _read_piped_lines():
             try:
                 # A leading space lets a message begin with a slash.
                 if re.match(r"/[a-z]+(\s|$)", line):
@@ -127,21 +127,21 @@ def talk(session: Session) -> None:
                 elif line.strip():
                     _answer(session, line.strip(), signals, typed=typed)
             except ValueError as error:
-                if not typed or not mistakes.is_user_error(error):
+                if not typed or not user_errors.is_user_error(error):
                     raise
-                tell(f"error: {error}")
+                log(f"error: {error}")
 
 
 def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) -> None:
     """Show the answers to a message as they are generated, and add the first one to the conversation."""
-    from plimsoll.framework.inference.chat import Turn
+    from plimsoll.framework.inference.chat import ChatTurn
 
     prompt = session.chat.prompt(session.system, session.turns, question)
-    if prompt.turns_left_out:
-        session.turns = session.turns[prompt.turns_left_out :]
+    if prompt.num_dropped_turns:
+        session.turns = session.turns[prompt.num_dropped_turns :]
         # The samples belong to the last turn.
         session.samples = session.samples if session.turns else []
-        tell(left_out(prompt.turns_left_out, session.chat.context))
+        log(format_omitted_turns(prompt.num_dropped_turns, session.chat.context))
     screen = _Screen(is_terminal=typed)
     answer = session.chat.answer(prompt)
     with signals.answering():
@@ -153,16 +153,16 @@ def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) 
     # Do not store an answer that was stopped before its first word.
     if not signals.stopped or answer.texts[0]:
         session.samples = answer.texts
-        session.turns.append(Turn(question, answer.texts[0]))
+        session.turns.append(ChatTurn(question, answer.texts[0]))
     for number, text in enumerate(answer.texts[1:], start=2):
         screen.show(f"--- {number}\n{text}\n" if typed else f"---\n{text}\n")
     if signals.stopped:
-        tell("(stopped)")
+        log("(stopped)")
     elif answer.at_limit:
-        tell("(ended by --max_new_tokens)")
+        log("(ended by --max_new_tokens)")
 
 
-def left_out(num_turns: int, context: int) -> str:
+def format_omitted_turns(num_turns: int, context: int) -> str:
     """Return the line about turns that are no longer given to the model."""
     turns = "the oldest turn is" if num_turns == 1 else f"the oldest {num_turns} turns are"
     return f"({turns} left out: the context of {context} tokens is full)"
@@ -195,7 +195,7 @@ class _Screen:
         self.show("\n")
 
 
-def _typed() -> Iterator[str]:
+def _read_typed_lines() -> Iterator[str]:
     """Yield the lines typed at the terminal, with the keys and the history of readline."""
     # Not every Python has readline. Importing it is enough for `input` to use it.
     with contextlib.suppress(ImportError):
@@ -206,10 +206,10 @@ def _typed() -> Iterator[str]:
         try:
             line = input("> ")
         except KeyboardInterrupt:
-            tell("\n/quit or Ctrl-D leaves")
+            log("\n/quit or Ctrl-D leaves")
             continue
         except UnicodeDecodeError as error:
-            tell(f"error: not UTF-8: {error}")
+            log(f"error: not UTF-8: {error}")
             continue
         except EOFError:
             show("\n")
@@ -238,7 +238,9 @@ def _restore_terminal(typed: bool) -> Iterator[None]:
     import termios
 
     settings = termios.tcgetattr(sys.stdin)
-    take_back = interrupts.at_end(lambda number, line: termios.tcsetattr(sys.stdin, termios.TCSANOW, settings))
+    take_back = interrupts.register_cleanup(
+        lambda number, line: termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
+    )
     try:
         yield
     finally:

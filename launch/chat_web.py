@@ -34,13 +34,13 @@ from urllib.parse import parse_qs
 
 from waitress.server import create_server
 
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.launch import cli
-from plimsoll.launch.chat_lines import left_out
-from plimsoll.launch.weights import tell
+from plimsoll.launch.chat_lines import format_omitted_turns
+from plimsoll.launch.weights import log
 
 if TYPE_CHECKING:
-    from plimsoll.framework.inference.chat import Chat, Prompt, Turn
+    from plimsoll.framework.inference.chat import Chat, ChatPrompt, ChatTurn
 
 ADDRESS = "127.0.0.1"
 # Far larger than a conversation that fits any context.
@@ -58,7 +58,7 @@ _WAITING_SECONDS = 1.0
 Start = Callable[[str, list[tuple[str, str]]], Any]
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """A refused request: its status and the reason."""
 
     def __init__(self, status: HTTPStatus, reason: str):
@@ -66,7 +66,7 @@ class _Refused(Exception):
         self.status = status
 
 
-class Server:
+class ChatServer:
     """Listens on 127.0.0.1 from the start, and answers once `serve` is called.
 
     Args:
@@ -103,7 +103,7 @@ class Server:
             ident=None,
         )
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ChatServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +118,7 @@ class Server:
         """
         self._chat = chat
         self._system = system
-        tell(f"{self.url}   (for you on this machine only; Ctrl-C ends)")
+        log(f"{self.url}   (for you on this machine only; Ctrl-C ends)")
         self._server.run()
 
     def close(self) -> None:
@@ -162,42 +162,42 @@ class Server:
         """The WSGI application."""
         try:
             return self._handle_request(environ, start)
-        except _Refused as refusal:
+        except _RequestRefused as refusal:
             text = json.dumps({"error": str(refusal)})
-            return self._whole(start, refusal.status, "application/json", text)
+            return self._send_whole(start, refusal.status, "application/json", text)
 
     def _handle_request(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         self._check_origin(environ)
         method = environ["REQUEST_METHOD"]
         path = environ["PATH_INFO"]
         if method not in ("GET", "POST"):
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or POST")
+            raise _RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or POST")
         if path == "/" and method == "GET":
             self._check_key(parse_qs(environ.get("QUERY_STRING", "")).get("key", []))
             cookie = f"{self._cookie}={self.key}; Path=/; HttpOnly; SameSite=Strict"
-            return self._whole(start, HTTPStatus.OK, "text/html; charset=utf-8", self.page, ("Set-Cookie", cookie))
+            return self._send_whole(start, HTTPStatus.OK, "text/html; charset=utf-8", self.page, ("Set-Cookie", cookie))
         if path != "/chat":
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is only / and /chat")
+            raise _RequestRefused(HTTPStatus.NOT_FOUND, "there is only / and /chat")
         self._check_key(_keys(environ, self._cookie))
         if method == "GET":
             beginning = {"system": self._system or "", "samples": self._chat.num_samples}
-            return self._whole(start, HTTPStatus.OK, "application/json", json.dumps(beginning))
+            return self._send_whole(start, HTTPStatus.OK, "application/json", json.dumps(beginning))
         if environ.get("CONTENT_TYPE", "").partition(";")[0].strip() != "application/json":
-            raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected Content-Type: application/json")
+            raise _RequestRefused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected Content-Type: application/json")
         body = environ["wsgi.input"].read()
         try:
             system, turns, question = _conversation(body)
             with self._reading:
                 prompt = self._chat.prompt(system, turns, question)
         except ValueError as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+            raise _RequestRefused(HTTPStatus.BAD_REQUEST, str(error)) from None
         start("200 OK", [("Content-Type", "application/x-ndjson"), ("Cache-Control", "no-store")])
         return self._answer(prompt)
 
-    def _answer(self, prompt: Prompt) -> Iterator[bytes]:
+    def _answer(self, prompt: ChatPrompt) -> Iterator[bytes]:
         """Yield the lines of an answer. waitress closes the iterator when the browser disconnects."""
-        if prompt.turns_left_out:
-            yield _line(note=left_out(prompt.turns_left_out, self._chat.context))
+        if prompt.num_dropped_turns:
+            yield _line(note=format_omitted_turns(prompt.num_dropped_turns, self._chat.context))
         while not self._turn.acquire(timeout=_WAITING_SECONDS):
             yield _line(waiting=True)
         try:
@@ -208,7 +208,7 @@ class Server:
                         if piece:
                             yield _line(row=row, text=piece)
             except Exception as error:
-                tell(f"error: {error}")
+                log(f"error: {error}")
                 yield _line(error=str(error))
                 return
             yield _line(end="max_new_tokens" if answer.at_limit else "stop")
@@ -224,15 +224,19 @@ class Server:
         origin = environ.get("HTTP_ORIGIN")
         if host not in self.hosts:
             hosts = " or ".join(sorted(self.hosts))
-            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, f"expected a Host header of {hosts}, given {host!r}")
+            raise _RequestRefused(HTTPStatus.MISDIRECTED_REQUEST, f"expected a Host header of {hosts}, given {host!r}")
         if origin is not None and origin.removeprefix("http://") not in self.hosts:
-            raise _Refused(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
 
     def _check_key(self, given: list[str]) -> None:
         if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in given):
-            raise _Refused(HTTPStatus.FORBIDDEN, "open the address that plimsoll chat has printed: it ends with a key")
+            raise _RequestRefused(
+                HTTPStatus.FORBIDDEN, "open the address that plimsoll chat has printed: it ends with a key"
+            )
 
-    def _whole(self, start: Start, status: HTTPStatus, kind: str, text: str, *more: tuple[str, str]) -> list[bytes]:
+    def _send_whole(
+        self, start: Start, status: HTTPStatus, kind: str, text: str, *more: tuple[str, str]
+    ) -> list[bytes]:
         """Send a response of known length."""
         data = text.encode()
         headers = [
@@ -266,13 +270,13 @@ def _line(**fields: Any) -> bytes:
     return f"{json.dumps(fields)}\n".encode()
 
 
-def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
+def _conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
     """Return (system prompt, turns, question) from a request.
 
     Raises:
         ValueError: the body is not JSON, or does not have that form.
     """
-    from plimsoll.framework.inference.chat import Turn
+    from plimsoll.framework.inference.chat import ChatTurn
 
     expected = 'expected {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}'
     try:
@@ -286,7 +290,7 @@ def _conversation(body: bytes) -> tuple[str | None, list[Turn], str]:
     pairs = fields.get("turns", [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ValueError(expected)
-    turns = [Turn(*pair) for pair in pairs]
+    turns = [ChatTurn(*pair) for pair in pairs]
     texts = [system or "", question, *(text for turn in turns for text in turn)]
     if not all(isinstance(text, str) for text in texts) or not question.strip():
         raise ValueError(expected)

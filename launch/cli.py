@@ -30,13 +30,13 @@ from absl import logging as absl_logging
 from plimsoll import configs
 from plimsoll.configs import data_flag
 from plimsoll.framework.config import Config, ConfigError, FieldError, did_you_mean
-from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, is_for, rules_of
+from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, get_accelerator_rules, is_for
 from plimsoll.framework.devices.environment import prepare_jax
-from plimsoll.framework.run import mistakes
+from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.framework.terminal.exit_codes import ExitCode
-from plimsoll.framework.terminal.visible import visible
-from plimsoll.launch import first_words, flag_hints, reports
+from plimsoll.launch import flag_hints, reports, startup_message
 
 __all__ = [
     "Command",
@@ -95,15 +95,15 @@ class Command:
     @property
     def config(self) -> Config:
         """The named config with its overrides, without accelerator rules."""
-        return self._checked
+        return self._config_with_rules
 
     @property
-    def chosen(self) -> tuple[str, ...]:
+    def override_paths(self) -> tuple[str, ...]:
         """The paths of the fields that the command line sets."""
         return tuple(path for path, _ in self.overrides)
 
     @functools.cached_property
-    def _checked(self) -> Config:
+    def _config_with_rules(self) -> Config:
         """The config, after testing all rules on copies, so that a bad rule shows without its accelerator."""
         config = self._override_result.config
         apply_accelerator_rules(config, None)
@@ -116,7 +116,7 @@ class Command:
         `--config.accelerator_rules=[]` disables the rules.
         """
         overridden, settings = self._override_result
-        if not any(is_for(rule, accelerator) for rule in rules_of(overridden)):
+        if not any(is_for(rule, accelerator) for rule in get_accelerator_rules(overridden)):
             return overridden.copy(), []
         config = self.named.copy()
         for setting in settings:
@@ -157,11 +157,11 @@ class Parser(argparse.ArgumentParser):
         description: str | None = None,
         *,
         takes_config: bool = True,
-        shape_is_enough: bool = False,
+        shape_only: bool = False,
         **options: Any,
     ):
         # Whether a published model's config works without its files: weights and tokenizer.
-        self._shape_is_enough = shape_is_enough
+        self._shape_is_enough = shape_only
         first_line = (description or "").partition("\n")[0]
         super().__init__(
             prog=f"plimsoll {verb}",
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
-        named = configs.load(spec, notes.append, shape_is_enough=self._shape_is_enough)
+        named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]
             named, data_lines = data_flag.with_data(named, args.data, overridden)
@@ -220,8 +220,8 @@ class Parser(argparse.ArgumentParser):
         """
 
         # Load the config only if a hint needs it, because loading may run a user's file.
-        def named_config() -> Config | None:
-            return None if spec is None else configs.load(spec, shape_is_enough=self._shape_is_enough)
+        def load_config() -> Config | None:
+            return None if spec is None else configs.load(spec, shape_only=self._shape_is_enough)
 
         # argparse would report a missing flag first, which hides a typo in its name.
         known_flags = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
@@ -234,7 +234,7 @@ class Parser(argparse.ArgumentParser):
             path = token[2:].removeprefix("config.")
             if "." in flag:
                 raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
-            hint = flag_hints.hint(flag, value, known_flags, named_config)
+            hint = flag_hints.hint(flag, value, known_flags, load_config)
             raise UsageError(f"unknown flag {flag!r}{hint}")
         return self.parse_args(argv)
 
@@ -280,7 +280,7 @@ def _override(config: Config, path: str, text: str) -> _Setting:
         try:
             config.override(path, text)
         except FieldError as error:
-            meant = flag_hints.field_meant(path, config)
+            meant = flag_hints.find_field_alias(path, config)
             if not meant:
                 raise
             raise FieldError(f"no such field; did you mean {meant!r}?", path=error.path) from None
@@ -310,14 +310,14 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
     """Decorate a verb's `main(argv)`: argv defaults to the process's, and user errors become exit code 2."""
 
     @functools.wraps(verb)
-    def wrapped(argv: list[str] | None = None) -> int:
+    def run_verb(argv: list[str] | None = None) -> int:
         # A program that calls a verb has its own logging and signal handlers, so set both only when the verb is the
         # process's own command.
-        of_process = argv is None
+        is_command = argv is None
         try:
-            if not of_process:
+            if not is_command:
                 return verb(argv)
-            with interrupts.watched(), first_words.said(sys.argv):
+            with interrupts.watch_signals(), startup_message.show_startup(sys.argv):
                 _show_records()
                 return verb(sys.argv[1:])
         except BrokenPipeError:
@@ -325,13 +325,13 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.DONE
         except Exception as error:
-            interrupts.settle()
-            code = mistakes.tell(error, of_process=of_process)
+            interrupts.wait_if_exiting()
+            code = user_errors.report_error(error, is_command=is_command)
             if code is None:
                 raise
             return code
 
-    return wrapped
+    return run_verb
 
 
 class _Line(logging.Formatter):
@@ -343,7 +343,7 @@ class _Line(logging.Formatter):
             message += f"\n{self.formatException(record.exc_info)}"
         # All users of absl logging share one logger, so its name is not informative.
         origin = _module_at(Path(record.pathname)) if record.name == "absl" else record.name
-        return f"{record.levelname.lower()}: {visible(message)} ({origin})"
+        return f"{record.levelname.lower()}: {escape_control_chars(message)} ({origin})"
 
 
 def _module_at(path: Path) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from plimsoll.framework.files.workdir import safe_child
 from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.exit_codes import meaning_of
+from plimsoll.framework.terminal.exit_codes import describe_exit_code
 from plimsoll.launch import cli, train
 
 
-class Parser(cli.Parser):
+class LauncherParser(cli.Parser):
     """`plimsoll train`'s flags, plus launcher flags, which are not passed on; `--dry_run` is the launcher's own."""
 
     def __init__(self, verb: str, description: str | None):
@@ -56,14 +56,14 @@ def execute(words: list[str], text: str | None = None) -> int:
     stdin = None if text is None else subprocess.PIPE
     process = subprocess.Popen(words, stdin=stdin, text=True)
     # A signal that ends the launcher also ends the command.
-    take_back = interrupts.at_end(lambda number, line: process.terminate())
+    take_back = interrupts.register_cleanup(lambda number, line: process.terminate())
     process.communicate(text)
     take_back()
     return process.returncode
 
 
-def meaning(code: int) -> str:
+def describe_process_end(code: int) -> str:
     """Describe how a process ended; a negative code is a signal, as in subprocess."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code} ({meaning_of(code)})"
+    return f"ended with exit code {code} ({describe_exit_code(code)})"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from plimsoll import configs
-from plimsoll.framework.config import Config, diff, join, target_of
-from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.config import Config, diff, get_target, join
+from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, shown_fields
 
@@ -135,11 +135,11 @@ def _show(
     """Return the lines of a config: the changes of its rules, then a line for each shown field."""
     marks = _marks(rules, overrides)
     if words:
-        paths = shown_fields.only(config, words)
+        paths = shown_fields.select_matching(config, words)
     elif everything:
         paths = [path for path, _ in config.walk() if path]
     else:
-        paths = shown_fields.usual(config, list(marks))
+        paths = shown_fields.select_usual(config, list(marks))
     shown_paths = set(paths)
     num_fields = 0
     # Descriptions of fields by path; `walk` yields a component before its fields.
@@ -148,7 +148,7 @@ def _show(
     for path, value in config.walk():
         doc = docs.get(path, "")
         if isinstance(value, Config):
-            target = target_of(value)
+            target = get_target(value)
             for name, field_doc in field_docs(target).items():
                 docs[join(path, name)] = field_doc
             doc = doc or summary(target)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plimsoll.framework.files.texts import parse_json, read_text
+from plimsoll.framework.files.text_files import parse_json, read_text
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -82,7 +82,7 @@ def _check(args: Any, reads_text: bool) -> None:
         raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
 
 
-def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
+def evaluate_validation(loaded: weights.LoadedModel) -> dict[str, dict[str, float]]:
     """Return the metrics of each validation set, by its name.
 
     Evaluates whole sets, where a run may have used only part of them (trainer.eval_batches).
@@ -90,7 +90,7 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
     Raises:
         ValueError: the run has no validation sets.
     """
-    from plimsoll.framework.inference.held_out import evaluated
+    from plimsoll.framework.inference.evaluation import evaluate_set
 
     data = loaded.experiment.data
     if not data.validation_names:
@@ -99,10 +99,10 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
         data.setup(loaded.folder)
     companion = loaded.experiment.companion
     if companion is not None:
-        companion.open(loaded.program, loaded.folder, begins=False, tell=print)
+        companion.open(loaded.program, loaded.folder, is_new_run=False, log=print)
     metrics_by_set = {}
     for name in data.validation_names:
-        metrics = evaluated(loaded.program, loaded.state, name, averaged=loaded.averaged)
+        metrics = evaluate_set(loaded.program, loaded.state, name, averaged=loaded.averaged)
         # The evaluation was given no reason to stop early, so it is complete.
         assert metrics is not None
         metrics_by_set[name] = metrics
@@ -123,17 +123,17 @@ def read_choices(path: str) -> list[dict[str, Any]]:
             question = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: expected {form}, and this is not JSON: {error}") from None
-        problem = _problem(question)
+        problem = _find_problem(question)
         if problem:
             raise ValueError(f"{path}:{number}: expected {form}; {problem}")
         questions.append(question)
     return questions
 
 
-def _problem(question: Any) -> str:
+def _find_problem(question: Any) -> str:
     """Describe the first problem of a question; "" for a valid one."""
     if not isinstance(question, dict):
-        return f"the line holds {_kind(question)}"
+        return f"the line holds {_describe_json_type(question)}"
     for key in ("context", "choices", "answer"):
         if key not in question:
             return f"there is no {key!r}"
@@ -141,21 +141,21 @@ def _problem(question: Any) -> str:
     choices = question["choices"]
     answer = question["answer"]
     if not isinstance(context, str):
-        return f"context is {_kind(context)}"
+        return f"context is {_describe_json_type(context)}"
     if not isinstance(choices, list) or not choices:
-        return f"choices is {_kind(choices)}"
+        return f"choices is {_describe_json_type(choices)}"
     for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
-            return f"choice {index} is {_kind(choice)}"
+            return f"choice {index} is {_describe_json_type(choice)}"
     # In Python, True and False are ints too.
     if type(answer) is not int:
-        return f"answer is {_kind(answer)}"
+        return f"answer is {_describe_json_type(answer)}"
     if not 0 <= answer < len(choices):
         return f"answer is {answer}, of {len(choices)} choices"
     return ""
 
 
-def _kind(value: Any) -> str:
+def _describe_json_type(value: Any) -> str:
     """Return the JSON name of a value's type."""
     names = {
         str: "text",

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     from plimsoll.framework.terminal.tables import human_bytes
 
     loaded = weights.load(args, overrides)
-    exported = export(loaded, args.to, adapter=args.adapter, tell=weights.tell)
+    exported = export(loaded, args.to, adapter=args.adapter, log=weights.log)
     print(f"{exported.folder}: {exported.architecture}, {human_bytes(exported.num_bytes)}")
     return ExitCode.DONE
 

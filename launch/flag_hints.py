@@ -6,7 +6,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.config.names import nearest
 
 # Names that other trainers use for our config fields and for two of our flags.
-_ELSEWHERE = {
+_OTHER_TRAINERS = {
     "lr": "learner.optimizer.learning_rate",
     "learning_rate": "learner.optimizer.learning_rate",
     "wd": "learner.optimizer.weight_decay",
@@ -86,25 +86,25 @@ def hint(
         config: function that returns the config that --config names, or None.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
-    path = _ELSEWHERE.get(name, "")
+    path = _OTHER_TRAINERS.get(name, "")
     if path.startswith("--"):
-        return _meant(path, value) if path in valid_flags else ""
+        return _suggest(path, value) if path in valid_flags else ""
     similar_flags = nearest(flag, valid_flags)
     named_config = config()
     is_field = named_config is not None and name in _field_names(named_config)
     # A typo in a flag of the verb is more likely than another trainer's name, unless that name is known.
     if similar_flags and not path and not is_field:
-        return _meant(similar_flags[0], "")
+        return _suggest(similar_flags[0], "")
     if named_config is not None:
         path = _find_nearest_path(path or name, named_config)
     if not path:
-        return _few(valid_flags)
-    return _meant(f"--config.{path}", value)
+        return _list_flags(valid_flags)
+    return _suggest(f"--config.{path}", value)
 
 
-def field_meant(path: str, config: Config) -> str:
+def find_field_alias(path: str, config: Config) -> str:
     """Return the field that other trainers call by the last part of a path; "" if there is none."""
-    target = _ELSEWHERE.get(path.rpartition(".")[2], "")
+    target = _OTHER_TRAINERS.get(path.rpartition(".")[2], "")
     return target if target in (known for known, _ in config.walk()) else ""
 
 
@@ -117,7 +117,7 @@ def _find_nearest_path(target: str, config: Config) -> str:
     """Return the path of the config's field nearest to a path or name; "" if none is near."""
     paths = [path for path, _ in config.walk() if path]
     if target in paths:
-        return _number_in(target, config, paths)
+        return _find_rate_field(target, config, paths)
     target_name = target.rpartition(".")[2]
     candidates = [path for path in paths if path.rpartition(".")[2] == target_name]
     if not candidates:
@@ -128,10 +128,10 @@ def _find_nearest_path(target: str, config: Config) -> str:
         return ""
     # The field nearest to the root is most often the intended one.
     shallowest = min(candidates, key=lambda path: path.count("."))
-    return _number_in(shallowest, config, paths)
+    return _find_rate_field(shallowest, config, paths)
 
 
-def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
+def _find_rate_field(path: str, config: Config, paths: Sequence[str]) -> str:
     """Return the path itself, or the path of the largest value if it is a learning rate schedule."""
     for name in ("peak_value", "init_value", "value"):
         if isinstance(config.get_path(path), Config) and f"{path}.{name}" in paths:
@@ -139,13 +139,13 @@ def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
     return path
 
 
-def _meant(flag: str, value: str) -> str:
+def _suggest(flag: str, value: str) -> str:
     """Return the question that suggests a flag with this value."""
     assignment = f"{flag}={value}" if value else flag
     return f"; did you mean '{assignment}'?"
 
 
-def _few(valid_flags: Sequence[str]) -> str:
+def _list_flags(valid_flags: Sequence[str]) -> str:
     """List the valid flags, unless there are too many to read."""
     if not 0 < len(valid_flags) <= 40:
         return ""

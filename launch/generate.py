@@ -9,7 +9,7 @@ Several prompts are one batch; the first is shown as it grows, the others after 
 import itertools
 import sys
 
-from plimsoll.framework.files.texts import read_text
+from plimsoll.framework.files.text_files import read_text
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, sampling_flags, weights
 
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> int:
 
     from plimsoll.api.model import DEFAULT_TOKENS, Model
 
-    sampling = sampling_flags.sampling_of(args, DEFAULT_TOKENS)
+    sampling = sampling_flags.build_sampling(args, DEFAULT_TOKENS)
     model = Model(weights.load(args, overrides))
     # The default number of tokens is reduced for a short context, but a number from the user is refused. Refuse
     # before the prompt is shown.
-    steps = model.stream(texts, sampling, args.stop, shortens=args.max_new_tokens is None)
+    steps = model.stream(texts, sampling, args.stop, clamp_max_tokens=args.max_new_tokens is None)
     # Get the first piece before showing the prompt: compiling ends with it, and its messages would interrupt the
     # text.
     first_pieces = list(itertools.islice(steps, 1))

@@ -45,7 +45,7 @@ PORT = 8476
 @cli.main
 def main(argv: list[str]) -> int:
     """Check everything, then print or apply the manifest."""
-    parser = commands.Parser("gke", __doc__)
+    parser = commands.LauncherParser("gke", __doc__)
     add = parser.add_argument
     add(
         "--target",

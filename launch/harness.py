@@ -15,7 +15,7 @@ from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer, encode_pair
 from plimsoll.launch import cli
-from plimsoll.launch.weights import Loaded
+from plimsoll.launch.weights import LoadedModel
 
 
 def check() -> None:
@@ -25,7 +25,7 @@ def check() -> None:
 
 
 def evaluate(
-    loaded: Loaded,
+    loaded: LoadedModel,
     scorer: Scorer,
     tasks: Sequence[str],
     path: str | None,
@@ -62,7 +62,7 @@ def evaluate(
     return results["results"]
 
 
-def make_model(loaded: Loaded, scorer: Scorer) -> Any:
+def make_model(loaded: LoadedModel, scorer: Scorer) -> Any:
     """Wrap the model as an lm_eval.api.model.LM."""
     # Define the class inside the function, because its base lm_eval is imported only if tasks are requested.
     from lm_eval.api.model import LM

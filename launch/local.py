@@ -79,24 +79,24 @@ def add_flags(parser: cli.Parser) -> None:
 @cli.main
 def main(argv: list[str]) -> int:
     """Check everything, then supervise until the run is over."""
-    parser = commands.Parser("local", __doc__)
+    parser = commands.LauncherParser("local", __doc__)
     add_flags(parser)
     args, words = parser.parse_job(argv)
     environments = _environments(args.processes, args.devices_per_process, args.gpus)
     if args.dry_run:
         for index, environment in enumerate(environments):
-            place = _place("127.0.0.1:PORT", len(environments), index)
+            place = _rendezvous_flags("127.0.0.1:PORT", len(environments), index)
             line = [sys.executable, "-m", "plimsoll", "train", *words, *place]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
         return ExitCode.DONE
     workdir = args.workdir or f"runs/{args.run_name}"
-    newest = partial(_newest, os.path.expanduser(workdir))
+    newest = partial(_find_newest_step, os.path.expanduser(workdir))
     supervisor = Supervisor(words, environments, newest)
     return supervisor.run(args.grace, args.backoff, args.max_restarts)
 
 
-def _newest(workdir: str) -> int:
+def _find_newest_step(workdir: str) -> int:
     """Return the step of the newest checkpoint, -1 without one."""
     # If an object store does not respond, count it as no progress and do not end the run.
     with contextlib.suppress(OSError, ValueError):
@@ -149,22 +149,22 @@ def _gpus() -> list[str]:
     return indices
 
 
-def _place(coordinator: str, count: int, index: int) -> list[str]:
+def _rendezvous_flags(coordinator: str, count: int, index: int) -> list[str]:
     """Return the flags of `plimsoll train` that let a process find the others; none for a single process."""
     if count == 1:
         return []
     return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
 
 
-def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
+def _run_process(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
     """Run one process of the run in a fork of the server, and exit with the exit code of the verb's module."""
     # Use a separate session, so that a terminal's Ctrl-C reaches only the launcher.
     os.setsid()
     interrupts.begin()
     # Not imported at the top, because the launcher itself must survive the end of its shell.
-    from plimsoll.launch import leash
+    from plimsoll.launch import exit_with_parent
 
-    leash.tie()
+    exit_with_parent.kill_with_parent()
     # A backend reads these variables when it starts, so they take effect although JAX is already imported.
     os.environ.update(environment)
     # Redirect the descriptors, because C and C++ libraries write to stdout and stderr too.
@@ -180,7 +180,7 @@ class Supervisor:
     """Runs `plimsoll train *words` once per environment; `committed()` returns the step of the newest checkpoint."""
 
     verb = "plimsoll.launch.train"
-    preload = "plimsoll.launch.preload"
+    warm_imports = "plimsoll.launch.warm_imports"
 
     def __init__(
         self,
@@ -209,15 +209,15 @@ class Supervisor:
         # With this key, process 0 ignores messages from other users of this machine.
         os.environ.setdefault(rendezvous.KEY, secrets.token_hex(16))
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["plimsoll.launch.leash", self.preload])
-        with interrupts.heard_by(self._hear):
+        self._context.set_forkserver_preload(["plimsoll.launch.exit_with_parent", self.warm_imports])
+        with interrupts.listen_for_signals(self._handle_signal):
             return self._run(grace, backoff, max_restarts)
 
-    def _hear(self, number: int) -> str | None:
+    def _handle_signal(self, number: int) -> str | None:
         """Handle a signal: forward it to the processes if all of them have started."""
         if not self._started:
             self._send(signal.SIGKILL, os.killpg)
-            return interrupts.stopped_by(number)
+            return interrupts.format_stop_message(number)
         self._events.put((number, None))
         return None
 
@@ -236,13 +236,13 @@ class Supervisor:
                 else:
                     fruitless += 1
                 if code in FINAL or self.stopped or fruitless > max_restarts:
-                    _say(message)
+                    _print_line(message)
                     return code
                 # The first restart after progress is immediate, because the cause may already be resolved.
                 wait = 0.0
                 if fruitless > 1:
                     wait = min(60.0, backoff * 2 ** (fruitless - 2))
-                _say(f"{message}; restart {fruitless} of {max_restarts} in {wait:g} s")
+                _print_line(f"{message}; restart {fruitless} of {max_restarts} in {wait:g} s")
                 # No process is running, so only a signal can arrive, and it ends the wait.
                 self._next(time.monotonic() + wait)
                 # Restarts resume even if the first start had --resume=never.
@@ -258,10 +258,10 @@ class Supervisor:
             coordinator = f"127.0.0.1:{port}"
         count = len(self.environments)
         for i, environment in enumerate(self.environments):
-            line = [*words, *_place(coordinator, count, i)]
+            line = [*words, *_rendezvous_flags(coordinator, count, i)]
             output, out = self._context.Pipe(duplex=False)
             arguments = (self.verb, line, environment, out)
-            child = self._context.Process(target=_begin, args=arguments, daemon=True)
+            child = self._context.Process(target=_run_process, args=arguments, daemon=True)
             # Register the child before it starts, so that a signal that arrives in between reaches it.
             self.alive[i] = child
             child.start()
@@ -270,11 +270,11 @@ class Supervisor:
             threading.Thread(target=self._follow, args=(i, child, output), daemon=True).start()
         self._started = True
         pids = " ".join(str(child.pid) for child in self.alive.values())
-        _say(f"started, pids {pids}")
+        _print_line(f"started, pids {pids}")
 
     def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
         """Forward a process's output, and report its end once the processes that it started have ended too."""
-        printing = threading.Thread(target=_pass_on, args=(output, index), daemon=True)
+        printing = threading.Thread(target=_forward_output, args=(output, index), daemon=True)
         printing.start()
         child.join()
         assert child.pid is not None
@@ -299,7 +299,7 @@ class Supervisor:
                     raise SystemExit(128 + number)
                 self.stopped = number
                 name = signal.Signals(number).name
-                _say(f"{name} passed on: the processes save and stop; a second one kills them")
+                _print_line(f"{name} passed on: the processes save and stop; a second one kills them")
                 self._send(number)
         return None
 
@@ -328,9 +328,9 @@ class Supervisor:
             if failed_at is None and code not in (ExitCode.DONE, *STOPPED):
                 failed_at = time.time()
                 deadline = time.monotonic() + grace
-        index = _to_blame(code_by_index)
+        index = _find_culprit(code_by_index)
         code = code_by_index[index]
-        message = f"process {index} {commands.meaning(code)}"
+        message = f"process {index} {commands.describe_process_end(code)}"
         if failed_at is not None:
             other_codes = []
             for i in range(len(self.environments)):
@@ -353,7 +353,7 @@ class Supervisor:
                         call(pid, number)
 
 
-def _to_blame(code_by_index: dict[int, int]) -> int:
+def _find_culprit(code_by_index: dict[int, int]) -> int:
     """Return the index of the process whose failure ended the run, given the exit codes.
 
     The process's own failure has the highest priority, then a stop by a signal, then the loss of another process (5),
@@ -364,27 +364,27 @@ def _to_blame(code_by_index: dict[int, int]) -> int:
     if {*STOPPED} & {*code_by_index.values()}:
         peer_codes.append(-signal.SIGABRT)
 
-    def innocence(index: int) -> tuple[bool, bool, bool]:
+    def rank_blame(index: int) -> tuple[bool, bool, bool]:
         code = code_by_index[index]
         return code == ExitCode.DONE, code in peer_codes, code in STOPPED
 
-    return min(code_by_index, key=innocence)
+    return min(code_by_index, key=rank_blame)
 
 
-def _pass_on(output: Connection, index: int) -> None:
+def _forward_output(output: Connection, index: int) -> None:
     """Print each line of a process with its number, in one of the six terminal colors from 31 on."""
     with open(output.fileno(), "rb", closefd=False) as lines:
         for line in lines:
             text = line.decode(errors="replace").removesuffix("\n")
-            _say(text, str(index), 31 + index % 6)
+            _print_line(text, str(index), 31 + index % 6)
 
 
-def _say(line: str, who: str = "local", colour: int = 1) -> None:
+def _print_line(line: str, who: str = "local", color: int = 1) -> None:
     """Print a whole line immediately. If no reader is left, discard output; the training continues."""
     try:
         text = f"[{who}] {line}\n"
         if sys.stdout.isatty():
-            text = f"\033[{colour}m[{who}]\033[0m {line}\n"
+            text = f"\033[{color}m[{who}]\033[0m {line}\n"
         # Use a single write, because several threads print at the same time.
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -23,12 +23,12 @@ from typing import Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_auto import asked_mode, check_auto, plan_auto
+from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
+from plimsoll.launch.plan_common import check_files, iter_comparisons, make_report, write_outputs
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
-from plimsoll.launch.plan_page import page_of_one_machine
-from plimsoll.launch.plan_parts import check_files, choices_of, give, plan_of
-from plimsoll.launch.plan_targets import list_targets, which_machine
+from plimsoll.launch.plan_page import build_target_page
+from plimsoll.launch.plan_targets import list_targets, plan_several_targets
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -109,7 +109,7 @@ def _add_search_flags(parser: cli.Parser) -> None:
 @cli.main
 def main(argv: list[str]) -> int:
     """Plan each setting, print the tables and write the files."""
-    parser = cli.Parser("plan", __doc__, shape_is_enough=True)
+    parser = cli.Parser("plan", __doc__, shape_only=True)
     add_flags(parser)
     if "--targets" in argv:
         return list_targets(argv)
@@ -126,10 +126,10 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
-    from plimsoll.framework.plan import machines, targets
+    from plimsoll.framework.plan import compare_targets, targets
 
-    names = machines.names_of(args.target or "")
-    targets.environment(args.target or "")
+    names = compare_targets.parse_target_names(args.target or "")
+    targets.set_environment(args.target or "")
     cli.prepare_jax()
     # Programs loaded from the cache lack buffer information, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -138,16 +138,16 @@ def main(argv: list[str]) -> int:
     if args.largest:
         return plan_largest(command, names)
     if args.smallest or len(names) > 1:
-        return which_machine(command, names)
+        return plan_several_targets(command, names)
     (name,) = names
-    if asked_mode(command):
+    if get_auto_mode(command):
         return plan_auto(command, name)
-    return _one_machine(command, name)
+    return _plan_one_target(command, name)
 
 
-def _one_machine(command: cli.Command, name: str) -> int:
+def _plan_one_target(command: cli.Command, name: str) -> int:
     """Plan each setting for one target."""
-    from plimsoll.framework.plan import report, targets
+    from plimsoll.framework.plan import report_tables, targets
 
     args = command.args
     target = targets.resolve(name)
@@ -155,14 +155,14 @@ def _one_machine(command: cli.Command, name: str) -> int:
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("none of the combinations of --compare can be")
-    reports = [plan_of(variant, name, target, limit, args.estimate) for variant in commands]
+    reports = [make_report(variant, name, target, limit, args.estimate) for variant in commands]
     if len(reports) == 1:
-        sections = report.sections(reports[0])
+        sections = report_tables.sections(reports[0])
     else:
-        sections = [report.comparison(reports)]
+        sections = [report_tables.comparison(reports)]
     # With --compare the file contains a list, even if only one combination is left.
-    draw_page = functools.partial(page_of_one_machine, command, commands, target, reports)
-    give(args, sections, reports if args.compare else reports[0], draw_page)
+    draw_page = functools.partial(build_target_page, command, commands, target, reports)
+    write_outputs(args, sections, reports if args.compare else reports[0], draw_page)
     fits = any(plan_report["fits"] for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
@@ -173,13 +173,13 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
     All combinations are validated before the first one is compiled. With several --compare flags, invalid
     combinations are reported and left out.
     """
-    from plimsoll.framework.plan.suggest import check
+    from plimsoll.framework.plan.suggest import check_target
 
-    for choice in choices_of(compare):
+    for choice in iter_comparisons(compare):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         try:
             config, _ = variant.resolve(target.name)
-            check(config.instantiate(), target)
+            check_target(config.instantiate(), target)
         except ValueError as error:
             # With a single --compare, every value was intended. With several, some combinations may be invalid.
             if len(compare) < 2:

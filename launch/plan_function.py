@@ -6,8 +6,8 @@ from typing import Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_page import page_of_several
-from plimsoll.launch.plan_parts import check_files, give, start_cpus
+from plimsoll.launch.plan_common import check_files, start_cpus, write_outputs
+from plimsoll.launch.plan_page import build_comparison_page
 
 
 def plan_functions(args: Any) -> int:
@@ -23,36 +23,36 @@ def plan_functions(args: Any) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
-    from plimsoll.framework.plan import machines, report, targets
-    from plimsoll.framework.plan.function import plan_call
+    from plimsoll.framework.plan import compare_targets, report_tables, targets
+    from plimsoll.framework.plan.function_report import plan_call
 
-    names = machines.names_of(args.target)
-    targets.environment(names[0])
+    names = compare_targets.parse_target_names(args.target)
+    targets.set_environment(names[0])
     cli.prepare_jax()
     # Programs loaded from the cache lack buffer information, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
     machine_by_name = {name: targets.resolve(name) for name in names}
     start_cpus(machine_by_name.values())
-    call = _call(args.function)
+    call = _load_call(args.function)
     reports = []
     for machine in machine_by_name.values():
         limit = cli.gib("device_memory_gib", args.device_memory_gib) or machine.limit_bytes
         reports.append(plan_call(call, machine, limit))
-    sections = report.sections(reports[0]) if len(reports) == 1 else machines.table(reports, {})
-    draw_page = functools.partial(page_of_several, args, f"--function={args.function}", [], reports)
-    give(args, sections, reports if len(reports) > 1 else reports[0], draw_page)
+    sections = report_tables.sections(reports[0]) if len(reports) == 1 else compare_targets.table(reports, {})
+    draw_page = functools.partial(build_comparison_page, args, f"--function={args.function}", [], reports)
+    write_outputs(args, sections, reports if len(reports) > 1 else reports[0], draw_page)
     fits = any(plan_report["fits"] for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
-def _call(spec: str) -> Any:
+def _load_call(spec: str) -> Any:
     """Load the function and its arguments from FILE.py:NAME.
 
     Raises:
         UsageError: there is no such file or name, or it returns something else.
     """
     from plimsoll import configs
-    from plimsoll.framework.plan.function_call import Call
+    from plimsoll.framework.plan.function_call import FunctionCall
 
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
@@ -73,6 +73,6 @@ def _call(spec: str) -> Any:
         )
     function, arguments, *rest = made
     try:
-        return Call(function, arguments, **dict(*rest))
+        return FunctionCall(function, arguments, **dict(*rest))
     except (TypeError, ValueError) as error:
         raise cli.UsageError(f"--function={spec}: {error}") from None

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.plan.auto import allow
+from plimsoll.framework.plan.auto import allowed_changes
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_parts import choices_of, give, start_cpus
+from plimsoll.launch.plan_common import iter_comparisons, start_cpus, write_outputs
 
 
-class Series(NamedTuple):
+class FrontierSeries(NamedTuple):
     """The inputs of one frontier.
 
     Attributes:
@@ -42,9 +42,9 @@ def check_largest(command: cli.Command) -> None:
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
-        allow.names_of(args.allow)
+        allowed_changes.parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
-    list(choices_of(args.compare))
+    list(iter_comparisons(args.compare))
 
 
 def plan_largest(command: cli.Command, names: list[str]) -> int:
@@ -55,28 +55,28 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
         names: names of the targets.
     """
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.largest import shown
-    from plimsoll.framework.plan.largest.family import Family
-    from plimsoll.framework.plan.largest.frontier import Search
+    from plimsoll.framework.plan.largest import frontier_tables
+    from plimsoll.framework.plan.largest.size_family import SizeFamily
+    from plimsoll.framework.plan.largest.size_frontier import FrontierSearch
 
     args = command.args
     machines = [targets.resolve(name) for name in names]
     series = list(_series(command, machines))
     # Read every config before the first search starts.
-    families = [Family.of(one.command.resolve(one.target.name)[0]) for one in series]
+    families = [SizeFamily.derive(one.command.resolve(one.target.name)[0]) for one in series]
     start_cpus(machines)
     frontiers = []
     for one, family in zip(series, families, strict=True):
-        search = Search(family, _Asking(one), not args.estimate, _tell)
+        search = FrontierSearch(family, _SizeTuner(one), not args.estimate, _log)
         frontiers.append(search.run(one.name))
     title = f"{command.spec} made larger on {', '.join(machine.name for machine in machines)}"
     content = [
         {"name": frontier.name, "failure": frontier.failure, "points": [point.to_json() for point in frontier.points]}
         for frontier in frontiers
     ]
-    give(args, shown.sections(frontiers), content, str)
+    write_outputs(args, frontier_tables.frontier_sections(frontiers), content, str)
     if args.picture is not None:
-        _draw(shown.draw, frontiers, args.picture, title)
+        _draw(frontier_tables.plot_frontiers, frontiers, args.picture, title)
     fits = any(frontier.points for frontier in frontiers)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
@@ -89,31 +89,31 @@ def _draw(draw: Any, frontiers: Any, picture: Path, title: str) -> None:
     print(f"picture: {picture}")
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _series(command: cli.Command, machines: list[Any]) -> Iterator[Series]:
+def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSeries]:
     """Yield a series for each machine and combination of compared values: without changes, then with allowed ones."""
-    names = () if command.args.allow is None else allow.names_of(command.args.allow)
-    for machine, choice in itertools.product(machines, choices_of(command.args.compare)):
+    names = () if command.args.allow is None else allowed_changes.parse_allowed(command.args.allow)
+    for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         name = " ".join(f"{path}={value}" for path, value in choice) or "as it is"
         if len(machines) > 1:
             name = f"{machine.name}, {name}" if choice else machine.name
-        yield Series(name, variant, machine, ())
+        yield FrontierSeries(name, variant, machine, ())
         if names:
-            yield Series(f"{name}, may change {', '.join(names)}", variant, machine, names)
+            yield FrontierSeries(f"{name}, may change {', '.join(names)}", variant, machine, names)
 
 
-class _Asking:
+class _SizeTuner:
     """Asks for the fastest settings that fit for a given model size.
 
     Args:
         series: series whose frontier is searched.
     """
 
-    def __init__(self, series: Series):
+    def __init__(self, series: FrontierSeries):
         args = series.command.args
         self._series = series
         self._target = series.target
@@ -122,12 +122,12 @@ class _Asking:
 
     def __call__(self, config: Config, estimate: bool) -> Any:
         """See `frontier.Ask`."""
-        from plimsoll.framework.plan.auto.answer import answer
-        from plimsoll.framework.plan.auto.choice import Machine
-        from plimsoll.framework.plan.auto.settings import fixed_paths
-        from plimsoll.framework.plan.auto.stored import Question
+        from plimsoll.framework.plan.auto.autotune import autotune
+        from plimsoll.framework.plan.auto.settings import find_fixed_paths
+        from plimsoll.framework.plan.auto.tuned_settings import Machine
+        from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
 
-        fixed = fixed_paths(config, self._series.command.chosen)
-        machine = Machine.of(self._target, self._device_bytes, self._host_bytes)
-        question = Question(config, machine, "memory", sorted(fixed), self._series.allowed, estimate)
-        return answer(question, self._target, host_bytes=self._host_bytes, fresh=self._series.command.args.fresh)
+        fixed = find_fixed_paths(config, self._series.command.override_paths)
+        machine = Machine.derive(self._target, self._device_bytes, self._host_bytes)
+        request = TuningRequest(config, machine, "memory", sorted(fixed), self._series.allowed, estimate)
+        return autotune(request, self._target, host_bytes=self._host_bytes, fresh=self._series.command.args.fresh)

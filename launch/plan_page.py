@@ -8,44 +8,44 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.launch import cli
 
 if TYPE_CHECKING:
-    from plimsoll.framework.plan.page import Asked
+    from plimsoll.framework.plan.page import PlanCommand
 
 
-def page_of_one_machine(
+def build_target_page(
     command: cli.Command,
     variants: Sequence[cli.Command],
     target: Any,
     reports: Sequence[dict[str, Any]],
 ) -> str:
     """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare."""
-    from plimsoll.framework.plan import grid, levers
+    from plimsoll.framework.plan import batch_grid, memory_levers
     from plimsoll.framework.plan.page import page
 
     asked = describe_command(command.args, f"--config={command.spec}", command.overrides)
     if not command.args.compare:
         (report,) = reports
         config, _ = variants[0].resolve(target.name)
-        points = grid.grid(config, target, report)
-        moves = levers.measured(config, target, report, levers.levers(report))
+        points = batch_grid.plan_grid(config, target, report)
+        moves = memory_levers.estimate_levers(config, target, report, memory_levers.levers(report))
         return page(reports, points=points, asked=asked, moves=moves)
     # If nothing else differs between the compared plans, they are themselves points of the slider.
     compared_paths = {text.partition("=")[0].removeprefix("config.") for text in command.args.compare}
     points = []
-    if compared_paths <= {grid.BATCH, grid.SEQUENCE}:
-        points = [grid.point_of(report) for report in reports]
+    if compared_paths <= {batch_grid.BATCH, batch_grid.SEQUENCE}:
+        points = [batch_grid.point_from_report(report) for report in reports]
     return page(reports, points=points, asked=asked)
 
 
-def page_of_several(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
+def build_comparison_page(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
     """Build the page of several targets, or of a function."""
     from plimsoll.framework.plan.page import page
 
     return page(reports, asked=describe_command(args, source, overrides))
 
 
-def describe_command(args: Any, source: str, overrides: cli.Overrides) -> Asked:
+def describe_command(args: Any, source: str, overrides: cli.Overrides) -> PlanCommand:
     """Return the command line as a page shows it, without flags that only select other outputs of the report."""
-    from plimsoll.framework.plan.page import Asked
+    from plimsoll.framework.plan.page import PlanCommand
 
     # Training takes the data flag too; the page of a function has none.
     data_flags = [] if args.data is None else [f"--data={args.data}"]
@@ -54,7 +54,7 @@ def describe_command(args: Any, source: str, overrides: cli.Overrides) -> Asked:
     limit_flags = []
     if args.device_memory_gib is not None:
         limit_flags.append(f"--device_memory_gib={args.device_memory_gib:g}")
-    return Asked(
+    return PlanCommand(
         source=source,
         target=f"--target={args.target}" if args.target else "",
         settings=["=".join(override) for override in overrides],

@@ -5,8 +5,8 @@ from typing import Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_page import page_of_several
-from plimsoll.launch.plan_parts import give, plan_of, start_cpus
+from plimsoll.launch.plan_common import make_report, start_cpus, write_outputs
+from plimsoll.launch.plan_page import build_comparison_page
 
 
 def list_targets(argv: list[str]) -> int:
@@ -20,16 +20,19 @@ def list_targets(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-def which_machine(command: cli.Command, names: list[str]) -> int:
+def plan_several_targets(command: cli.Command, names: list[str]) -> int:
     """Plan for several targets: one table of all, or of those up to the smallest that fits the config."""
-    from plimsoll.framework.plan import machines, targets
+    from plimsoll.framework.plan import compare_targets, targets
 
     args = command.args
     if args.compare or args.device_memory_gib is not None or "local" in names:
         raise cli.UsageError("several targets: without --compare, --device_memory_gib and the target local")
     if args.smallest:
         # Resolve all names before the first plan, because a later name may be mistyped too.
-        names = sorted(names, key=lambda name: machines.total_bytes(targets.resolve(name))) or machines.candidates()
+        names = (
+            sorted(names, key=lambda name: compare_targets.total_bytes(targets.resolve(name)))
+            or compare_targets.list_candidates()
+        )
     target_by_name = {name: targets.resolve(name) for name in names}
     start_cpus(target_by_name.values())
     reports = []
@@ -41,31 +44,31 @@ def which_machine(command: cli.Command, names: list[str]) -> int:
             left_out[name] = str(error)
             continue
         reports.append(plan_report)
-        if args.smallest and machines.carries(plan_report):
+        if args.smallest and compare_targets.can_fit(plan_report):
             break
-    is_carried = any(map(machines.carries, reports))
+    is_carried = any(map(compare_targets.can_fit, reports))
     if args.smallest:
         # A report of machines that are too small is of no use.
-        reports = [plan_report for plan_report in reports if machines.carries(plan_report)] or reports[-1:]
+        reports = [plan_report for plan_report in reports if compare_targets.can_fit(plan_report)] or reports[-1:]
         left_out = {}
     if not reports:
         raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
-    draw_page = functools.partial(page_of_several, args, f"--config={command.spec}", command.overrides, reports)
-    give(args, machines.table(reports, left_out), reports, draw_page)
+    draw_page = functools.partial(build_comparison_page, args, f"--config={command.spec}", command.overrides, reports)
+    write_outputs(args, compare_targets.table(reports, left_out), reports, draw_page)
     return ExitCode.DONE if is_carried else ExitCode.TOO_BIG
 
 
 def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
     """Return a report by the analytical estimate; by the compiler if it is installed, wanted, and worth trying."""
-    from plimsoll.framework.plan import machines, targets
+    from plimsoll.framework.plan import compare_targets, targets
     from plimsoll.framework.terminal.phases import phase
 
     args = command.args
     with phase(f"looking at {name}"):
-        plan_report = plan_of(command, name, target, target.limit_bytes, True)
-    if args.estimate or not targets.compiler_here(target.platform):
+        plan_report = make_report(command, name, target, target.limit_bytes, True)
+    if args.estimate or not targets.installed_compiler(target.platform):
         return plan_report
     # With --smallest there may be a hundred targets, and most are far too small.
-    if args.smallest and not machines.carries(plan_report):
+    if args.smallest and not compare_targets.can_fit(plan_report):
         return plan_report
-    return plan_of(command, name, target, target.limit_bytes, False)
+    return make_report(command, name, target, target.limit_bytes, False)

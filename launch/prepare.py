@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.data.encoding import Encode, WorkerLostError, by_workers, default_workers
+from plimsoll.framework.data.encoding import Encode, WorkerLostError, default_workers, start_workers
 from plimsoll.framework.data.files import FileHashes
 from plimsoll.framework.data.pipeline import DataPipeline
-from plimsoll.framework.data.sources import TokenMemmap, located
-from plimsoll.framework.data.tokenize import Progress, write_tokens
+from plimsoll.framework.data.sources import TokenMemmap, prefix_errors
+from plimsoll.framework.data.tokenize import TokenizeProgress, write_tokens
 from plimsoll.framework.files import durable
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     try:
         prepare(command.config.data, out, force=command.args.force, workers=workers)
     except WorkerLostError as error:
-        interrupts.settle()
+        interrupts.wait_if_exiting()
         print(f"error: {error}. Nothing is left in {out}; the same command begins again", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.DONE
@@ -95,10 +95,10 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
     # A killed run may have left this folder.
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    take_back = interrupts.at_end(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
+    take_back = interrupts.register_cleanup(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
     try:
         pipeline.prepare_tokenizer(temporary, write=True)
-        with by_workers(pipeline.tokenizer, workers) as encode:
+        with start_workers(pipeline.tokenizer, workers) as encode:
             records = _write_sources(pipeline, temporary, encode)
         files = sorted([*(path.name for path in temporary.iterdir()), MANIFEST])
         manifest = {"data": data.to_dict(), "sources": records, "files": files}
@@ -126,7 +126,7 @@ def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict
     for leaf in pipeline.leaves:
         source = leaf.source
         name = f"validation-{leaf.name}" if leaf.name in pipeline.validation_leaves else leaf.name
-        with located(leaf.label):
+        with prefix_errors(leaf.label):
             if isinstance(source, TokenMemmap):
                 raise ValueError(f"{source.path} holds tokens already; there is nothing to prepare")
             if source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
@@ -150,7 +150,7 @@ def _check_replaceable(out: Path, force: bool) -> None:
             raise FileExistsError(f"--out={out} holds {name}, which this verb did not write: --force leaves it alone")
 
 
-def show(name: str, steps: Iterable[Progress]) -> None:
+def show(name: str, steps: Iterable[TokenizeProgress]) -> None:
     """Iterate over `steps` and show progress: a bar on a terminal, otherwise a line every few seconds."""
     # Imported here, so that mistakes on the command line are reported without it.
     from rich.console import Console

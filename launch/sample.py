@@ -39,11 +39,11 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a mistake on the command line shows immediately.
     import numpy as np
 
-    from plimsoll.framework.inference.images import Images, save_grid
+    from plimsoll.framework.inference.images import ImageSampler, save_grid
 
     loaded = weights.load(args, overrides, text=False)
     data = loaded.experiment.data
-    images = Images(loaded.program, loaded.state, averaged=loaded.averaged)
+    images = ImageSampler(loaded.program, loaded.state, averaged=loaded.averaged)
     if steps is None:
         pictures = images.sample(args.num, args.temperature, args.seed)
     else:

@@ -27,7 +27,7 @@ def add_flags(parser: cli.Parser, *, max_new_tokens: str, seed: str) -> None:
     add("--seed", type=int, default=0, help=seed)
 
 
-def sampling_of(args: argparse.Namespace, default_tokens: int) -> Sampling:
+def build_sampling(args: argparse.Namespace, default_tokens: int) -> Sampling:
     """Build the sampling settings from the flags, before a model is loaded, so that mistakes show before JAX starts.
 
     Raises:

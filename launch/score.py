@@ -84,12 +84,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def _score(args: argparse.Namespace, config: Config) -> int:
     """Load the teacher, read the data of the student's config, and store the rows that are not stored yet."""
-    from plimsoll.framework.companions.teacher_files import Facts
-    from plimsoll.framework.companions.teacher_scoring import (
+    from plimsoll.framework.batch_transforms.teacher_files import TeacherFacts
+    from plimsoll.framework.batch_transforms.teacher_scoring import (
         TeacherScorer,
         check_teacher,
-        digests_of,
-        rows_of,
+        hash_sources,
+        list_rows,
         store,
         weights_digest,
     )
@@ -106,16 +106,16 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     vocab_size = check_teacher(teacher.experiment, student, data, teacher.program, args.top_k)
     with phase("hashing the teacher's weights", patience=SHORT):
         digest = weights_digest(teacher.program.weights(teacher.state, averaged=teacher.averaged))
-    facts = Facts(
+    facts = TeacherFacts(
         weights=digest,
         tokenizer=data.tokenizer.digest,
         vocab_size=vocab_size,
         seq_len=data.seq_len,
         top_k=args.top_k,
-        data=digests_of(data),
+        data=hash_sources(data),
     )
-    row_list = rows_of(student, data, args.rows)
-    _tell_size(facts, len(row_list.places_N2), folder)
+    row_list = list_rows(student, data, args.rows)
+    _tell_size(facts, len(row_list.row_ids_N2), folder)
     scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
     num_added, num_rows = store(scorer, row_list, folder)
     # This is what training reads by default.
@@ -129,10 +129,10 @@ def _score(args: argparse.Namespace, config: Config) -> int:
 
 def _tell_size(facts: Any, num_rows: int, folder: Path) -> None:
     """Print the size of the files for these `Facts`. Raises ValueError if the disk has less free space."""
-    from plimsoll.framework.companions.teacher_files import MANIFEST, read_manifest
+    from plimsoll.framework.batch_transforms.teacher_files import MANIFEST, read_manifest
 
     size = num_rows * facts.row_bytes
-    weights.tell(
+    weights.log(
         f"{num_rows:,} rows of {facts.seq_len} tokens, the likeliest {facts.top_k} of {facts.vocab_size}: "
         f"{facts.bytes_per_token:.1f} bytes per token, at most {human_bytes(size)} in {folder}"
     )

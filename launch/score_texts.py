@@ -22,7 +22,7 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.launch import cli, weights
 
 
-class Row(NamedTuple):
+class ScoreRow(NamedTuple):
     """A row of a file: its place for messages, its sequences (two for a pair), and its label or None."""
 
     place: str
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
     # Read the rows before JAX starts, so that mistakes in them show immediately.
     rows = list(read_rows(args.texts))
     loaded = weights.load(args, overrides)
-    results = scored(loaded, rows, args.batch_size)
+    results = score_rows(loaded, rows, args.batch_size)
     with ExitStack() as stack:
         out = sys.stdout
         if args.out is not None:
@@ -68,29 +68,29 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
             print(json.dumps(result, ensure_ascii=False), file=out)
     line = accuracy_line(rows, results)
     if line:
-        weights.tell(line)
+        weights.log(line)
     return ExitCode.DONE
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str) -> Iterator[ScoreRow]:
     """Yield the rows of a file. Raises ValueError with file, row and field if a row has an unknown form."""
     from plimsoll.framework.data.files import find
-    from plimsoll.framework.data.scored import class_name, content_of, sequences_of
-    from plimsoll.framework.data.sources import rows_of_file
+    from plimsoll.framework.data.scored import get_class_name, parse_content, parse_sequences
+    from plimsoll.framework.data.sources import read_file_rows
 
     for file in find([path]):
-        for place, row in rows_of_file(file):
+        for place, row in read_file_rows(file):
             try:
                 if isinstance(row, dict) and {"chosen", "rejected"} & row.keys():
-                    yield Row(f"{file}, {place}", sequences_of(row), None)
+                    yield ScoreRow(f"{file}, {place}", parse_sequences(row), None)
                     continue
-                label = class_name(row) if isinstance(row, dict) and "label" in row else None
-                yield Row(f"{file}, {place}", [content_of(row)], label)
+                label = get_class_name(row) if isinstance(row, dict) and "label" in row else None
+                yield ScoreRow(f"{file}, {place}", [parse_content(row)], label)
             except ValueError as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
 
 
-def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list[dict[str, Any]]:
+def score_rows(loaded: weights.LoadedModel, rows: list[ScoreRow], batch_size: int = 8) -> list[dict[str, Any]]:
     """Return the result of each row, as the verb writes it.
 
     Raises:
@@ -119,7 +119,7 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
                 raise ValueError(f"{row.place}: {error}") from error
     num_cut = sum(len(tokens) > scorer.seq_len for tokens in sequences)
     if num_cut:
-        weights.tell(f"{num_cut} of {len(sequences)} sequences were cut at data.seq_len={scorer.seq_len} tokens")
+        weights.log(f"{num_cut} of {len(sequences)} sequences were cut at data.seq_len={scorer.seq_len} tokens")
     scores = []
     with phase("scoring", patience=SHORT) as scoring:
         for score in scorer(sequences):
@@ -157,7 +157,7 @@ def _class_for_label(label: str, names: list[str]) -> str | None:
     return None
 
 
-def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
+def accuracy_line(rows: list[ScoreRow], results: list[dict[str, Any]]) -> str:
     """Summarize the accuracy on pairs or labels; "" if no row has a known answer."""
     margins = [result["margin"] for result in results if "margin" in result]
     if margins:

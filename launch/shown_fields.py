@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from plimsoll.framework.config import REQUIRED, Config, did_you_mean, schema_of
+from plimsoll.framework.config import REQUIRED, Config, did_you_mean, get_schema
 from plimsoll.launch import cli
 
 # A config with at most this many fields is shown in full.
-_FEW = 60
+_MAX_SHOWN_IN_FULL = 60
 # Fields that many runs set. They are shown even if a config leaves them at their defaults.
 _USUAL = (
     "data.global_batch_size",
@@ -31,7 +31,7 @@ _USUAL = (
 )
 
 
-def usual(config: Config, marked: Sequence[str]) -> list[str]:
+def select_usual(config: Config, marked: Sequence[str]) -> list[str]:
     """Return the paths of a config to show by default; all paths of a small config.
 
     These are the fields with a non-default value, the components of its sections, marked paths with everything below
@@ -42,7 +42,7 @@ def usual(config: Config, marked: Sequence[str]) -> list[str]:
         marked: paths that a rule or the command line has set.
     """
     paths = [path for path, _ in config.walk() if path]
-    if len(paths) <= _FEW:
+    if len(paths) <= _MAX_SHOWN_IN_FULL:
         return paths
     always = {*_USUAL, *marked}
     below_marked = tuple(f"{path}." for path in marked)
@@ -68,11 +68,11 @@ def _is_chosen(components: dict[str, Config], path: str, value: object) -> bool:
     if parent_path not in components:
         # An entry of a list or dict. Their default is empty.
         return True
-    field = schema_of(components[parent_path]).get(name)
+    field = get_schema(components[parent_path]).get(name)
     return field is None or field.default is REQUIRED or value != field.default
 
 
-def only(config: Config, words: Sequence[str]) -> list[str]:
+def select_matching(config: Config, words: Sequence[str]) -> list[str]:
     """Return the paths of a config that the user asked for.
 
     Args:

@@ -54,7 +54,7 @@ exec scontrol requeue "$SLURM_JOB_ID"
 @cli.main
 def main(argv: list[str]) -> int:
     """Check everything, then print or submit the script."""
-    parser = commands.Parser("slurm", __doc__)
+    parser = commands.LauncherParser("slurm", __doc__)
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N")
     add("--gpus_per_node", type=int, default=0, metavar="K", help="one process each; 0: CPU nodes")

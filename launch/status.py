@@ -92,13 +92,13 @@ def _worst(states: list[str], missing: int) -> str:
 
 def _health(facts: dict[str, Any], now: float) -> str:
     """Classify a process as running, done, ended (with its exit code), gone, silent, or standing still."""
-    from plimsoll.framework.processes.health import has_gone
+    from plimsoll.framework.processes.health import has_exited
 
     code = facts.get("exit")
     if code is not None:
         return "done" if code == ExitCode.DONE else f"ended with exit code {code}"
     silent_seconds = now - facts["time"]
-    if has_gone(facts):
+    if has_exited(facts):
         return f"gone without a word, as after kill -9; the last one is {silent_seconds:.0f} s old"
     if silent_seconds > _SILENT * facts["interval"] + _SILENT:
         return f"silent for {silent_seconds:.0f} s"
@@ -113,7 +113,7 @@ def _health(facts: dict[str, Any], now: float) -> str:
 def _table(facts: dict[str, Any]) -> str:
     """Format the state of a run, as returned by `status`, for the terminal."""
     from plimsoll.framework.metrics.goodput import PHASES
-    from plimsoll.framework.terminal.tables import Section, render
+    from plimsoll.framework.terminal.tables import TableSection, render
 
     run = _run_rows(facts)
     if facts["missing"]:
@@ -127,9 +127,9 @@ def _table(facts: dict[str, Any]) -> str:
     heads = ("process", "host:pid", "phase", "step", "health")
     processes = [_process_cells(row) for row in facts["processes"]]
     sections = [
-        Section("run", run),
-        Section("where the time went", times),
-        Section("processes", [heads, *processes]),
+        TableSection("run", run),
+        TableSection("where the time went", times),
+        TableSection("processes", [heads, *processes]),
     ]
     return render(sections).rstrip()
 
@@ -143,14 +143,14 @@ def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     loss = "-"
     if facts["loss"] is not None:
         loss = f"{float(facts['loss']):.4f}"
-    counted = next((name for name in _SPEEDS if facts[name]), _SPEEDS[0])
-    speed = human_count(facts[counted]) if facts[counted] else "-"
+    speed_name = next((name for name in _SPEEDS if facts[name]), _SPEEDS[0])
+    speed = human_count(facts[speed_name]) if facts[speed_name] else "-"
     steps = facts["checkpoints"]
     rows = [
         ("health", facts["health"]),
         ("step", f"{step} of {max_steps}"),
         ("loss", loss),
-        (counted.replace("_", " "), speed),
+        (speed_name.replace("_", " "), speed),
         ("last checkpoint", f"step {steps[-1]}" if steps else "none"),
         ("start number", str(facts["attempt"])),
     ]
@@ -161,9 +161,9 @@ def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _process_cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
     """Return a row of the table of processes."""
-    place = f"{row['host']}:{row['pid']}"
+    host_and_pid = f"{row['host']}:{row['pid']}"
     step = str(row["step"] or "-")
-    return str(row["process"]), place, row["phase"], step, row["health"]
+    return str(row["process"]), host_and_pid, row["phase"], step, row["health"]
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from plimsoll import configs
-from plimsoll.framework.companions.teacher import Teacher
-from plimsoll.framework.run.finished import last_checkpoint
+from plimsoll.framework.batch_transforms.teacher import Teacher
 from plimsoll.framework.run.job import Job
+from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
 from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.tied import tie
+from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
 from plimsoll.launch import cli
 
 _MODEL = "model"
@@ -44,7 +44,7 @@ def prepare(job: Job, command: cli.Command) -> int:
     folder = Path(teacher.path).expanduser()
     model = folder / _MODEL
     # Do not touch files of another teacher, or a folder that a run has already started from.
-    if (_holds_files(folder) and not model.exists()) or last_checkpoint(job.folder) is not None:
+    if (_holds_files(folder) and not model.exists()) or find_last_checkpoint(job.folder) is not None:
         return 0
     print(f"teacher: {teacher.train_first} is trained first, in {model}, and what it says is stored in {folder}")
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
@@ -74,11 +74,11 @@ def _execute(verb: str, *flags: str) -> int:
     words = [sys.executable, "-m", "plimsoll", verb, *flags]
     # In its own session it receives Ctrl-C once, from here, and saves first. It is killed with this process, so that
     # a repeated command finds its workdir free.
-    process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie)
+    process = subprocess.Popen(words, start_new_session=True, preexec_fn=kill_with_parent)
 
     def pass_on(number: int) -> None:
         process.send_signal(number)
 
-    with interrupts.heard_by(pass_on):
+    with interrupts.listen_for_signals(pass_on):
         code = process.wait()
     return code if code >= 0 else 128 - code

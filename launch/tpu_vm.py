@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         flags = argv[1:]
     verb = f"tpu_vm {subverb_text}"
     if subverb == "run":
-        parser = commands.Parser(verb, __doc__)
+        parser = commands.LauncherParser(verb, __doc__)
     else:
         parser = cli.Parser(verb, __doc__, takes_config=False)
     add = parser.add_argument
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         )
     if subverb == "logs":
         add("--worker", default="0", metavar="I", help="which one, or all")
-    if isinstance(parser, commands.Parser):
+    if isinstance(parser, commands.LauncherParser):
         args, words = parser.parse_job(flags)
     else:
         parser.add_argument("--dry_run", action="store_true", help="print the commands, and run none")
@@ -94,7 +94,7 @@ def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list
     if not re.fullmatch("[a-z]([-a-z0-9]{0,60}[a-z0-9])?", args.name):
         raise cli.UsageError(f"--name={args.name}: expected a-z, 0-9 and '-', the first a letter")
     slices = target.num_slices
-    place = _place(args)
+    place = _zone_flags(args)
     # Only a queued resource creates such VMs, and it must also delete them.
     queued = args.spot or args.reserved or slices > 1
     if subverb == "create":
@@ -129,7 +129,7 @@ def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list
     return ssh(f"setsid nohup bash -c {shlex.quote(inner)} >>{args.name}.log 2>&1 </dev/null &")
 
 
-def _place(args: argparse.Namespace) -> list[str]:
+def _zone_flags(args: argparse.Namespace) -> list[str]:
     """Return the gcloud flags for the location of the VMs."""
     place = [f"--zone={args.zone}"]
     if args.project:
@@ -146,7 +146,7 @@ def _create(args: argparse.Namespace, target: targets.Target, *, queued: bool) -
     # The name of one slice; Cloud uses another name for v5e.
     slice_name = target.name.rpartition("x")[2]
     accelerator = f"--accelerator-type={slice_name.replace('v5e', 'v5litepod')}"
-    place = _place(args)
+    place = _zone_flags(args)
     if not queued:
         return [*TPUS, "tpu-vm", "create", args.name, *place, accelerator, f"--version={runtime}"]
     if target.num_slices > 1:

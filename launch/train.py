@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from plimsoll.framework.program import stored
+from plimsoll.framework.program import stored_config
 from plimsoll.framework.run.job import Job
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, reports
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for `plimsoll plan`: v5p-2048")
     command = parser.parse(argv)
-    stored.check(command.config)
+    stored_config.check(command.config)
     # Building the experiment reports every mistake in the config before JAX starts.
     experiment = command.config.instantiate()
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         folder=args.workdir or safe_child("runs", args.run_name, "--run_name"),
         limit=cli.gib("device_memory_gib", args.device_memory_gib),
         goodput=Goodput(since=began),
-        guarded=_guarded,
+        handle_errors=_handle_errors,
         resume=args.resume,
         force=args.force,
         dry_run=args.dry_run,
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         return ExitCode.PEER
 
 
-def _guarded(train: Callable[[], int]) -> int:
+def _handle_errors(train: Callable[[], int]) -> int:
     """Train; a user error ends as one line and an exit code."""
     return cli.main(lambda _: train())([])
 
@@ -104,30 +104,30 @@ def _guarded(train: Callable[[], int]) -> int:
 def _dry_run(job: Job, command: cli.Command) -> int:
     """Do the start of a run on another machine's devices: everything that needs no arrays."""
     from plimsoll.framework.files.workdir import Workdir
-    from plimsoll.framework.plan import startup, targets
+    from plimsoll.framework.plan import startup_dry_run, targets
 
     workdir = Workdir(job.folder)
     if not job.dry_run:
         raise cli.UsageError("--target goes with --dry_run: nothing can be trained on devices that are not here")
     # The target's compiler reads its environment when JAX starts it.
-    targets.environment(command.args.target)
+    targets.set_environment(command.args.target)
     cli.prepare_jax()
     target = targets.resolve(command.args.target)
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
     if config.memory.auto:
-        config, lines = _chosen(job, command, config, target)
+        config, lines = _choose_memory(job, command, config, target)
         rules = [*rules, *lines]
-    experiment = job.experiment_of(config, rules)
+    experiment = job.rebuild_experiment(config, rules)
     workdir.claim()
     try:
-        fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
+        fits = startup_dry_run.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
 
 
-def _chosen(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
+def _choose_memory(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
     """Choose the settings of memory.auto for the target, and print them.
 
     Returns:
@@ -136,13 +136,13 @@ def _chosen(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[A
     Raises:
         DoesNotFitError: no settings fit.
     """
-    from plimsoll.framework.plan.auto.answer import answer
+    from plimsoll.framework.plan.auto.autotune import autotune
     from plimsoll.framework.plan.auto.settings import with_settings
     from plimsoll.framework.terminal.exit_codes import DoesNotFitError
     from plimsoll.framework.terminal.tables import render
-    from plimsoll.launch.plan_auto import question_of
+    from plimsoll.launch.plan_auto import build_request
 
-    found = answer(question_of(command, config, target, job.limit or target.limit_bytes, None), target)
+    found = autotune(build_request(command, config, target, job.limit or target.limit_bytes, None), target)
     if found.choice is None:
         raise DoesNotFitError(found.failure)
     print(render(found.choice.sections()))

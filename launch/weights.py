@@ -6,11 +6,11 @@ from functools import partial
 
 from plimsoll import configs
 from plimsoll.api import loaded
-from plimsoll.api.loaded import Loaded
-from plimsoll.framework.terminal.visible import visible
+from plimsoll.api.loaded import LoadedModel
+from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.launch import cli
 
-__all__ = ["Loaded", "load", "parse", "parser", "tell"]
+__all__ = ["LoadedModel", "load", "log", "parse", "parser"]
 
 
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
@@ -45,7 +45,7 @@ def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace,
     return args, overrides
 
 
-def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> Loaded:
+def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> LoadedModel:
     """Load the model that the flags name, without optimizer state.
 
     Args:
@@ -57,10 +57,10 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
         FileNotFoundError, ValueError: a file is missing, or the parts do not fit together. The message is one line.
     """
     change = partial(cli.apply_overrides, overrides=overrides)
-    mesh_is_asked = any(loaded.is_of_mesh(path) for path, _ in overrides)
+    is_mesh_requested = any(loaded.is_mesh_setting(path) for path, _ in overrides)
     if args.hf is not None:
         return loaded.load_published(
-            args.hf, change, host_weights=args.host_weights, mesh_is_asked=mesh_is_asked, tell=tell
+            args.hf, change, host_weights=args.host_weights, is_mesh_requested=is_mesh_requested, log=log
         )
     return loaded.load_run(
         args.workdir,
@@ -68,12 +68,12 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
         step=args.step,
         averaged=args.ema,
         host_weights=args.host_weights,
-        mesh_is_asked=mesh_is_asked,
+        is_mesh_requested=is_mesh_requested,
         text=text,
-        tell=tell,
+        log=log,
     )
 
 
-def tell(message: str) -> None:
+def log(message: str) -> None:
     """Print a message to stderr, because stdout is for results."""
-    print(visible(message), file=sys.stderr, flush=True)
+    print(escape_control_chars(message), file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def compilation_cache_of_one_test() -> Iterator[None]:
+def reset_compilation_cache() -> Iterator[None]:
     """Reset the compilation cache that a run in the test's own process turns on.
 
     The next test must compile its own programs: a program loaded from the cache on disk has no buffer information.

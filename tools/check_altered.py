@@ -34,9 +34,9 @@ from plimsoll.framework import families
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layout import unflatten
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.check_tensors import check_tensors
 from plimsoll.framework.weights.directory import Directory
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
 from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
@@ -52,7 +52,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (2, SEQ_LEN), dtype=np.int6
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AlterationVerdict:
     """Result for one directory; `reason` is the text of a refusal, or the difference."""
 
     alteration: Alteration
@@ -69,13 +69,13 @@ def our_logits(folder: Path) -> np.ndarray:
     Raises:
         FileNotFoundError, ValueError: the directory is refused.
     """
-    model_config, family_config = families.model_of(folder)
+    model_config, family_config = families.load_model_config(folder)
     model_config.compute_dtype = "float32"
     model: CausalLM = model_config.instantiate()
-    family: Family = family_config.instantiate()
+    family: ModelFamily = family_config.instantiate()
     directory = Directory(folder)
     weights: dict[str, Any] = {}
-    for path, sources in checked(directory, family, model).items():
+    for path, sources in check_tensors(directory, family, model).items():
         spec = model.base_specs[path]
         shape = layer_shape(spec)
         whole = tuple(slice(None) for _ in shape)
@@ -169,7 +169,7 @@ def quietly(compute: Callable[[Path], np.ndarray], folder: Path) -> np.ndarray |
             return error
 
 
-def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
+def judge(alteration: Alteration, tensors: Tensors) -> AlterationVerdict:
     """Write the directory and compare both implementations."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -178,29 +178,31 @@ def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
         if isinstance(ours, Exception):
             text = str(ours).replace(name, "DIR").replace("\n", " ")
             named = isinstance(ours, (ValueError, FileNotFoundError)) and not isinstance(ours, UnicodeError)
-            return Verdict(alteration, WE_REFUSE if named else UNNAMED, f"{type(ours).__name__}: {text[:200]}")
+            return AlterationVerdict(
+                alteration, WE_REFUSE if named else UNNAMED, f"{type(ours).__name__}: {text[:200]}"
+            )
         theirs = quietly(their_logits, folder)
         precise = theirs
         if _differ(ours, theirs):
             # Some weights amplify rounding, so a float64 result decides between two float32 results.
             precise = quietly(partial(their_logits, dtype="float64"), folder)
     if isinstance(theirs, Exception):
-        return Verdict(alteration, THEY_REFUSE, f"{type(theirs).__name__}: {str(theirs)[:120]!r}")
+        return AlterationVerdict(alteration, THEY_REFUSE, f"{type(theirs).__name__}: {str(theirs)[:120]!r}")
     if not np.isfinite(theirs).all():
-        return Verdict(alteration, THEY_REFUSE, "not finite")
+        return AlterationVerdict(alteration, THEY_REFUSE, "not finite")
     if ours.shape != theirs.shape:
-        return Verdict(alteration, SILENT, f"shapes {ours.shape}, {theirs.shape}")
+        return AlterationVerdict(alteration, SILENT, f"shapes {ours.shape}, {theirs.shape}")
     difference = _difference(ours, theirs)
     text = f"{difference:.1e} of the largest logit"
     if difference <= LIMIT:
-        return Verdict(alteration, AGREE, text)
+        return AlterationVerdict(alteration, AGREE, text)
     if isinstance(precise, Exception):
-        return Verdict(alteration, SILENT, text)
+        return AlterationVerdict(alteration, SILENT, text)
     our_error = _difference(ours, precise)
     their_error = _difference(theirs, precise)
     agrees = our_error <= max(LIMIT, 2 * their_error) <= _LARGEST_ROUNDING
     text += f"; from float64 we differ by {our_error:.1e}, transformers in float32 by {their_error:.1e}"
-    return Verdict(alteration, AGREE if agrees else SILENT, text)
+    return AlterationVerdict(alteration, AGREE if agrees else SILENT, text)
 
 
 def _difference(logits: np.ndarray, expected: np.ndarray) -> float:
@@ -236,7 +238,9 @@ def all_alterations(shape: str) -> Iterator[Alteration]:
     yield from alterations(shape, fields)
 
 
-def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0, only: str = "") -> Iterator[Verdict]:
+def verdicts(
+    shapes: Iterable[str], *, sample: int | None = None, seed: int = 0, only: str = ""
+) -> Iterator[AlterationVerdict]:
     """Yield verdicts for the shapes' alterations whose names contain `only`, or for a random sample of them."""
     import torch
     import transformers

@@ -19,7 +19,7 @@ _UNITS = (("KiB", 10), ("MiB", 20), ("GiB", 30))
 
 
 def draw(rows: Sequence[Any], png: Path, title: str) -> Path:
-    """Plot the rows of one config and target (`tools.memory_vs_depth.Row`), and return `png`.
+    """Plot the rows of one config and target (`tools.memory_vs_depth.DepthRow`), and return `png`.
 
     Hollow markers do not fit into the device. In the panel of times, the legend shows the step time at the greatest
     depth, as a multiple of that of `none`.

@@ -30,8 +30,8 @@ def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any
     @jax.jit
     def run(params: Any) -> Any:
         first = stack.enter(model.run("embed", params, None, ctx, {})[0])
-        inner, own, indices = ctx.fold("stack"), params["stack"], jnp.arange(stack.num_units)
-        unit = stack.unit_function(own, inner)
+        inner, own, indices = ctx.fold("stack"), params["stack"], jnp.arange(stack.num_repeats)
+        unit = stack.layer_function(own, inner)
 
         def ahead(carry: Any, xs: Any) -> Any:
             return unit(carry, xs[1], {}, {}, inner.fold_index(xs[0]))[0], None
@@ -39,7 +39,7 @@ def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any
         def back(carry: Any, xs: Any) -> Any:
             y, ct = carry
             join = lambda own, shared: own  # noqa: E731
-            y, (grads, _), ct = stack.reverse_unit(y, (xs[1], {}), join, {}, inner.fold_index(xs[0]), (ct, None))
+            y, (grads, _), ct = stack.reverse_layer(y, (xs[1], {}), join, {}, inner.fold_index(xs[0]), (ct, None))
             ct = jax.tree.map(lambda c: c / jnp.sqrt(jnp.mean(jnp.square(c)) + 1e-9), ct)
             return (y, ct), grads
 

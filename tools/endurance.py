@@ -59,7 +59,7 @@ class Kill:
 
 
 @dataclass
-class Run:
+class KilledRun:
     """A `plimsoll local` run in a folder; its output is read as it arrives."""
 
     workdir: Path
@@ -70,13 +70,13 @@ class Run:
 
     def start(self) -> None:
         """Start the run; `stop` ends it."""
-        words = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=0.2", "--max_restarts=20"]
-        command = [sys.executable, "-P", "-m", "plimsoll", "local", *FLAGS, *words]
+        argv = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=0.2", "--max_restarts=20"]
+        command = [sys.executable, "-P", "-m", "plimsoll", "local", *FLAGS, *argv]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read_output)
         self._reader.start()
 
     def kill(self, index: int) -> None:
@@ -101,7 +101,7 @@ class Run:
             if "train/loss" in row:
                 self.logged.setdefault(row["step"], set()).add(row["train/loss"])
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         with open(f"{self.workdir}.out", "w") as copy:
             for line in self.process.stdout:
@@ -135,7 +135,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of who is killed")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    warm = Run(args.folder / "warm", args.processes)  # compiles and tokenizes in advance, so that neither run has to
+    warm = KilledRun(
+        args.folder / "warm", args.processes
+    )  # compiles and tokenizes in advance, so that neither run has to
     warm.start()
     while not (warm.workdir / "metrics.jsonl").exists() or not (warm.workdir / "metrics.jsonl").stat().st_size:
         time.sleep(0.5)
@@ -143,7 +145,7 @@ def main() -> int:
     warm.stop()
     steps, runs = {}, {}
     for name in ("undisturbed", "killed"):
-        run = runs[name] = Run(args.folder / name, args.processes)
+        run = runs[name] = KilledRun(args.folder / name, args.processes)
         began, draw, next_kill = time.time(), random.Random(args.seed), args.every
         run.start()
         while (passed := time.time() - began) < 60 * args.minutes:
@@ -155,7 +157,7 @@ def main() -> int:
     return report(args, steps, runs["undisturbed"], runs["killed"])
 
 
-def report(args: Any, steps: dict[str, int], calm: Run, killed: Run) -> int:
+def report(args: Any, steps: dict[str, int], calm: KilledRun, killed: KilledRun) -> int:
     """Print the table and return the exit code."""
     print("| kill | process | detect s | all gone s | start s | restore to first step s | steps done again |")
     print("|---|---|---|---|---|---|---|")

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from plimsoll import configs
-from plimsoll.framework.config import ABSENT, REQUIRED, Config, config_for, target_of
-from plimsoll.framework.config.names import name_of
+from plimsoll.framework.config import ABSENT, REQUIRED, Config, config_for, get_target
+from plimsoll.framework.config.names import get_dotted_name
 
 FOLDER = Path(__file__).parents[1] / "tests" / "configs" / "golden"
 DEFAULTS = "defaults"
@@ -33,14 +33,14 @@ def parameter_count(config: Config) -> int:
 
 def changes(config: Config) -> Flat:
     """Return {dotted path: value} of all differences from the defaults; a chosen component is its class's name."""
-    return {"": name_of(target_of(config)), **dict(_changes(config, config_for(target_of(config)), ""))}
+    return {"": get_dotted_name(get_target(config)), **dict(_changes(config, config_for(get_target(config)), ""))}
 
 
 def _changes(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Config):
-        if not isinstance(default, Config) or target_of(default) is not target_of(value):
-            yield path, name_of(target_of(value))
-            default = config_for(target_of(value))
+        if not isinstance(default, Config) or get_target(default) is not get_target(value):
+            yield path, get_dotted_name(get_target(value))
+            default = config_for(get_target(value))
         for name in dict.fromkeys([*value.keys(), *default.keys()]):
             yield from _changes(_field(value, name), _field(default, name), f"{path}.{name}" if path else name)
     elif _holds_configs(value):
@@ -66,8 +66,8 @@ def defaults(of: list[Config]) -> Flat:
     todo = [node for config in of for _, node in config.walk() if isinstance(node, Config)]
     done: set[str] = set()
     while todo:
-        target = target_of(todo.pop())
-        name = name_of(target)
+        target = get_target(todo.pop())
+        name = get_dotted_name(target)
         if name in done:
             continue
         done.add(name)
@@ -88,7 +88,7 @@ def golden() -> dict[str, Flat]:
     return json.loads(json.dumps({DEFAULTS: defaults(list(named.values())), **files}))
 
 
-def stored(folder: Path = FOLDER) -> dict[str, Flat]:
+def load_golden(folder: Path = FOLDER) -> dict[str, Flat]:
     """Return the contents of the folder."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     files = golden()
-    lines = differences(stored(), files)
+    lines = differences(load_golden(), files)
     print("\n".join(lines) or "nothing differs")
     if not arguments:
         return 1 if lines else 0

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.terminal.tables import Section, human_bytes, render
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
 from plimsoll.launch import cli
-from tools.bench.turns import rotate
+from tools.bench.workers import rotate
 from tools.depth_configs import LANGUAGE
 from tools.depth_picture import draw
 
@@ -44,7 +44,7 @@ POLICIES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class DepthRow:
     """One step. Bytes are for one device; None means that a figure is unknown here.
 
     Attributes:
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
 
     from plimsoll.framework.plan import targets
 
-    targets.environment(args.target)
+    targets.set_environment(args.target)
     cli.prepare_jax()
     jax.config.update("jax_enable_compilation_cache", False)
     target = targets.resolve(args.target)
@@ -120,10 +120,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _save(rows: Sequence[Row], png: Path, title: str) -> None:
+def _save(rows: Sequence[DepthRow], png: Path, title: str) -> None:
     """Write both files. They are rewritten after each depth, because the greatest may take long or not fit."""
     with png.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(DepthRow)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
     draw(rows, png, title)
@@ -152,7 +152,7 @@ def _settings(
     the RMS of each update instead.
     """
     from plimsoll.framework.layers.remat import check_platform
-    from plimsoll.framework.plan.suggest import check
+    from plimsoll.framework.plan.suggest import check_target
 
     for name in policies:
         changed = dict[str, Any](POLICIES[name])
@@ -166,7 +166,7 @@ def _settings(
             changed["learner.clip_mode"] = "update_rms"
         try:
             for depth in layers:
-                check(_at(config, {field: depth, **changed}).instantiate(), target)
+                check_target(_at(config, {field: depth, **changed}).instantiate(), target)
         except ConfigError:
             raise
         except ValueError as error:
@@ -177,20 +177,23 @@ def _settings(
 # --- one depth -------------------------------------------------------------------------------------------------------
 
 
-def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]:
+def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[DepthRow]:
     """Yield the row of each policy at one depth."""
     import jax
 
-    from plimsoll.framework.devices.executables import HostBytes, on_device, peak_bytes
-    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.devices.executables import HostBytes, peak_bytes, split_device_bytes
+    from plimsoll.framework.plan.dry_run import compile_step
     from plimsoll.framework.program.program import Program
 
-    programs, rows = {}, dict[str, Row]()
+    programs, rows = {}, dict[str, DepthRow]()
     for name, config in configs.items():
         programs[name] = program = Program(config.instantiate(), target.devices())
-        if target.at_hand:  # measure exactly the program that runs
-            stats, hosted = program.compiled_step.memory_analysis(), HostBytes()
-            peak, argument = peak_bytes(stats, target.platform, hosted), on_device(stats, target.platform, hosted)[0]
+        if target.available_devices:  # measure exactly the program that runs
+            stats, offloaded = program.compiled_step.memory_analysis(), HostBytes()
+            peak, argument = (
+                peak_bytes(stats, target.platform, offloaded),
+                split_device_bytes(stats, target.platform, offloaded)[0],
+            )
         else:
             step = compile_step(program, target, None)
             peak, argument = step.peak, step.argument
@@ -199,8 +202,8 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
             argument = program.layout.bytes_per_device(memory_kind="device")
             argument += sum(spec.num_bytes for spec in program.batch_specs.values()) // target.num_devices
         sizes = program.layout.bytes_per_device("parameter"), peak, peak - argument, fits
-        rows[name] = Row("", target.name, name, 0, *sizes, jax_version=jax.__version__)
-    if target.at_hand and rounds:
+        rows[name] = DepthRow("", target.name, name, 0, *sizes, jax_version=jax.__version__)
+    if target.available_devices and rounds:
         measured = _measure(programs, {name: row.peak_bytes for name, row in rows.items()}, rounds)
         rows = {name: replace(row, **measured[name]) for name, row in rows.items()}
     yield from rows.values()
@@ -256,7 +259,7 @@ def _batch(program: Any) -> dict[str, Any]:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[DepthRow]) -> str:
     """Return all rows as text; times are also shown relative to the step with `none` at the same depth."""
     plain = {row.layers: row for row in rows if row.policy == "none"}
     timed = any(row.step_seconds is not None for row in rows)
@@ -272,7 +275,7 @@ def table(rows: Sequence[Row]) -> str:
                 seconds, other = getattr(row, name), getattr(plain.get(row.layers), name, None)
                 line += [f"{1e3 * seconds:.1f} ms", f"{seconds / other:.2f}" if other else ""]
         lines.append(line)
-    return render([Section(f"{rows[0].config} on {rows[0].target}, per device", lines, numbers=True)])
+    return render([TableSection(f"{rows[0].config} on {rows[0].target}, per device", lines, numbers=True)])
 
 
 if __name__ == "__main__":

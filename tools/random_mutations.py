@@ -54,7 +54,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 }
 
 
-class Mutation(NamedTuple):
+class RandomMutation(NamedTuple):
     """One change of one file: the text `old` at a line (from 1) and a column (from 0) becomes `new`."""
 
     file: str
@@ -65,17 +65,17 @@ class Mutation(NamedTuple):
     new: str
 
 
-class Verdict(NamedTuple):
+class SuiteResult(NamedTuple):
     """Result of a suite for a mutation: whether a test failed, and which one, or how many passed."""
 
     noticed: bool
-    words: str
+    summary: str
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def mutations_of(file: str) -> list[Mutation]:
+def list_mutations(file: str) -> list[RandomMutation]:
     """Return all single changes of a file's statements, ordered by line."""
     source = (ROOT / file).read_text()
     mutations = []
@@ -85,7 +85,7 @@ def mutations_of(file: str) -> list[Mutation]:
     return sorted(mutations)
 
 
-def _mutate_statement(file: str, source: str, statement: ast.stmt) -> Iterator[Mutation]:
+def _mutate_statement(file: str, source: str, statement: ast.stmt) -> Iterator[RandomMutation]:
     """Yield the changes of a simple statement, or of the condition of a compound one."""
     expression: ast.AST
     if isinstance(statement, ast.If | ast.While):
@@ -105,12 +105,12 @@ def _mutate_statement(file: str, source: str, statement: ast.stmt) -> Iterator[M
     texts = [node for node in ast.walk(expression) if isinstance(node, ast.JoinedStr)]
     inside_texts = {id(node) for text in texts for node in ast.walk(text)}
     for node in ast.walk(expression):
-        changed_node = _changed(node)
+        changed_node = _change_node(node)
         if changed_node is not None and id(node) not in inside_texts:
             yield _mutation(file, source, node, f"another {type(node).__name__}", f"({ast.unparse(changed_node)})")
 
 
-def _changed(node: ast.AST) -> ast.AST | None:
+def _change_node(node: ast.AST) -> ast.AST | None:
     """Return the node with another operator or constant, or None if there is nothing to change."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
@@ -126,24 +126,24 @@ def _changed(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _mutation(file: str, source: str, node: ast.AST, kind: str, new: str) -> Mutation:
+def _mutation(file: str, source: str, node: ast.AST, kind: str, new: str) -> RandomMutation:
     assert isinstance(node, ast.stmt | ast.expr)
     old = ast.get_source_segment(source, node)
     assert old is not None
     # Column offsets of ast count bytes.
     line = source.splitlines()[node.lineno - 1]
     column = len(line.encode()[: node.col_offset].decode())
-    return Mutation(file, node.lineno, column, kind, old, new)
+    return RandomMutation(file, node.lineno, column, kind, old, new)
 
 
-def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
+def sample_mutations(count: int, seed: int) -> list[tuple[RandomMutation, list[str]]]:
     """Draw mutations of lines that tests run, each with these tests. Longer files are drawn more often."""
     candidates = []
     for path in sorted((ROOT / "framework").rglob("*.py")):
-        candidates += mutations_of(str(path.relative_to(ROOT)))
+        candidates += list_mutations(str(path.relative_to(ROOT)))
     random.Random(seed).shuffle(candidates)
     tests_by_line = _tests_by_line()
-    chosen: list[tuple[Mutation, list[str]]] = []
+    chosen: list[tuple[RandomMutation, list[str]]] = []
     for mutation in candidates:
         tests = sorted(tests_by_line.get((mutation.file, mutation.line), ()))
         if tests:
@@ -213,7 +213,7 @@ def _tests_by_line() -> dict[tuple[str, int], set[str]]:
 # --- trying ----------------------------------------------------------------------------------------------------------
 
 
-def apply(mutation: Mutation, folder: Path) -> None:
+def apply(mutation: RandomMutation, folder: Path) -> None:
     """Change the file in a copy of the checkout. Raises ValueError if the text is not at its position."""
     path = folder / mutation.file
     lines = path.read_text().splitlines(keepends=True)
@@ -225,7 +225,7 @@ def apply(mutation: Mutation, folder: Path) -> None:
     path.write_text(source[:start] + mutation.new + source[end:])
 
 
-def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
+def run_tests(folder: Path, arguments: list[str], marks: str) -> SuiteResult:
     """Run tests on a copy of the checkout and return the verdict."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-summary", "-m", marks]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -236,25 +236,25 @@ def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
         )
     except subprocess.TimeoutExpired:
         # An endless loop, or many tests on a slow machine; in either case no test has failed.
-        return Verdict(False, f"no end after {TIME_LIMIT} s")
+        return SuiteResult(False, f"no end after {TIME_LIMIT} s")
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     last_line = lines[-1] if lines else done.stderr[-200:]
     # 5: no test was selected. Any other nonzero code is a failure of a test or of an import.
-    return Verdict(done.returncode not in (0, 5), last_line)
+    return SuiteResult(done.returncode not in (0, 5), last_line)
 
 
-def judged(mutation: Mutation, tests: list[str]) -> tuple[Verdict, Verdict]:
+def judge_mutation(mutation: RandomMutation, tests: list[str]) -> tuple[SuiteResult, SuiteResult]:
     """Return the verdicts of `make test` and, if that notices nothing, of `make test-pairs`."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as parent:
         folder = Path(parent) / "checkout"
         skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "build", "__pycache__", "*.egg-info")
         shutil.copytree(ROOT, folder, ignore=skip)
         apply(mutation, folder)
-        once = tried(folder, random.Random(0).sample(tests, min(MAX_TESTS, len(tests))), ONCE)
+        once = run_tests(folder, random.Random(0).sample(tests, min(MAX_TESTS, len(tests))), ONCE)
         if once.noticed:
             return once, once
         files = sorted({test.split("::")[0] for test in tests})
-        return once, tried(folder, files, PAIRS)
+        return once, run_tests(folder, files, PAIRS)
 
 
 def main() -> int:
@@ -268,16 +268,16 @@ def main() -> int:
         return trace()
     noticed_once = 0
     noticed_by_pairs = 0
-    for mutation, tests in drawn(args.count, args.seed):
+    for mutation, tests in sample_mutations(args.count, args.seed):
         began = time.perf_counter()
-        once, pairs = judged(mutation, tests)
+        once, pairs = judge_mutation(mutation, tests)
         noticed_once += once.noticed
         noticed_by_pairs += pairs.noticed
         suite = "test" if once.noticed else "test-pairs" if pairs.noticed else "NONE"
         seconds = time.perf_counter() - began
         print(f"{suite:10} {seconds:4.0f} s  {mutation.file}:{mutation.line}  {mutation.kind}")
         print(f"    {mutation.old!r} -> {mutation.new!r}")
-        print(f"    {len(tests)} tests run the line; {pairs.words}", flush=True)
+        print(f"    {len(tests)} tests run the line; {pairs.summary}", flush=True)
     print(f"make test notices {noticed_once} of {args.count}, with make test-pairs {noticed_by_pairs}")
     return 0
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from tools.peers import policy_theirs
-from tools.peers.policy_cases import CASES, file_of, save
+from tools.peers.policy_cases import CASES, get_case_path, save
 from tools.peers.recording import TUNING
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     print(policy_theirs.versions())
     for name, case in CASES.items():
         results = policy_theirs.compute(case, args.seed)
-        path = file_of(name, args.out)
+        path = get_case_path(name, args.out)
         save(path, args.seed, results)
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB, loss {float(results.loss)}, {results.metrics}")
 

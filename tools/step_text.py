@@ -28,7 +28,7 @@ import jax
 from plimsoll import configs
 from plimsoll.framework.config import ConfigError
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.layerwise.programs import Compiled
+from plimsoll.framework.schedules.layerwise.programs import CompiledProgram
 from tests.support import exact
 
 # Overrides to try with every named config.
@@ -45,16 +45,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def texts(program: Program) -> list[str]:
     """Return the jaxpr of a program's step, or the lowered text of each of its programs."""
-    jaxprs = program.execution.step_jaxprs()
+    jaxprs = program.backend.step_jaxprs()
     if jaxprs:
         return [str(jaxpr) for jaxpr in jaxprs]
     lowered_texts: list[str] = []
 
-    def compile(lowered: jax.stages.Lowered, hosted: object) -> Compiled:
+    def compile(lowered: jax.stages.Lowered, offloaded: object) -> CompiledProgram:
         lowered_texts.append(lowered.as_text())
-        return Compiled(None, 0, None)
+        return CompiledProgram(None, 0, None)
 
-    program.execution.rehearse_step(compile)
+    program.backend.dry_run_step(compile)
     return lowered_texts
 
 
@@ -82,7 +82,7 @@ def digest_config(name: str) -> dict[str, str]:
     return digests
 
 
-def exactness_cases() -> list[exact.Case]:
+def exactness_cases() -> list[exact.ExactnessCase]:
     """Return cases of the exactness suite that cover every pair of values of two axes."""
     axes = {
         "model": exact.MODELS,
@@ -94,15 +94,15 @@ def exactness_cases() -> list[exact.Case]:
         "precision": exact.PRECISIONS,
         "microbatches": (1, 2),
     }
-    return exact.covering(exact.every(**axes))
+    return exact.cover_value_pairs(exact.list_cases(**axes))
 
 
-def exactness_steps(cases: list[exact.Case]) -> dict[str, str]:
+def exactness_steps(cases: list[exact.ExactnessCase]) -> dict[str, str]:
     """Return {case: digest}, or why the case is refused."""
     digests: dict[str, str] = {}
     for case in cases:
         name = "-".join(map(str, case))
-        with exact.conditions():
+        with exact.enable_exact_numerics():
             try:
                 digests[name] = digest(case.program())
             except ValueError as error:

@@ -23,7 +23,7 @@ import jax
 from absl import logging
 
 from plimsoll.framework.checkpoint import directory as files
-from plimsoll.framework.checkpoint import objects, storage
+from plimsoll.framework.checkpoint import object_store, storage
 from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -31,13 +31,13 @@ from plimsoll.framework.checkpoint.directory import (
     CheckpointSaveError,
 )
 from plimsoll.framework.checkpoint.integrity import checksums
-from plimsoll.framework.checkpoint.leaves import (
+from plimsoll.framework.checkpoint.state_leaves import (
     array_leaves,
-    manifest_of,
-    narrow_averages,
-    records_of_groups,
-    selected_groups,
-    widened,
+    build_manifest,
+    find_narrow_averages,
+    select_groups,
+    select_records,
+    widen_average,
     without_frozen,
 )
 from plimsoll.framework.config import PositiveInt
@@ -159,7 +159,7 @@ class Checkpointer:
             CheckpointFormatError: the format of the manifest is unknown to this version.
         """
         path = files.step_directory(self.directory, step)
-        problem = files.incomplete(path)
+        problem = files.find_missing(path)
         if problem:
             committed_steps = f"committed steps: {self.steps() or 'none'}"
             raise CheckpointMissingError(f"no checkpoint of step {step}: {path}: {problem}; {committed_steps}")
@@ -211,7 +211,7 @@ class Checkpointer:
             num_bytes = sum(leaf.nbytes for leaf in leaves.values())
             self._check_space(step, num_bytes)
         frozen_number = self._frozen if frozen_arrays else None
-        manifest = manifest_of(step, leaves, extra, frozen_number)
+        manifest = build_manifest(step, leaves, extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
             finish_write = self._begin_write(path, leaves, manifest)
@@ -231,7 +231,7 @@ class Checkpointer:
             # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
             # Processes may see different directory listings, so all use the number of the primary.
             newest = max(frozen_checkpointer.steps(), default=0)
-            number = distributed.from_primary(1 + newest)
+            number = distributed.broadcast_from_primary(1 + newest)
             frozen_checkpointer.save(number, frozen_arrays, {})
         return number
 
@@ -243,7 +243,7 @@ class Checkpointer:
     ) -> Callable[[], None]:
         """Moves an existing checkpoint of the step aside and starts the write; returns a function that waits for it."""
         if self._in_store:
-            return objects.write(path, leaves, manifest, self._before_commit)
+            return object_store.write(path, leaves, manifest, self._before_commit)
         if distributed.is_primary() and os.path.lexists(path):
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
@@ -254,7 +254,7 @@ class Checkpointer:
         """Raises CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
         free_bytes = shutil.disk_usage(self.directory).free
         needed_bytes = num_bytes + _OVERHEAD_BYTES
-        if distributed.everywhere(free_bytes >= needed_bytes):
+        if distributed.is_true_on_all(free_bytes >= needed_bytes):
             return
         needed_mib = needed_bytes / 2**20
         free_mib = free_bytes / 2**20
@@ -316,7 +316,7 @@ class Checkpointer:
             remaining_steps = [old for old in self.steps() if old != step]
             if distributed.is_primary():
                 files.remove_leftovers(self.directory)
-        reason = files.one_line(error)
+        reason = files.summarize_error(error)
         failure = CheckpointSaveError(
             f"the checkpoint of step {step} was not saved: {reason}; still there: steps {remaining_steps or 'none'}"
         )
@@ -376,8 +376,8 @@ class Checkpointer:
         manifest = self.manifest(step)
         stored = manifest.leaves
         if groups is not None:
-            abstract = selected_groups(abstract, groups)
-            stored = records_of_groups(stored, groups)
+            abstract = select_groups(abstract, groups)
+            stored = select_records(stored, groups)
         frozen: dict[str, Any] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})
@@ -387,14 +387,14 @@ class Checkpointer:
             frozen = {"frozen": restored.state}
             abstract = without_frozen(abstract)
         target_specs = flatten(abstract)
-        narrow_specs = narrow_averages(target_specs, stored)
+        narrow_specs = find_narrow_averages(target_specs, stored)
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
         with phase(f"reading {what or f'the checkpoint of step {step}'}", patience=SHORT):
             arrays = self._read_arrays(step, manifest, stored_specs)
             self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
-            arrays[name] = widened(arrays[name], target_specs[name])
+            arrays[name] = widen_average(arrays[name], target_specs[name])
         # The run will reach later steps again, so forget that this object has saved them.
         self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
         self._frozen = manifest.frozen if frozen else None
@@ -417,7 +417,7 @@ class Checkpointer:
         # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
         if manifest.arrays == files.STATE:
             return storage.read(path, stored_specs)
-        return objects.read(path / manifest.arrays, stored_specs)
+        return object_store.read(path / manifest.arrays, stored_specs)
 
     def _refuse_corrupt(
         self,
@@ -453,7 +453,7 @@ class Checkpointer:
             self._frozen_reader().compare(manifest.frozen, frozen_abstract)
             abstract = without_frozen(abstract)
         target_specs = flatten(abstract)
-        narrow_specs = narrow_averages(target_specs, manifest.leaves)
+        narrow_specs = find_narrow_averages(target_specs, manifest.leaves)
         self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
         return manifest
 
@@ -488,7 +488,7 @@ class Checkpointer:
         self._join()
         # All processes use the primary's list of steps: a network file system may show others an older state, and
         # processes that restored different steps would train different models.
-        steps, problems = distributed.from_primary(files.scan(self.directory))
+        steps, problems = distributed.broadcast_from_primary(files.scan(self.directory))
         for problem in problems:
             logging.warning("checkpoints: %s", problem)
         for step in reversed(steps):

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.files.remote import connect, is_url
-from plimsoll.framework.files.texts import parse_json
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.files.text_files import parse_json
+from plimsoll.framework.terminal.tables import TableSection, render
 
 FORMAT = 1
 MANIFEST = "manifest"
@@ -38,7 +38,7 @@ STATE = "state"
 FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
 # Files of a step on disk, in addition to the manifest and the array data; none of them is empty.
-_FILES_OF_ORBAX = (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt")
+_ORBAX_FILES = (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt")
 
 _STEP = re.compile(r"\d{1,18}")
 # Names of leftovers of a killed process, given by Plimsoll or by orbax for one of its steps. Nothing else is ever
@@ -136,7 +136,7 @@ class Manifest:
             raise PermissionError(f"no permission to read {path}") from error
         # Corrupted JSON may be valid JSON of any other type, so lookups can fail in many ways.
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {one_line(error)}") from error
+            raise CheckpointCorruptError(f"{path} cannot be read: {summarize_error(error)}") from error
         if stored_digest != digest:
             raise CheckpointCorruptError(f"{path} was changed after it was saved: its digest does not match")
         if stored_format != FORMAT:
@@ -157,7 +157,7 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def one_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the first line of an error's root cause: orbax wraps the useful message in several unhelpful ones."""
     while True:
         cause = error.__cause__
@@ -201,7 +201,7 @@ def mismatch_table(
             summaries.append(f"{counts[difference]} {difference}")
     head = f"{', '.join(summaries)} of {len(expected)} leaves"
     columns = ("leaf", "difference", "checkpoint", "model")
-    section = Section(head, [columns, *rows[:limit]])
+    section = TableSection(head, [columns, *rows[:limit]])
     table = render([section]).rstrip()
     num_hidden = len(rows) - limit
     if num_hidden > 0:
@@ -252,7 +252,7 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
             if not expected_path.exists():
                 problems.append(f"{path}: not a name that this program gives; it would be {expected_path.name}")
             continue
-        problem = incomplete(path)
+        problem = find_missing(path)
         if problem is not None:
             problems.append(f"{path}: incomplete: {problem}")
         else:
@@ -261,7 +261,7 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
     return sorted(committed), problems
 
 
-def put_aside(root: Path) -> list[int]:
+def list_moved_aside(root: Path) -> list[int]:
     """List the steps of checkpoints that were moved aside for a successor that was never written, ascending.
 
     The next Checkpointer that is not read-only puts them back.
@@ -271,10 +271,10 @@ def put_aside(root: Path) -> list[int]:
         return []
     matches = [_REPLACED.fullmatch(entry.name) for entry in root.iterdir()]
     names = [match for match in matches if match is not None]
-    return sorted(int(name[1]) for name in names if incomplete(root / name[0]) is None)
+    return sorted(int(name[1]) for name in names if find_missing(root / name[0]) is None)
 
 
-def incomplete(path: Path) -> str | None:
+def find_missing(path: Path) -> str | None:
     """Return the reason why a path is not a committed checkpoint; None if it is one. Checks names only."""
     if os.path.islink(path):
         return "it is a symbolic link"
@@ -286,7 +286,7 @@ def incomplete(path: Path) -> str | None:
     needed = [f"{MANIFEST}/{MANIFEST_FILE}"]
     # An array folder written by objects.py has none of orbax's files: there the manifest is the commit.
     if not any(name.startswith(_OBJECTS) for name in names):
-        needed = [*_FILES_OF_ORBAX, *needed]
+        needed = [*_ORBAX_FILES, *needed]
     missing = [name for name in needed if not (path / name).is_file()]
     return f"{missing[0]} is missing" if missing else None
 
@@ -306,7 +306,7 @@ def remove_leftovers(root: Path) -> list[str]:
     for name in sorted(os.listdir(root)):
         path = root / name
         replaced = _REPLACED.fullmatch(name)
-        if replaced and _lost_content(root / replaced[1]):
+        if replaced and _has_lost_content(root / replaced[1]):
             shutil.rmtree(root / replaced[1])
         if replaced and not os.path.lexists(root / replaced[1]):
             path.rename(root / replaced[1])
@@ -320,7 +320,7 @@ def remove_leftovers(root: Path) -> list[str]:
     return messages
 
 
-def _lost_content(path: Path) -> bool:
+def _has_lost_content(path: Path) -> bool:
     """Return whether a power cut has emptied files of a step's directory."""
     if path.is_symlink() or not path.is_dir():
         return False
@@ -330,7 +330,7 @@ def _lost_content(path: Path) -> bool:
         return True
     except CheckpointFormatError:
         return False
-    return any((path / name).is_file() and not (path / name).stat().st_size for name in _FILES_OF_ORBAX)
+    return any((path / name).is_file() and not (path / name).stat().st_size for name in _ORBAX_FILES)
 
 
 def _remove_objects(path: Any) -> list[str]:

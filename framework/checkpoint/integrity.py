@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from plimsoll.framework.devices import executables
 
 # An offloaded leaf is copied to the device in chunks of at most this size, if its leading axis allows.
-_PIECE_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
 # Unsigned integer dtypes by size in bytes.
@@ -87,7 +87,7 @@ def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], Na
             out = NamedSharding(x.sharding.mesh, PartitionSpec())
             break
     # Computed here, outside jit, because tracers have no shardings.
-    counts = tuple(pieces(x) for x in leaves)
+    counts = tuple(count_chunks(x) for x in leaves)
     return leaves, counts, out
 
 
@@ -106,7 +106,7 @@ def _program(
     return sums if out is None else lax.with_sharding_constraint(sums, out)
 
 
-def pieces(x: Any) -> int:
+def count_chunks(x: Any) -> int:
     """Return the number of chunks along axis 0 for copying an offloaded leaf to the device; 0 for a device leaf.
 
     A leaf that is sharded along axis 0 is not split, because slicing that axis would gather it.
@@ -120,11 +120,11 @@ def pieces(x: Any) -> int:
     if num_rows != x.shape[0]:
         return 1
     shard_bytes = math.prod(shard) * x.dtype.itemsize
-    min_pieces = math.ceil(shard_bytes / _PIECE_BYTES)
+    min_chunks = math.ceil(shard_bytes / _CHUNK_BYTES)
     # All chunks have the same shape, so their number divides the rows. If no smaller divisor is large enough, each row
     # is a chunk.
     divisors = (n for n in range(1, num_rows + 1) if num_rows % n == 0)
-    return next(n for n in divisors if n >= min_pieces or n == num_rows)
+    return next(n for n in divisors if n >= min_chunks or n == num_rows)
 
 
 def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
@@ -142,9 +142,9 @@ def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
     rows = x.shape[0] // pieces
 
     def add(i: jax.Array, lanes: _Lanes) -> _Lanes:
-        piece = lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0)
-        low, high = _multiply(i.astype(jnp.uint32), piece.size)
-        on_device = jax.device_put(piece, jax.memory.Space.Device)
+        chunk = lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0)
+        low, high = _multiply(i.astype(jnp.uint32), chunk.size)
+        on_device = jax.device_put(chunk, jax.memory.Space.Device)
         return _add(lanes, _sum(on_device, low, high, long))
 
     # A loop instead of one expression per chunk, so that the device holds only one chunk at a time.

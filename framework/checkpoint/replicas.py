@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.checkpoint.integrity import leaf_sum, pieces
+from plimsoll.framework.checkpoint.integrity import count_chunks, leaf_sum
 from plimsoll.framework.devices import executables
 from plimsoll.framework.layout import flatten
 
@@ -45,7 +45,7 @@ def check(state: Any, step: int) -> None:
         return
     mesh = next(iter(leaves.values())).sharding.mesh
     specs = tuple(x.sharding.spec for x in leaves.values())
-    counts = tuple(pieces(x) for x in leaves.values())
+    counts = tuple(count_chunks(x) for x in leaves.values())
     program = _program(mesh, specs, counts)
     # sums is uint32 [D, N, 2]: devices in the order of the mesh, leaves, lanes.
     arrays = tuple(leaves.values())

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, one_line
+from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, summarize_error
 
 # Maximum size of a stored chunk of an array, so that reading a small shard does not require reading the whole leaf.
 _CHUNK_BYTES = 64 << 20
@@ -83,14 +83,14 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
     """
     problem = None
     arrays = {}
-    with _quiet() as drain:
+    with _silence_orbax() as drain:
         try:
             arrays = _load(path, specs)
         except (jax.errors.JaxRuntimeError, MemoryError):
             # Not the checkpoint's fault, for example out of memory.
             raise
         except Exception as error:
-            problem = _unreadable(path, specs) or one_line(error)
+            problem = _describe_unreadable(path, specs) or summarize_error(error)
         if problem is not None:
             # After the end of `except`, which releases the traceback and the coroutines that it references.
             drain()
@@ -105,7 +105,7 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 @contextmanager
-def _quiet() -> Iterator[Callable[[], None]]:
+def _silence_orbax() -> Iterator[Callable[[], None]]:
     """Suppresses pages of tracebacks that add nothing to the error being raised.
 
     When one read fails, orbax abandons its other reads: asyncio logs each as an error, and each warns again when it is
@@ -187,7 +187,7 @@ def read_bytes(largest: int) -> int:
     return max(_READ_BYTES, 2 * largest)
 
 
-def _unreadable(path: Path, specs: Mapping[str, Any]) -> str:
+def _describe_unreadable(path: Path, specs: Mapping[str, Any]) -> str:
     """Describe the arrays that cannot be read, trying each separately; "" if all can, or with several processes."""
     # Several processes might disagree about which read fails, and then wait for one another.
     if jax.process_count() > 1:
@@ -199,7 +199,7 @@ def _unreadable(path: Path, specs: Mapping[str, Any]) -> str:
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as error:
-            failures.append(f"{name} ({one_line(error)})")
+            failures.append(f"{name} ({summarize_error(error)})")
     text = "; ".join(failures[:_MAX_FAILED])
     num_hidden = len(failures) - _MAX_FAILED
     if num_hidden > 0:

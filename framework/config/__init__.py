@@ -2,7 +2,7 @@
 
 from plimsoll.framework.config.changes import diff
 from plimsoll.framework.config.components import component
-from plimsoll.framework.config.config import Config, config_for, reference, schema_of, target_of
+from plimsoll.framework.config.config import Config, config_for, get_schema, get_target, reference
 from plimsoll.framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join
 from plimsoll.framework.config.ranges import (
     DType,
@@ -37,8 +37,8 @@ __all__ = [
     "config_for",
     "did_you_mean",
     "diff",
+    "get_schema",
+    "get_target",
     "join",
     "reference",
-    "schema_of",
-    "target_of",
 ]

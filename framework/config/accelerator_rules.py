@@ -6,10 +6,10 @@ from collections.abc import Callable
 from plimsoll.framework.config.changes import diff
 from plimsoll.framework.config.config import Config
 from plimsoll.framework.config.names import ConfigError
-from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.config.value_parsing import as_text
 
 
-def rules_of(config: Config) -> list[Config]:
+def get_accelerator_rules(config: Config) -> list[Config]:
     """Return the accelerator rules of a config; [] if the config has no such field."""
     return config.accelerator_rules if "accelerator_rules" in config else []
 
@@ -38,7 +38,7 @@ def apply_accelerator_rules(
         ConfigError: a rule sets an unknown field or an invalid value.
     """
     lines: list[str] = []
-    for index, rule in enumerate(rules_of(config)):
+    for index, rule in enumerate(get_accelerator_rules(config)):
         if accelerator is not None and not is_for(rule, accelerator):
             continue
         config_before = config.copy()

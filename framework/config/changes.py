@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from plimsoll.framework.config.config import Config
-from plimsoll.framework.config.names import RENAMED, name_of
+from plimsoll.framework.config.names import RENAMED, get_dotted_name
 from plimsoll.framework.config.schema import ABSENT
 
 _MISSING = "(absent)"
@@ -32,7 +32,7 @@ def _values_by_path(config: Config) -> dict[str, Any]:
     """Returns {dotted path: value}; the value of a config is the name of its target."""
     values = {}
     for path, value in config.walk():
-        values[path] = name_of(value._target) if isinstance(value, Config) else value
+        values[path] = get_dotted_name(value._target) if isinstance(value, Config) else value
     return values
 
 

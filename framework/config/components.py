@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 # The package `plimsoll`. In a checkout, its folders framework, configs and launch are links.
 _PACKAGE = Path(__file__).parents[2]
-_DEFINITION = re.compile(r"^@component\n(?:class|def) (\w+)", re.MULTILINE)
+_DEFINITION = re.compile(r"^@component\n(?:@.+\n)*(?:class|def) (\w+)", re.MULTILINE)
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _MARK = "_marked_component"

@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from plimsoll.framework.config.components import component
+from plimsoll.framework.config.migrations import migrate_fields
 from plimsoll.framework.config.names import (
     ConfigError,
     FieldError,
     FieldTypeError,
     did_you_mean,
+    get_dotted_name,
     is_trusted,
     join,
-    name_of,
     remember,
     resolve,
     show,
 )
-from plimsoll.framework.config.nested import replaced
-from plimsoll.framework.config.older import todays_fields
+from plimsoll.framework.config.nested import replace_value_at
 from plimsoll.framework.config.schema import (
     REQUIRED,
     ConfigBase,
@@ -44,8 +44,8 @@ from plimsoll.framework.config.schema import (
     schema,
     short_names,
 )
-from plimsoll.framework.config.short_names import short_named
-from plimsoll.framework.config.texts import literal, value_of_text, without_duplicates
+from plimsoll.framework.config.short_names import resolve_short_name
+from plimsoll.framework.config.value_parsing import parse_literal, parse_value, reject_duplicate_keys
 
 # Maximum depth of JSON data to decode; reached before Python's own recursion limit.
 _MAX_DEPTH = 100
@@ -69,25 +69,25 @@ def reference(name: str) -> Any:
     return resolve(name, passed=True)
 
 
-def target_of(config: "Config") -> Callable[..., Any]:
+def get_target(config: "Config") -> Callable[..., Any]:
     """Returns the class or function that a config builds from."""
     return config._target
 
 
-def schema_of(config: "Config") -> Mapping[str, Field]:
+def get_schema(config: "Config") -> Mapping[str, Field]:
     """Returns all fields of a config, set or not, with their type hints and defaults."""
     return config._schema
 
 
 @functools.cache
-def _get_schema(target: Callable[..., Any]) -> dict[str, Field]:
+def _build_schema(target: Callable[..., Any]) -> dict[str, Field]:
     # `update` may be a field although ConfigDict has a method of that name, because `memory.update` is a public option
     # of Plimsoll.
     reserved = [name for name in dir(Config) if name != "update"]
     return schema(target, reserved=reserved)
 
 
-class _Place(NamedTuple):
+class _FieldLocation(NamedTuple):
     """The end of a dotted path, as returned by `Config._walk_to`."""
 
     config: "Config"  # the innermost config on the path
@@ -112,7 +112,7 @@ class Config(ConfigBase):
         path: str | None = None,
     ):
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
-        target_schema = _get_schema(target)
+        target_schema = _build_schema(target)
         if fields is None:
             fields = {name: field.default for name, field in target_schema.items() if field.is_data}
         # Converting also copies, so no container or child config is shared with the caller.
@@ -138,7 +138,7 @@ class Config(ConfigBase):
     def _field(self, name: str, path: str | None = None) -> Field:
         if name not in self._schema:
             suggestion = did_you_mean(str(name), self._schema)
-            message = f"no such field in {name_of(self._target)}{suggestion}"
+            message = f"no such field in {get_dotted_name(self._target)}{suggestion}"
             raise FieldError(message, path=path or self._at(name))
         return self._schema[name]
 
@@ -171,9 +171,9 @@ class Config(ConfigBase):
         self[name] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._fields[key] = self._checked(key, value)
+        self._fields[key] = self._convert_value(key, value)
 
-    def _checked(self, name: str, value: Any, path: str | None = None) -> Any:
+    def _convert_value(self, name: str, value: Any, path: str | None = None) -> Any:
         hint = self._field(name, path).hint
         return convert(hint, value, path or self._at(name))
 
@@ -207,7 +207,7 @@ class Config(ConfigBase):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        arguments = [name_of(self._target)]
+        arguments = [get_dotted_name(self._target)]
         for name, value in self.items():
             arguments.append(f"{name}={value!r}")
         return f"config_for({', '.join(arguments)})"
@@ -229,7 +229,7 @@ class Config(ConfigBase):
         constructor raised ValueError. In that case the message starts with the dotted path, and the original error is
         chained as the cause.
         """
-        target_name = name_of(self._target)
+        target_name = get_dotted_name(self._target)
         path = self._path or ""
         for name in late:
             self._field(name)
@@ -249,7 +249,7 @@ class Config(ConfigBase):
                 raise
             raise ConfigError(f"{target_name}: {error}", path=path) from error
 
-    def _walk_to(self, path: str) -> _Place:
+    def _walk_to(self, path: str) -> _FieldLocation:
         """Follows a dotted path. Raises FieldError at the first part that does not exist."""
         config = self
         field = ""
@@ -278,7 +278,7 @@ class Config(ConfigBase):
             else:
                 state = "is not set" if value is REQUIRED else f"is {show(value)}"
                 raise FieldError(f"{outer} {state}, and has no fields", path=walked)
-        return _Place(config, field, keys, value)
+        return _FieldLocation(config, field, keys, value)
 
     def get_path(self, path: str) -> Any:
         """Returns the value at a dotted path such as `"model.stack.pattern.0.num_heads"`.
@@ -297,15 +297,15 @@ class Config(ConfigBase):
         """
         self._set(self._walk_to(path), path, value)
 
-    def _set(self, place: _Place, path: str, value: Any) -> None:
+    def _set(self, location: _FieldLocation, path: str, value: Any) -> None:
         """Sets the value at a place; `path` is the dotted path of that place."""
         # The whole field is checked, so an error names the path of the element below the field.
-        below_field = "".join(f".{key}" for key in place.keys)
+        below_field = "".join(f".{key}" for key in location.keys)
         field_path = path.removesuffix(below_field)
-        config = place.config
-        old_value = config._fields.get(place.field)
-        new_value = replaced(old_value, place.keys, value)
-        config._fields[place.field] = config._checked(place.field, new_value, field_path)
+        config = location.config
+        old_value = config._fields.get(location.field)
+        new_value = replace_value_at(old_value, location.keys, value)
+        config._fields[location.field] = config._convert_value(location.field, new_value, field_path)
 
     def override(self, path: str, text: str) -> None:
         """Sets the value at a dotted path from command-line text.
@@ -321,36 +321,36 @@ class Config(ConfigBase):
 
         Raises ConfigError.
         """
-        place = self._walk_to(path)
-        hint = place.config._field(place.field).hint
-        for key in place.keys:
+        location = self._walk_to(path)
+        hint = location.config._field(location.field).hint
+        for key in location.keys:
             hint = element_hint(hint, key)
         component = _parse_component(hint, text, path)
         if component is not None:
-            self._set(place, path, component)
+            self._set(location, path, component)
             return
         try:
-            value = value_of_text(hint, text, path)
+            value = parse_value(hint, text, path)
         except FieldTypeError as error:
             if not accepts_config(hint):
                 raise
-            component, advice = short_named(text, self._neighbors(path))
+            component, advice = resolve_short_name(text, self._neighbors(path))
             if component is None:
                 error.args = (f"{error.args[0]}{advice}",)
                 raise
-            self._set(place, path, config_for(component))
+            self._set(location, path, config_for(component))
             return
-        if place.keys:
+        if location.keys:
             # An element may be valid by itself but not together with the others, so the whole field is checked.
-            self._set(place, path, value)
+            self._set(location, path, value)
         else:
             # The text was parsed by the field's type, so there is nothing left to check.
-            place.config._fields[place.field] = value
+            location.config._fields[location.field] = value
 
     def _neighbors(self, path: str) -> list[str]:
         """Lists the dotted names of all components in this config, the one at `path` first."""
         configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
-        return [name_of(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
+        return [get_dotted_name(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
 
     def to_dict(
         self,
@@ -365,10 +365,10 @@ class Config(ConfigBase):
         # Check again, because a list or dict can be changed in place.
         fields = {}
         for name, value in self._ordered_fields.items():
-            fields[name] = self._checked(name, value)
+            fields[name] = self._convert_value(name, value)
         # The round trip through text converts child configs and tuples to what a JSON file would contain.
         text = json.dumps(fields, default=Config.to_dict)
-        return {"$class": name_of(self._target), **json.loads(text)}
+        return {"$class": get_dotted_name(self._target), **json.loads(text)}
 
     def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
         """Returns `to_dict` as text, indented by 2; the text is the same for equal configs.
@@ -394,7 +394,7 @@ class Config(ConfigBase):
     def from_json(text: str | bytes) -> "Config":
         """Returns `from_dict` of JSON text. Also raises ConfigError if the text is not valid JSON."""
         try:
-            data = json.loads(text, object_pairs_hook=without_duplicates)
+            data = json.loads(text, object_pairs_hook=reject_duplicate_keys)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"not valid JSON: {error}") from error
         return Config.from_dict(data)
@@ -447,7 +447,7 @@ def _arguments(config: Config, late: Mapping[str, Any], path: str) -> dict[str, 
         if name in late:
             continue
         # Check again, because a list or dict can be changed in place.
-        value = config._checked(name, value)
+        value = config._convert_value(name, value)
         keeps_config = mentions_config(config._schema[name].hint)
         arguments[name] = _build(value, join(path, name), keeps_config)
     for name, value in arguments.items():
@@ -478,7 +478,7 @@ def _parse_component(hint: Any, text: str, path: str) -> Any:
     components = short_names(hint)
     if '"$class"' in text:
         # As in a file, names may only refer to components.
-        return _decode(literal(text), path)
+        return _decode(parse_literal(text), path)
     if text in components:
         return config_for(components[text])
     if accepts_config(hint) and is_trusted(text):
@@ -502,6 +502,6 @@ def _decode(data: Any, path: str, depth: int = 0) -> Any:
             values[key] = _decode(item, join(path, key), depth + 1)
     if config is None:
         return values
-    for name, value in todays_fields(name_of(config._target), values).items():
-        config._fields[name] = config._checked(name, value, join(path, name))
+    for name, value in migrate_fields(get_dotted_name(config._target), values).items():
+        config._fields[name] = config._convert_value(name, value, join(path, name))
     return config

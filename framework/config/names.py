@@ -34,7 +34,7 @@ TRUSTED = ("plimsoll", "optax", "jax.nn")
 # found by its own name.
 _OLD_PACKAGES = ("framework", "configs")
 # {name of a component in a config that an older version saved: current name}
-RENAMED: dict[str, str] = {}
+RENAMED = {"ThumbSource": "UnpairedSource"}
 # Public names only: no part starts with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
 # Maximum length of a name in characters. importlib imports dotted names recursively, so a long name from a file could
@@ -132,10 +132,10 @@ def remember(target: Callable[..., Any]) -> None:
     name = getattr(target, "__qualname__", None)
     if not callable(target) or not name or "<lambda>" in name or not target.__module__:
         raise ConfigError(f"config_for expects a class or a named function, given {show(target)}")
-    _configured[name_of(target)] = target
+    _configured[get_dotted_name(target)] = target
 
 
-def name_of(target: Callable[..., Any]) -> str:
+def get_dotted_name(target: Callable[..., Any]) -> str:
     """Returns the dotted name of a class or function.
 
     This is `plimsoll.NAME` for a component of Plimsoll, and else the name of its definition. For an object defined in a

@@ -24,8 +24,8 @@ from plimsoll.framework.config.names import (
     ConfigError,
     FieldTypeError,
     did_you_mean,
+    get_dotted_name,
     join,
-    name_of,
     nearest,
     show,
 )
@@ -33,7 +33,7 @@ from plimsoll.framework.config.names import (
 LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _NONE = type(None)
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "none", str: "text"}
+_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", _NONE: "none", str: "text"}
 # Alternatives are tried in this order: the specific ones come first, because `str` and Any accept whatever is left.
 _ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
@@ -111,7 +111,7 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
     Raises ConfigError if there is no readable signature, if a name is `reserved`, or if a default is out of its own
     range.
     """
-    owner = name_of(target)
+    owner = get_dotted_name(target)
     functions: list[Callable[..., Any]] = [target]
     if isinstance(target, type):
         functions += [cls for cls in target.__mro__ if "__init__" in vars(cls)]
@@ -258,37 +258,37 @@ def has_integer_keys(hint: Any) -> bool:
     return False
 
 
-def expected(hint: Any) -> str:
+def describe_hint(hint: Any) -> str:
     """Describes a hint in words: `an integer > 0 or none`."""
     # "none" goes last, where readers expect it.
     choices = sorted(arms(hint), key=lambda arm: arm is _NONE)
     # A dict removes duplicates and keeps the order.
-    phrases = dict.fromkeys(map(_arm_in_words, choices))
+    phrases = dict.fromkeys(map(_describe_arm, choices))
     return " or ".join(phrases)
 
 
-def _arm_in_words(arm: Any) -> str:
+def _describe_arm(arm: Any) -> str:
     base, args = split(arm)
     if base is Literal:
-        words = f"one of {', '.join(map(repr, args))}"
+        description = f"one of {', '.join(map(repr, args))}"
     elif base is tuple and args and args[-1] is not Ellipsis:
-        elements = ", ".join(map(expected, args))
-        words = f"a tuple of {len(args)} ({elements})"
+        elements = ", ".join(map(describe_hint, args))
+        description = f"a tuple of {len(args)} ({elements})"
     elif base is tuple or base in LISTS:
-        words = "a tuple" if base is tuple else "a list"
+        description = "a tuple" if base is tuple else "a list"
         if args:
-            words += f" (each: {expected(args[0])})"
+            description += f" (each: {describe_hint(args[0])})"
     elif base in DICTS:
         key_type = "integer" if has_integer_keys(arm) else "text"
-        words = f"a dict with {key_type} keys"
+        description = f"a dict with {key_type} keys"
         if args:
-            words += f" (each value: {expected(args[1])})"
+            description += f" (each value: {describe_hint(args[1])})"
     elif base is Any:
-        words = "data or a config"
+        description = "data or a config"
     else:
-        words = _WORDS.get(base, "a config")
+        description = _TYPE_NAMES.get(base, "a config")
     limits = " and ".join(f"{limit.sign} {limit.bound}" for limit in _limits(arm))
-    return f"{words} {limits}".strip()
+    return f"{description} {limits}".strip()
 
 
 def _limits(hint: Any) -> Iterator[_Limit]:
@@ -340,7 +340,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             suggestion = did_you_mean(value, choices)
     is_type_error = all(isinstance(failure, FieldTypeError) for failure in failures)
     error_type = FieldTypeError if is_type_error else ConfigError
-    raise error_type(f"expected {expected(hint)}, given {show(value)}{suggestion}", path=path)
+    raise error_type(f"expected {describe_hint(hint)}, given {show(value)}{suggestion}", path=path)
 
 
 def _is_in_range(arm: Any, value: Any) -> bool:

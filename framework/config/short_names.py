@@ -11,7 +11,7 @@ from plimsoll.framework.config.components import INITIALIZERS, OPTAX, find_compo
 from plimsoll.framework.config.names import ConfigError, choices_in, did_you_mean, resolve
 
 
-def short_named(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
+def resolve_short_name(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
     """Returns the component with a name without dots.
 
     Args:

@@ -118,7 +118,7 @@ class Pipeline(abc.ABC):
         # A new dict: the class attribute is shared.
         self._attached = {**self._attached, name: dict(values)}
 
-    def attached_shapes(self) -> Shapes:
+    def get_attached_shapes(self) -> Shapes:
         """Returns the arrays added by `attach`, for a subclass's `arrays`."""
         shape = (self.global_batch_size, self.seq_len)
         return dict.fromkeys(self._attached, (shape, "float32"))
@@ -142,7 +142,7 @@ class Pipeline(abc.ABC):
         """
         return math.ceil((epochs * self._num_rows - origin) / self.global_batch_size)
 
-    def epochs_of(self, num_batches: int, origin: int = 0) -> float:
+    def count_epochs(self, num_batches: int, origin: int = 0) -> float:
         """Returns how many times `num_batches` batches read all rows of the training sources."""
         return (num_batches * self.global_batch_size + origin) / self._num_rows
 
@@ -202,7 +202,7 @@ class Pipeline(abc.ABC):
             index = order.batch_after(num_steps)
             return index, self.train_batch(index, rows, order.origin)
 
-        return Prefetcher(batch_after, start_step, _ENDLESS, ahead=self.prefetch)
+        return Prefetcher(batch_after, start_step, _ENDLESS, depth=self.prefetch)
 
     def eval_batches(
         self,
@@ -228,7 +228,7 @@ class Pipeline(abc.ABC):
             indices = [first_row + int(row) for row in rows]
             return _stack_rows([self._attach_values(name, index, read_row(index)) for index in indices])
 
-        return Prefetcher(batch, 0, len(numbers), ahead=self.prefetch)
+        return Prefetcher(batch, 0, len(numbers), depth=self.prefetch)
 
     def eval_batch_numbers(self, name: str, limit: int | None = None) -> Sequence[int]:
         """Returns the numbers of the batches that an evaluation reads from validation set `name`.

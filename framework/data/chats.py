@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from plimsoll.framework.config import Fraction, component
-from plimsoll.framework.data.files import DataFile, digest_of
+from plimsoll.framework.data.files import DataFile, compute_digest
 from plimsoll.framework.data.packing import Conversations
 from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
-from plimsoll.framework.data.sources import ExampleSource, rows_of_file, split_of
+from plimsoll.framework.data.sources import ExampleSource, assign_split, read_file_rows
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenizers import Tokenizer
 
@@ -73,17 +73,17 @@ class ChatSource(ExampleSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         """Yields each row as JSON: [location, messages, tools]."""
-        for place, row in rows_of_file(file):
+        for location, row in read_file_rows(file):
             try:
                 record = [conversation(row), row.get("tools")]
                 content = json.dumps(record, ensure_ascii=False)
-                part = split_of(content, self.validation_fraction)
+                part = assign_split(content, self.validation_fraction)
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, {place}: {error}") from error
+                raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
                 # The location does not affect the split, so a row that moves stays in its part.
-                place_json = json.dumps(f"{file}, {place}")
-                yield f"[{place_json}, {content[1:]}"
+                location_json = json.dumps(f"{file}, {location}")
+                yield f"[{location_json}, {content[1:]}"
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         # The pipeline has already rejected any other tokenizer.
@@ -135,7 +135,7 @@ def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
     if row.get("system"):
         checked_messages.append({"role": "system", "content": row["system"]})
     for number, message in enumerate(messages):
-        checked_messages.append(checked_message(number, message))
+        checked_messages.append(parse_message(number, message))
     return checked_messages
 
 
@@ -146,7 +146,7 @@ def _prompt_or_completion(role: str, content: Any) -> list[Any]:
     return [{"role": role, "content": content}]
 
 
-def checked_message(number: int, message: Any) -> Message:
+def parse_message(number: int, message: Any) -> Message:
     """Returns a message in the form that templates read.
 
     Raises:
@@ -185,7 +185,7 @@ class ChatCodec(Tokenizer):
         self.eos_id = 2 * tokenizer.vocab_size
         # The number is the version of this encoding: increase it to invalidate cached files.
         facts = [2, tokenizer.digest, tokenizer.chat_template, variables]
-        self.digest = digest_of(facts)
+        self.digest = compute_digest(facts)
         # The longest first, because a regular expression takes the first alternative that matches.
         special_tokens = sorted(tokenizer.special_tokens, key=len, reverse=True)
         # Without special tokens, the expression matches nothing.
@@ -230,7 +230,7 @@ class ChatCodec(Tokenizer):
         Raises:
             ValueError: the template cannot render these messages.
         """
-        broken_messages = self._broken(messages)
+        broken_messages = self._break_special_tokens(messages)
         text, _ = self.tokenizer.render(broken_messages, add_generation_prompt=True, **self.variables)
         (encoding,) = self.tokenizer.encode_rendered([text])
         tokens = []
@@ -255,7 +255,7 @@ class ChatCodec(Tokenizer):
 
     def rendered(
         self,
-        place: str,
+        location: str,
         messages: list[Message],
         tools: Any,
         first_turn: int = 0,
@@ -263,7 +263,7 @@ class ChatCodec(Tokenizer):
         """Returns (text of a conversation, the spans of its answers).
 
         Args:
-            place: location of the row, the prefix of error messages.
+            location: location of the row, the prefix of error messages.
             messages: the conversation.
             tools: tools passed to the template.
             first_turn: number of a message; answers before it are not targets. It is 0, or the number of an answer.
@@ -271,7 +271,7 @@ class ChatCodec(Tokenizer):
         Raises:
             ValueError: the template cannot render the conversation.
         """
-        messages = self._broken(messages)
+        messages = self._break_special_tokens(messages)
         variables = {**self.variables, "tools": tools}
         try:
             text, spans = self.tokenizer.render(messages, **variables)
@@ -285,7 +285,7 @@ class ChatCodec(Tokenizer):
                 first_start, _ = self._answer(text, messages, first_turn, variables)
                 spans = [(max(start, first_start), end) for start, end in spans if end > first_start]
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{location}: {error}") from error
         return text, spans
 
     def _answer(
@@ -306,20 +306,20 @@ class ChatCodec(Tokenizer):
         # This template renders an answer differently if it is not the last one, or not after the last question (Qwen 3
         # then leaves out its thoughts), so neither rendered text is a prefix of the whole. The answer is the part
         # that depends on the message, from the generation prompt before it to the token after it.
-        content_start, content_end = self._changing(text, messages, turn, variables)
+        content_start, content_end = self._find_changing_span(text, messages, turn, variables)
         start = len(prompt)
         if not text.startswith(prompt):
             without_prompt, _ = render(earlier_messages, **variables)
             opening = prompt[_common_prefix(without_prompt, prompt) :]
             previous_end = 0
             if turn:
-                _, previous_end = self._changing(text, messages, turn - 1, variables)
-            start = self._behind_opening(text, opening, previous_end, content_start)
+                _, previous_end = self._find_changing_span(text, messages, turn - 1, variables)
+            start = self._find_opening_end(text, opening, previous_end, content_start)
         if text.startswith(answered):
             return start, self._answer_end(answered)
         # The token after the answer may open the next turn. It belongs to the answer only if it also follows the answer
         # when that is the last message.
-        _, answered_end = self._changing(answered, messages_with_answer, turn, variables)
+        _, answered_end = self._find_changing_span(answered, messages_with_answer, turn, variables)
         remaining_text = text[content_end:]
         common_length = _common_prefix(remaining_text, answered[answered_end:])
         ending = self._turn_end.match(remaining_text[:common_length])
@@ -333,7 +333,7 @@ class ChatCodec(Tokenizer):
         trailing_space = self._trailing_space.search(answered)
         return trailing_space.start(1) if trailing_space else len(answered)
 
-    def _changing(
+    def _find_changing_span(
         self,
         text: str,
         messages: list[Message],
@@ -350,7 +350,7 @@ class ChatCodec(Tokenizer):
         text_reversed = text[start:][::-1]
         return start, len(text) - _common_prefix(marked_reversed, text_reversed)
 
-    def _behind_opening(
+    def _find_opening_end(
         self,
         text: str,
         opening: str,
@@ -378,7 +378,7 @@ class ChatCodec(Tokenizer):
                 return position + length
         return content_start
 
-    def _broken(self, value: Any) -> Any:
+    def _break_special_tokens(self, value: Any) -> Any:
         """Returns a message with a mark inside each special token that it spells out.
 
         This ensures that only the template's own special tokens are encoded as such.
@@ -386,7 +386,7 @@ class ChatCodec(Tokenizer):
         if isinstance(value, str):
             return self._special.sub(lambda match: match[0][0] + _MARK + match[0][1:], value)
         if isinstance(value, dict):
-            return {key: self._broken(item) for key, item in value.items()}
+            return {key: self._break_special_tokens(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._broken(item) for item in value]
+            return [self._break_special_tokens(item) for item in value]
         return value

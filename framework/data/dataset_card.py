@@ -42,7 +42,7 @@ def read_card(snapshot: Snapshot) -> list[CardConfig]:
         raise ValueError(f"{file}: the head of the data set's card cannot be read: {first_line}") from error
 
 
-def choose(url: str, configs: list[CardConfig], path: str) -> Splits | None:
+def choose_splits(url: str, configs: list[CardConfig], path: str) -> Splits | None:
     """Returns the splits of the subset that `path` names, or of the default one; None to choose files by name.
 
     Raises:
@@ -63,7 +63,7 @@ def choose(url: str, configs: list[CardConfig], path: str) -> Splits | None:
     raise ValueError(f"{url} has {len(names)} subsets: choose one by {url.rstrip('/')}/{names[0]} (there are {shown})")
 
 
-def matched(names: list[str], patterns: list[str]) -> list[str]:
+def match_globs(names: list[str], patterns: list[str]) -> list[str]:
     """Returns the names that match any of the globs, with the Hub's rules: only `**` matches a slash.
 
     Raises:

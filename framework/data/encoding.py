@@ -17,22 +17,22 @@ import numpy as np
 
 from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
 from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.tied import tie
+from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
 
 # Characters that one process encodes at a time: enough to keep all cores busy, with some 100 MB of internal records in
 # the tokenizers library.
-_BATCH_ALONE = 4 << 20
+_LOCAL_BATCH = 4 << 20
 # The same limit for each of several workers, which encode with one thread each.
-_BATCH_OF_WORKER = 1 << 20
+_WORKER_BATCH = 1 << 20
 # Batches per worker that are queued, being encoded, or waiting to be written: this bounds the memory.
-_BATCHES_OF_WORKER = 2
+_BATCHES_PER_WORKER = 2
 # From this number of cores on, single-threaded processes are faster than one multi-threaded one (docs/data.md).
 _MANY_CORES = 8
 # The environment variable that enables or disables threads in the tokenizers library.
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 
 
-class Encoded(NamedTuple):
+class EncodedBatch(NamedTuple):
     """A batch of documents in token file format.
 
     Attributes:
@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
 
 
 # Encodes documents in order, batch by batch; empty documents are skipped.
-Encode = Callable[[Iterable[str]], Iterator[Encoded]]
+Encode = Callable[[Iterable[str]], Iterator[EncodedBatch]]
 
 
 class WorkerLostError(Exception):
@@ -75,12 +75,12 @@ def default_workers() -> int:
     return cores if cores >= _MANY_CORES else 1
 
 
-def alone(tokenizer: Tokenizer) -> Encode:
+def create_encoder(tokenizer: Tokenizer) -> Encode:
     """Returns a function that encodes in this process, with as many threads as the tokenizers library chooses."""
 
-    def encode(documents: Iterable[str]) -> Iterator[Encoded]:
-        for texts in _batches(documents, _BATCH_ALONE):
-            yield _encoded(tokenizer, texts)
+    def encode(documents: Iterable[str]) -> Iterator[EncodedBatch]:
+        for texts in _batches(documents, _LOCAL_BATCH):
+            yield _encode_batch(tokenizer, texts)
 
     return encode
 
@@ -99,7 +99,7 @@ class _Forks(ForkContext):
 
 
 @contextlib.contextmanager
-def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
+def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """Yields a function that encodes with `workers` single-threaded processes, which end with the context.
 
     The processes are forks, so any tokenizer works, including a user's own. They are created immediately, before the
@@ -113,12 +113,12 @@ def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """
     # Bytes are their own ids, and transferring them takes longer than encoding them.
     if workers == 1 or isinstance(tokenizer, ByteTokenizer):
-        yield alone(tokenizer)
+        yield create_encoder(tokenizer)
         return
     with _environment(_LIBRARY_THREADS, "false"):
         context = _Forks()
         processes = context.processes
-        executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(tokenizer, os.getpid()))
+        executor = ProcessPoolExecutor(workers, context, initializer=_init_worker, initargs=(tokenizer, os.getpid()))
         # The first call creates all processes.
         first_call = executor.submit(os.getpid)
 
@@ -126,26 +126,26 @@ def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
             for process in processes:
                 process.kill()
 
-        take_back = interrupts.at_end(kill)
+        unregister = interrupts.register_cleanup(kill)
 
-        def encode(documents: Iterable[str]) -> Iterator[Encoded]:
+        def encode(documents: Iterable[str]) -> Iterator[EncodedBatch]:
             try:
                 first_call.result()
-                yield from _in_order(executor, documents, _BATCHES_OF_WORKER * workers)
+                yield from _in_order(executor, documents, _BATCHES_PER_WORKER * workers)
             except BrokenProcessPool as error:
-                raise WorkerLostError(_loss(processes)) from error
+                raise WorkerLostError(_describe_lost_worker(processes)) from error
 
         try:
             yield encode
         finally:
             executor.shutdown(cancel_futures=True)
-            take_back()
+            unregister()
 
 
-def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[Encoded]:
+def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[EncodedBatch]:
     """Yields the batches in the order of the documents, with at most `limit` of them in flight."""
-    futures: deque[Future[Encoded]] = deque()
-    for texts in _batches(documents, _BATCH_OF_WORKER):
+    futures: deque[Future[EncodedBatch]] = deque()
+    for texts in _batches(documents, _WORKER_BATCH):
         futures.append(executor.submit(_work, texts))
         if len(futures) == limit:
             yield futures.popleft().result()
@@ -154,27 +154,27 @@ def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: in
 
 
 # The tokenizer of a worker process; None in any other process.
-_tokenizer_of_worker: Tokenizer | None = None
+_worker_tokenizer: Tokenizer | None = None
 
 
-def _begin(tokenizer: Tokenizer, parent: int) -> None:
+def _init_worker(tokenizer: Tokenizer, parent: int) -> None:
     """Initializes a worker process."""
-    global _tokenizer_of_worker
-    _tokenizer_of_worker = tokenizer
+    global _worker_tokenizer
+    _worker_tokenizer = tokenizer
     # Ctrl-C reaches all processes of a terminal: the parent handles it, and ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tie()
+    kill_with_parent()
     if os.getppid() != parent:
         # The parent exited before this process was tied to it.
         os._exit(1)
 
 
-def _work(texts: list[str]) -> Encoded:
-    assert _tokenizer_of_worker is not None
-    return _encoded(_tokenizer_of_worker, texts)
+def _work(texts: list[str]) -> EncodedBatch:
+    assert _worker_tokenizer is not None
+    return _encode_batch(_worker_tokenizer, texts)
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> Encoded:
+def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> EncodedBatch:
     """Encodes documents in token file format."""
     dtype = token_dtype(tokenizer)
     separator = np.array([tokenizer.separator_id], dtype)
@@ -183,10 +183,10 @@ def _encoded(tokenizer: Tokenizer, texts: list[str]) -> Encoded:
         parts += [separator, np.asarray(tokens).astype(dtype)]
     ids = np.concatenate(parts)
     text_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    return Encoded(ids.tobytes(), len(texts), text_bytes, len(ids))
+    return EncodedBatch(ids.tobytes(), len(texts), text_bytes, len(ids))
 
 
-def _loss(processes: list[BaseProcess]) -> str:
+def _describe_lost_worker(processes: list[BaseProcess]) -> str:
     """Returns the error message for a lost worker process."""
     for process in processes:
         process.join(1.0)

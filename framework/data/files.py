@@ -23,8 +23,8 @@ from typing import Any
 
 from plimsoll.framework.config import did_you_mean
 from plimsoll.framework.files import durable, hub
-from plimsoll.framework.files.remote import connect, explained, is_url
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.remote import connect, explain_errors, is_url
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -155,7 +155,7 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
 def _match(pattern: str) -> list[DataFile]:
     """Returns the files that match one path, URL or glob."""
     fs, path = connect(os.path.expanduser(pattern))
-    with explained(pattern) if is_url(pattern) else readable(pattern):
+    with explain_errors(pattern) if is_url(pattern) else readable(pattern):
         is_folder = fs.isdir(path)
         exists = fs.exists(path)
     if is_folder:
@@ -170,7 +170,7 @@ def _match(pattern: str) -> list[DataFile]:
     # List the folder, because a glob cannot distinguish a forbidden folder from an empty one.
     with readable(f"the folder {folder} of {pattern}"):
         entries = fs.ls(folder, detail=False)
-        names = [_last_part(entry.rstrip("/")) for entry in entries]
+        names = [_base_name(entry.rstrip("/")) for entry in entries]
     has_wildcard = literal_prefix != path
     if not has_wildcard:
         raise FileNotFoundError(f"{pattern} does not exist{did_you_mean(name, names)}")
@@ -183,11 +183,11 @@ def _match(pattern: str) -> list[DataFile]:
     return [DataFile(fs, match) for match in sorted(matches)]
 
 
-def _last_part(path: str) -> str:
+def _base_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
+def fetch_local_copy(file: DataFile, folder: str | None, sidecar_path: str) -> DataFile:
     """Returns a local file unchanged, and a local copy of a remote file.
 
     The copy is made once, and again if the size, time or tag of the remote file changes. Raises as `explained`.
@@ -195,7 +195,7 @@ def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
     Args:
         file: the file to be read in random order.
         folder: folder for copies; None means ~/.cache/plimsoll.
-        beside: path of a second file to copy too, if it exists.
+        sidecar_path: path of a second file to copy too, if it exists.
     """
     if file.is_local:
         return file
@@ -206,24 +206,24 @@ def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
         cache = f"{user_cache}/plimsoll"
     remote_paths = [file.path]
     states = [file.name, file.state()]
-    with explained(file.name):
-        if beside != file.path and file.fs.exists(beside):
-            remote_paths.insert(0, beside)
-            states.append(DataFile(file.fs, beside).state())
+    with explain_errors(file.name):
+        if sidecar_path != file.path and file.fs.exists(sidecar_path):
+            remote_paths.insert(0, sidecar_path)
+            states.append(DataFile(file.fs, sidecar_path).state())
     # The states are part of the folder's name, so a changed file gets a new copy, and runs that still read the previous
     # copy keep it.
-    copies = Path(cache).expanduser() / "fetched" / digest_of(states)[:16]
+    copies = Path(cache).expanduser() / "fetched" / compute_digest(states)[:16]
     copies.mkdir(parents=True, exist_ok=True)
-    with open(copies / ".lock", "w") as lock, explained(file.name):
+    with open(copies / ".lock", "w") as lock, explain_errors(file.name):
         # The processes of a host share the folder; the first one downloads, and the others wait here.
         fcntl.flock(lock, fcntl.LOCK_EX)
         for remote_path in remote_paths:
-            target = copies / _last_part(remote_path)
+            target = copies / _base_name(remote_path)
             if not target.exists():
                 # The rename makes the copy appear as a whole, even if the process is killed.
                 file.fs.get_file(remote_path, f"{target}.tmp")
                 durable.rename(f"{target}.tmp", target)
-    (copy,) = find(str(copies / _last_part(file.path)))
+    (copy,) = find(str(copies / _base_name(file.path)))
     # Messages use the name that the user gave.
     copy.name = file.name
     return copy
@@ -247,7 +247,7 @@ class FileHashes:
                 if isinstance(entries, dict):
                     self._entries = {k: entry for k, entry in entries.items() if _is_pair(entry)}
 
-    def of(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
+    def get_or_compute(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
         """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
         # Get the state before reading the content: a change in between is then noticed next time.
         state = file.state()
@@ -270,7 +270,7 @@ class FileHashes:
                 digest.update(block)
             return digest.hexdigest()
 
-        return self.of(file, "sha256", compute)
+        return self.get_or_compute(file, "sha256", compute)
 
     def save(self) -> None:
         """Writes the results to the file at `path`, atomically."""
@@ -286,7 +286,7 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 2
 
 
-def digest_of(data: Any) -> str:
+def compute_digest(data: Any) -> str:
     """Returns the sha256 of JSON data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

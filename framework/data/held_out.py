@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from plimsoll.framework.config import Config, Fraction, NonNegativeInt, component
 from plimsoll.framework.data.files import DataFile, FileHashes
-from plimsoll.framework.data.sources import DataSource, TextFiles, TokenMemmap, split_of
+from plimsoll.framework.data.sources import DataSource, TextFiles, TokenMemmap, assign_split
 from plimsoll.framework.data.token_files import TokenDType, TokenRange, TokenStream
 from plimsoll.framework.data.tokenizers import Tokenizer
 
@@ -50,7 +50,7 @@ class TextPart(DataSource):
         files = self.source.files()
         if not self._splits_by_file:
             return files
-        held_out_names = self._held_out_names([file.name for file in files])
+        held_out_names = self._select_held_out([file.name for file in files])
         first_names = _find_first_copies(files)
         is_validation = self.split == "validation"
         return [file for file in files if (first_names[file.name] in held_out_names) == is_validation]
@@ -60,13 +60,13 @@ class TextPart(DataSource):
         """True if each file belongs to one part as a whole; cached, so that the files are listed only once."""
         return self.is_whole_files and len(self.source.files()) >= _MANY_FILES
 
-    def _held_out_names(self, names: list[str]) -> set[str]:
+    def _select_held_out(self, names: list[str]) -> set[str]:
         """Returns the names of the held-out files; at least one."""
         # Ignore the folder that all files share, so that a corpus that moved is split as before.
         folder = os.path.commonpath(names)
         relative_names = {name: name.removeprefix(folder) for name in names}
         held_out_names = {
-            name for name in names if split_of(relative_names[name], self.validation_fraction) == "validation"
+            name for name in names if assign_split(relative_names[name], self.validation_fraction) == "validation"
         }
         if held_out_names:
             return held_out_names
@@ -90,16 +90,16 @@ class TextPart(DataSource):
 
     def _select_documents(self, documents: Iterator[str]) -> Iterator[str]:
         """Yields the documents that belong to this part."""
-        moved = self._digest_to_move
+        moved = self._moved_digest
         for document in documents:
-            is_held_out = split_of(document, self.validation_fraction) == "validation"
+            is_held_out = assign_split(document, self.validation_fraction) == "validation"
             if moved is not None and _digest(document) == moved:
                 is_held_out = not is_held_out
             if is_held_out == (self.split == "validation"):
                 yield document
 
     @functools.cached_property
-    def _digest_to_move(self) -> bytes | None:
+    def _moved_digest(self) -> bytes | None:
         """The sha256 of a document to move to the other part, which would otherwise be empty.
 
         It is None for all but small sources: the search stops at the first document of the second part.
@@ -111,7 +111,7 @@ class TextPart(DataSource):
         digests = set()
         for file in self.source.files():
             for document in self.source.read(file):
-                parts.add(split_of(document, self.validation_fraction))
+                parts.add(assign_split(document, self.validation_fraction))
                 if len(parts) == 2:
                     return None
                 digests.add(_digest(document))

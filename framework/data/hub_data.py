@@ -9,28 +9,36 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from plimsoll.framework.data.dataset_card import Splits, choose, matched, read_card
+from plimsoll.framework.data.dataset_card import Splits, choose_splits, match_globs, read_card
+from plimsoll.framework.data.file_formats import (
+    FORMAT_BY_EXTENSION,
+    DataFormat,
+    DataListing,
+    detect_json_format,
+    detect_split,
+    get_extension,
+    group_by_split,
+)
 from plimsoll.framework.data.files import find
-from plimsoll.framework.data.kinds import KINDS, DataListing, Kind, ending_of, kind_of_json, part_of, parts_by_name
 from plimsoll.framework.files import hub
 from plimsoll.framework.files.hub_cache import Snapshot
 from plimsoll.framework.files.hub_names import HubRepo, parse_url
 
 # Endings that identify data by themselves: a file's content is inspected only after it is downloaded.
-_HUB_KINDS: dict[str, Kind] = {
-    **{ending: kind for ending, kind in KINDS.items() if kind != "tokens"},
+_HUB_FORMATS: dict[str, DataFormat] = {
+    **{ending: data_format for ending, data_format in FORMAT_BY_EXTENSION.items() if data_format != "tokens"},
     ".json": "JSON lines",
     ".txt": "text",
     ".text": "text",
 }
 
 
-class _Parts(NamedTuple):
+class _HubSplits(NamedTuple):
     """Names of the training and evaluation files, and the information that the split is based on."""
 
     train: list[str]
     validation: list[str]
-    told_by: str
+    split_basis: str
 
 
 def data_listing(url: str) -> DataListing:
@@ -45,68 +53,70 @@ def data_listing(url: str) -> DataListing:
         ValueError: it has no readable data, or several kinds of data to choose from.
     """
     repo, path = parse_url(url)
-    fetched = hub.listed(HubRepo("dataset", repo.name, repo.revision))
+    fetched = hub.fetch_file_list(HubRepo("dataset", repo.name, repo.revision))
     snapshot = fetched.snapshot
-    place = snapshot.repo.url(path)
-    parts, candidates = _parts(url, snapshot, path)
+    location = snapshot.repo.url(path)
+    parts, candidates = _split_files(url, snapshot, path)
     sizes = _sizes(snapshot, [*parts.train, *parts.validation])
-    kind = _largest_kind(place, sizes, candidates)
-    train = [name for name in parts.train if _kind_for_name(name) == kind]
-    validation = [name for name in parts.validation if _kind_for_name(name) == kind]
+    data_format = _largest_format(location, sizes, candidates)
+    train = [name for name in parts.train if _format_for_name(name) == data_format]
+    validation = [name for name in parts.validation if _format_for_name(name) == data_format]
     if not train:
-        raise ValueError(f"{place} has no {kind} files to train on, only some to evaluate: {', '.join(validation[:3])}")
-    left_out = Counter(ending_of(name) or name.rpartition("/")[2] for name in candidates)
-    left_out.subtract(ending_of(name) for name in [*train, *validation])
+        raise ValueError(
+            f"{location} has no {data_format} files to train on, only some to evaluate: {', '.join(validation[:3])}"
+        )
+    left_out = Counter(get_extension(name) or name.rpartition("/")[2] for name in candidates)
+    left_out.subtract(get_extension(name) for name in [*train, *validation])
     (first,) = find(snapshot.repo.url(train[0]))
-    if ending_of(train[0]) == ".json" and kind_of_json(first) is None:
+    if get_extension(train[0]) == ".json" and detect_json_format(first) is None:
         raise ValueError(f"{snapshot.repo.url(train[0])} is one JSON value; expected a JSON object on each line")
-    if fetched.why_not:
-        place += f" (by the cache alone: {fetched.why_not})"
+    if fetched.unreachable_reason:
+        location += f" (by the cache alone: {fetched.unreachable_reason})"
     return DataListing(
-        place=place,
-        kind=kind,
+        location=location,
+        data_format=data_format,
         first=first,
         train=[snapshot.repo.url(name) for name in train],
         validation=[snapshot.repo.url(name) for name in validation],
         num_train=len(train),
         num_validation=len(validation),
-        told_by=parts.told_by,
+        split_basis=parts.split_basis,
         left_out=+left_out,
     )
 
 
-def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
+def _split_files(url: str, snapshot: Snapshot, path: str) -> tuple[_HubSplits, list[str]]:
     """Returns (the parts, the names of all files that were considered for them)."""
-    names = [name for name in snapshot.names(["*"]) if not _is_about_the_repository(name)]
-    splits = choose(url, read_card(snapshot), path)
+    names = [name for name in snapshot.names(["*"]) if not _is_repository_metadata(name)]
+    splits = choose_splits(url, read_card(snapshot), path)
     if splits is not None:
-        return _parts_from_splits(url, splits, names), names
-    candidates = matched(names, [path, f"{path}/**"]) if path else names
+        return _files_from_splits(url, splits, names), names
+    candidates = match_globs(names, [path, f"{path}/**"]) if path else names
     if not candidates:
         raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the data set has {', '.join(names[:8])}")
-    data_names = [name for name in candidates if _kind_for_name(name) is not None]
+    data_names = [name for name in candidates if _format_for_name(name) is not None]
     if not data_names:
-        endings = sorted({ending_of(name) or name for name in candidates})
+        endings = sorted({get_extension(name) or name for name in candidates})
         converted = snapshot.repo.at("refs/convert/parquet").url()
         raise ValueError(
             f"{snapshot.repo.url(path)} holds no data that is known ({', '.join(endings[:8])}): expected Parquet, "
             f"JSON lines or .txt; the Hub may have converted it: --data={converted}"
         )
-    parts = parts_by_name(data_names)
+    parts = group_by_split(data_names)
     if parts.train:
-        return _Parts(parts.train, parts.validation or parts.test, "by their names"), candidates
+        return _HubSplits(parts.train, parts.validation or parts.test, "by their names"), candidates
     if parts.validation or parts.test:
-        return _Parts(parts.others, parts.validation or parts.test, "by their names"), candidates
-    return _Parts(parts.others, [], ""), candidates
+        return _HubSplits(parts.others, parts.validation or parts.test, "by their names"), candidates
+    return _HubSplits(parts.others, [], ""), candidates
 
 
-def _parts_from_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
+def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits:
     """Returns the parts according to the splits of a card.
 
     Raises:
         ValueError: several splits, or none, are for training.
     """
-    for_training = [split for split in splits if part_of(split) == "train"]
+    for_training = [split for split in splits if detect_split(split) == "train"]
     if "train" in splits:
         for_training = ["train"]
     if not for_training and len(splits) == 1:
@@ -118,25 +128,25 @@ def _parts_from_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
             f"{url} has {len(for_training) or 'no'} splits for training; name the files by a path behind the URL, such "
             f"as a glob. Its splits are {files}"
         )
-    by_part: dict[str | None, list[str]] = {}
+    by_split: dict[str | None, list[str]] = {}
     for split, patterns in splits.items():
         if split not in for_training:
-            by_part.setdefault(part_of(split), []).extend(matched(names, patterns))
-    train = matched(names, splits[for_training[0]])
+            by_split.setdefault(detect_split(split), []).extend(match_globs(names, patterns))
+    train = match_globs(names, splits[for_training[0]])
     if not train:
         raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, as its card says")
-    held_out = by_part.get("validation") or by_part.get("test") or []
-    return _Parts(train, held_out, "by the splits of its card")
+    held_out = by_split.get("validation") or by_split.get("test") or []
+    return _HubSplits(train, held_out, "by the splits of its card")
 
 
-def _is_about_the_repository(name: str) -> bool:
+def _is_repository_metadata(name: str) -> bool:
     """Returns whether a file is hidden, or describes the data rather than being data."""
-    is_hidden = any(word.startswith(".") for word in name.split("/"))
-    return is_hidden or ending_of(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
+    is_hidden = any(component.startswith(".") for component in name.split("/"))
+    return is_hidden or get_extension(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
 
 
-def _kind_for_name(name: str) -> Kind | None:
-    return _HUB_KINDS.get(ending_of(name))
+def _format_for_name(name: str) -> DataFormat | None:
+    return _HUB_FORMATS.get(get_extension(name))
 
 
 def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
@@ -146,14 +156,14 @@ def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
     return {name: (snapshot.folder / name).stat().st_size for name in names}
 
 
-def _largest_kind(place: str, sizes: dict[str, int], candidates: list[str]) -> Kind:
+def _largest_format(location: str, sizes: dict[str, int], candidates: list[str]) -> DataFormat:
     """Returns the kind with the most bytes. Raises ValueError if no file is of a known kind."""
-    bytes_by_kind: Counter[Kind] = Counter()
+    bytes_by_format: Counter[DataFormat] = Counter()
     for name, size in sizes.items():
-        kind = _kind_for_name(name)
-        if kind is not None:
-            bytes_by_kind[kind] += size
-    if not bytes_by_kind:
-        endings = ", ".join(sorted({ending_of(name) or name for name in candidates})[:8])
-        raise ValueError(f"{place} holds no data that is known ({endings}): expected Parquet, JSON lines or .txt")
-    return max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
+        data_format = _format_for_name(name)
+        if data_format is not None:
+            bytes_by_format[data_format] += size
+    if not bytes_by_format:
+        endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
+        raise ValueError(f"{location} holds no data that is known ({endings}): expected Parquet, JSON lines or .txt")
+    return max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])

@@ -21,10 +21,10 @@ import numpy as np
 
 from plimsoll.framework.config import Config, PositiveInt, Seed, component
 from plimsoll.framework.data.batches import Pipeline, Shapes
-from plimsoll.framework.data.files import DataFile, digest_of, find
+from plimsoll.framework.data.files import DataFile, compute_digest, find
 from plimsoll.framework.data.order import GlobalOrder
 from plimsoll.framework.data.packing import Batch
-from plimsoll.framework.data.sources import located, split_of
+from plimsoll.framework.data.sources import assign_split, prefix_errors
 
 Levels = Annotated[int, annotated_types.Interval(ge=2, le=256)]
 
@@ -84,7 +84,7 @@ class DigitsSource(ImageSource):
             return images
         parts = []
         for image in images:
-            parts.append(split_of(image.tobytes().hex(), 0.2))
+            parts.append(assign_split(image.tobytes().hex(), 0.2))
         return images[np.array(parts) == self.split]
 
 
@@ -122,7 +122,7 @@ class ImageFolder(ImageSource):
             shape = images.shape[1:]
             if shape != self.image_shape:
                 raise ValueError(
-                    f"{file}: images of {_by(shape)}, expected {_by(self.image_shape)} (height x width x channels)"
+                    f"{file}: images of {_format_shape(shape)}, expected {_format_shape(self.image_shape)} (height x width x channels)"
                 )
             if images.max(initial=0) >= self.levels:
                 raise ValueError(f"{file}: a value of {images.max()}, expected less than levels = {self.levels}")
@@ -144,7 +144,7 @@ class ImageFolder(ImageSource):
                 yield file, images
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     """Formats a shape for messages: 8 x 8 x 1."""
     return " x ".join(map(str, shape))
 
@@ -190,7 +190,7 @@ class ImageReport(NamedTuple):
 
     def __str__(self) -> str:
         kind = type(self.source).__name__
-        size = _by(self.images.shape[1:])
+        size = _format_shape(self.images.shape[1:])
         digest = _digest(self.images)
         return f"{kind}: {len(self.images):,} images of {size}, {self.source.levels} levels, sha256 {digest[:12]}"
 
@@ -253,7 +253,7 @@ class ImagePipeline(Pipeline):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(H, W, C)."""
-        with located(_label("train")):
+        with prefix_errors(_label("train")):
             return self.sources["train"].image_shape
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
@@ -282,7 +282,7 @@ class ImagePipeline(Pipeline):
                 path.
         """
         for name, source in self.sources.items():
-            with located(_label(name)):
+            with prefix_errors(_label(name)):
                 images = source.load()
                 shape = images.shape[1:]
                 if source.levels != self.levels or shape != self.image_shape:
@@ -313,7 +313,7 @@ class ImagePipeline(Pipeline):
             self.seed,
             self.flip,
         ]
-        return digest_of(facts)
+        return compute_digest(facts)
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         image = self.images["train"][index]

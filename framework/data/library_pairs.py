@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plimsoll.framework.data.comparisons import Judged
+from plimsoll.framework.data.preference_formats import LabeledAnswers
 
 # Increase this when a change to this file changes the pairs: cached tokens depend on it.
 LIBRARY_PAIRS_VERSION = 1
@@ -15,7 +15,7 @@ _ANSWER_LINES = 3
 _MAX_CHARACTERS = 400
 
 
-def pairs_of_code(text: str) -> Iterator[Judged]:
+def make_pairs(text: str) -> Iterator[LabeledAnswers]:
     """Yields pairs from a Python file: a prompt of a few lines, the next lines as the chosen answer, a rejected one.
 
     The rejected answer has the same lines with the words of each in reverse order. So both answers have the same
@@ -30,7 +30,7 @@ def pairs_of_code(text: str) -> Iterator[Judged]:
             yield pair
 
 
-def _pair(prompt_lines: list[str], answer_lines: list[str]) -> Judged | None:
+def _pair(prompt_lines: list[str], answer_lines: list[str]) -> LabeledAnswers | None:
     """Returns the pair of these lines; None if too long, or if more than one line is the same when reversed."""
     prompt = "\n".join(prompt_lines) + "\n"
     chosen = "\n".join(answer_lines)
@@ -40,7 +40,7 @@ def _pair(prompt_lines: list[str], answer_lines: list[str]) -> Judged | None:
     changed = [line for line, reversed_line in zip(answer_lines, reversed_lines, strict=True) if line != reversed_line]
     if len(changed) < len(answer_lines) - 1:
         return None
-    return Judged(prompt, [("chosen", chosen), ("rejected", "\n".join(reversed_lines))])
+    return LabeledAnswers(prompt, [("chosen", chosen), ("rejected", "\n".join(reversed_lines))])
 
 
 def _reverse_words(line: str) -> str:

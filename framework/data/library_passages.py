@@ -12,8 +12,8 @@ from typing import Literal
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.data.files import DataFile
+from plimsoll.framework.data.scored_sequences import Content, SequenceSource
 from plimsoll.framework.data.sources import StdlibSource
-from plimsoll.framework.data.whole_sequences import Content, SequenceSource
 
 Split = Literal["train", "validation"]
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
@@ -35,7 +35,7 @@ class _LibrarySource(SequenceSource):
     def files(self) -> list[DataFile]:
         return StdlibSource(split=self.split).files()
 
-    def text_of(self, file: DataFile) -> str:
+    def read_file_text(self, file: DataFile) -> str:
         """Returns the text of a file."""
         return file.read().decode("utf-8", errors="replace")
 
@@ -58,15 +58,15 @@ class LibraryPassages(_LibrarySource):
         super().__init__(split, characters)
         self.classes: list[str] = ["code", "comment", "docstring"]
 
-    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """See SequenceSource.scored_rows."""
-        text = self.text_of(file)
+    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """See SequenceSource.read_scored_rows."""
+        text = self.read_file_text(file)
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
         docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
         code = _COMMENT.sub("", _DOCSTRING.sub("", text))
-        pieces = [code[start : start + self.characters] for start in range(0, len(code), self.characters)]
+        code_chunks = [code[start : start + self.characters] for start in range(0, len(code), self.characters)]
         passages = []
-        for texts in (pieces, comments, docstrings):
+        for texts in (code_chunks, comments, docstrings):
             passages.append([stripped for one in texts if len(stripped := one.strip()[: self.characters]) >= 40])
         fewest = max(1, min(len(texts) for texts in passages))
         for label, texts in enumerate(passages):
@@ -89,9 +89,9 @@ class LibraryPairs(_LibrarySource):
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 80):
         super().__init__(split, characters)
 
-    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """See SequenceSource.scored_rows."""
-        text = self.text_of(file)
+    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """See SequenceSource.read_scored_rows."""
+        text = self.read_file_text(file)
         size = 2 * self.characters
         for start in range(0, len(text) - size + 1, size):
             prompt = text[start : start + self.characters]

@@ -6,8 +6,16 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from plimsoll.framework.data.file_formats import (
+    FORMAT_BY_EXTENSION,
+    SAMPLE_BYTES,
+    DataFormat,
+    DataListing,
+    detect_json_format,
+    get_extension,
+    group_by_split,
+)
 from plimsoll.framework.data.files import DataFile, find
-from plimsoll.framework.data.kinds import KINDS, SAMPLE_BYTES, DataListing, Kind, ending_of, kind_of_json, parts_by_name
 from plimsoll.framework.files.remote import is_url
 
 # A list of files is written into the config if it is short; otherwise a glob, if it names the same files.
@@ -22,9 +30,9 @@ def data_listing(path: str) -> DataListing:
         ValueError: no file holds data of a known kind.
     """
     files = _files(path)
-    kind, files_of_kind, left_out = _select_largest_kind(path, files)
-    file_by_path = {file.path: file for file in files_of_kind}
-    parts = parts_by_name(list(file_by_path))
+    data_format, files_of_format, left_out = _select_largest_format(path, files)
+    file_by_path = {file.path: file for file in files_of_format}
+    parts = group_by_split(list(file_by_path))
     held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
     train_paths = parts.train
     # If even one file is in neither part, the names mean something else.
@@ -34,14 +42,14 @@ def data_listing(path: str) -> DataListing:
     train_files = [file_by_path[name] for name in train_paths]
     held_out_files = [file_by_path[name] for name in held_out_paths]
     return DataListing(
-        place=path,
-        kind=kind,
+        location=path,
+        data_format=data_format,
         first=train_files[0],
-        train=_named(path, train_files),
-        validation=_named(path, held_out_files) if held_out_files else [],
+        train=_shorten_paths(path, train_files),
+        validation=_shorten_paths(path, held_out_files) if held_out_files else [],
         num_train=len(train_files),
         num_validation=len(held_out_files),
-        told_by="by their names",
+        split_basis="by their names",
         left_out=left_out,
     )
 
@@ -61,35 +69,37 @@ def _files(path: str) -> list[DataFile]:
     return find(name for name in sorted(names) if os.path.isfile(name))
 
 
-def _select_largest_kind(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Counter[str]]:
+def _select_largest_format(path: str, files: list[DataFile]) -> tuple[DataFormat, list[DataFile], Counter[str]]:
     """Returns (the kind with the most bytes, its files, the number of other files by ending)."""
-    files_by_kind: dict[Kind, list[DataFile]] = {}
+    files_by_format: dict[DataFormat, list[DataFile]] = {}
     left_out: Counter[str] = Counter()
     for file in files:
-        kind = _detect_kind(file)
-        if kind is None:
-            left_out[ending_of(file.path) or file.name.rpartition("/")[2]] += 1
+        data_format = _detect_format(file)
+        if data_format is None:
+            left_out[get_extension(file.path) or file.name.rpartition("/")[2]] += 1
         else:
-            files_by_kind.setdefault(kind, []).append(file)
-    if not files_by_kind:
+            files_by_format.setdefault(data_format, []).append(file)
+    if not files_by_format:
         endings = ", ".join(left_out)
         raise ValueError(
             f"{path} holds no data that is known ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin files"
         )
-    largest_kind = max(files_by_kind, key=lambda kind: sum(file.size() for file in files_by_kind[kind]))
-    for kind, others in files_by_kind.items():
-        if kind != largest_kind:
-            left_out.update(ending_of(file.path) or "files without an ending" for file in others)
-    return largest_kind, files_by_kind[largest_kind], left_out
+    largest_format = max(
+        files_by_format, key=lambda data_format: sum(file.size() for file in files_by_format[data_format])
+    )
+    for data_format, others in files_by_format.items():
+        if data_format != largest_format:
+            left_out.update(get_extension(file.path) or "files without an ending" for file in others)
+    return largest_format, files_by_format[largest_format], left_out
 
 
-def _detect_kind(file: DataFile) -> Kind | None:
+def _detect_format(file: DataFile) -> DataFormat | None:
     """Returns the kind of a file from its ending, or from its first bytes; None if it is not data."""
-    ending = ending_of(file.path)
-    if ending in KINDS:
-        return KINDS[ending]
+    ending = get_extension(file.path)
+    if ending in FORMAT_BY_EXTENSION:
+        return FORMAT_BY_EXTENSION[ending]
     if ending == ".json":
-        return kind_of_json(file)
+        return detect_json_format(file)
     if file.size() == 0:
         return None
     sample = next(file.chunks(SAMPLE_BYTES, decompress=True), b"")
@@ -102,7 +112,7 @@ def _detect_kind(file: DataFile) -> Kind | None:
     return None if b"\0" in sample else "text"
 
 
-def _named(path: str, files: list[DataFile]) -> list[str]:
+def _shorten_paths(path: str, files: list[DataFile]) -> list[str]:
     """Returns paths for the config: file names, or globs if there are many files and the globs match exactly these."""
     names = [file.name for file in files]
     if len(names) <= _MAX_LISTED or is_url(path):

@@ -42,7 +42,7 @@ class BatchOrder:
     origin: int = 0
 
     @classmethod
-    def stored(cls, position: Mapping[str, Any]) -> BatchOrder:
+    def from_json(cls, position: Mapping[str, Any]) -> BatchOrder:
         """Restores an order from a checkpoint: from `to_json`, or from the single "offset" of an earlier version."""
         left_out = tuple(position.get("left_out", ()))
         return cls(left_out, int(position["offset"]), int(position.get("origin", 0)))
@@ -70,7 +70,7 @@ class BatchOrder:
         """Returns the sequence that the next batch starts with; earlier ones were trained on or skipped."""
         return self.origin + self.batch_after(num_steps) * batch_size
 
-    def continued(self, num_steps: int, old_size: int, new_size: int) -> BatchOrder:
+    def with_batch_size(self, num_steps: int, old_size: int, new_size: int) -> BatchOrder:
         """Returns the order that continues after `num_steps` steps with another batch size, at the next sequence.
 
         Batch numbers keep counting. Every sequence of a batch that is still to be skipped stays skipped: all new
@@ -126,11 +126,11 @@ class GlobalOrder:
             source, index = self._mix[sequence]
         count = self._num_windows[source]
         epoch, position = divmod(index, count)
-        window = shuffled(position, count, f"{self._seed}/{source}/{epoch}")
+        window = permute_index(position, count, f"{self._seed}/{source}/{epoch}")
         return source, window
 
 
-def shuffled(index: int, count: int, seed: str) -> int:
+def permute_index(index: int, count: int, seed: str) -> int:
     """Returns the position of `index` in a permutation of range(count), without storing the permutation.
 
     The permutation is a Feistel cipher of six rounds on the next power of four, applied repeatedly until the result
@@ -162,14 +162,14 @@ class Prefetcher(Iterator[T], AbstractContextManager):
         make: a pure function; it runs in threads.
         start: first argument of `make`.
         stop: one past the last argument.
-        ahead: maximum number of results held in the background, in addition to the one returned last.
+        depth: maximum number of results held in the background, in addition to the one returned last.
     """
 
-    def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
+    def __init__(self, make: Callable[[int], T], start: int, stop: int, *, depth: int):
         from grain import MapDataset, ReadOptions
 
-        num_threads = min(ahead, _THREADS)
-        options = ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
+        num_threads = min(depth, _THREADS)
+        options = ReadOptions(num_threads=num_threads, prefetch_buffer_size=depth)
         dataset = MapDataset.range(start, stop).map(make)
         self._iterator = iter(dataset.to_iter_dataset(options))
 

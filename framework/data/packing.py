@@ -150,7 +150,7 @@ class Examples:
         """Returns the sequences of an example, int32[n] each, with values as in the stream."""
         raise NotImplementedError
 
-    def examples_of(self, index: int) -> np.ndarray:
+    def get_examples(self, index: int) -> np.ndarray:
         """Returns the examples of a row, in order; empty from num_rows on."""
         return self._rows[index] if index < self.num_rows else np.zeros(0, np.int64)
 
@@ -163,7 +163,7 @@ class Examples:
         row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
         start = 0
         segment = 0
-        for example in self.examples_of(index).tolist():
+        for example in self.get_examples(index).tolist():
             for values in self.sequences(example):
                 segment += 1
                 length = len(values) - 1

@@ -19,15 +19,23 @@ import numpy as np
 
 from plimsoll.framework.config import Config, PositiveInt, Seed, component
 from plimsoll.framework.data.batches import Pipeline, RowSet, Shapes
-from plimsoll.framework.data.files import FileHashes, digest_of
+from plimsoll.framework.data.files import FileHashes, compute_digest
 from plimsoll.framework.data.order import GlobalOrder
 from plimsoll.framework.data.packing import Batch, Examples, Windows
-from plimsoll.framework.data.sources import DataSource, ExampleSource, Leaf, Mixture, TokenMemmap, leaves_of, located
+from plimsoll.framework.data.scored_sequences import SequenceSource, check_classes
+from plimsoll.framework.data.sources import (
+    DataSource,
+    ExampleSource,
+    LeafSource,
+    Mixture,
+    TokenMemmap,
+    flatten_sources,
+    prefix_errors,
+)
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenize import write_tokens
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.data.vocabulary import training_text
-from plimsoll.framework.data.whole_sequences import SequenceSource, check_classes
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.terminal.phases import phase
@@ -80,7 +88,7 @@ class DataPipeline(Pipeline):
 
     A batch is a dict: tokens int32[B,S], targets int32[B,S] (the next tokens), weights float32[B,S] (0 = not
     counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S]
-    (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; a ThumbSource or
+    (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; a UnpairedSource or
     LabelledSource adds ends and labels, both float32[B,S].
 
     Args:
@@ -91,7 +99,7 @@ class DataPipeline(Pipeline):
         global_batch_size: B, sequences per step over all processes and devices.
         seed: seed for the order of the training sequences, which are reshuffled each epoch.
         document_mask: restrict attention to documents instead of one causal stream per row. Always on with an
-            ExampleSource, such as ChatSource, PairSource or ThumbSource.
+            ExampleSource, such as ChatSource, PairSource or UnpairedSource.
         prefetch: number of batches prepared in the background.
         cache_dir: folder for tokenized sources; None uses the workdir. A shared folder saves work across runs.
     """
@@ -119,14 +127,14 @@ class DataPipeline(Pipeline):
         self.prefetch = prefetch
         self.cache_dir = cache_dir
         self.tokenizer: Tokenizer = tokenizer.instantiate()
-        self.train_leaves = list(leaves_of(source.instantiate(), "data.source", "train"))
-        self.validation_leaves: dict[str, Leaf] = {}
+        self.train_leaves = list(flatten_sources(source.instantiate(), "data.source", "train"))
+        self.validation_leaves: dict[str, LeafSource] = {}
         for name, config in validation.items():
             self.validation_leaves[name] = _validation_leaf(name, config)
         for leaf in self.leaves:
             if not isinstance(leaf.source, ExampleSource):
                 continue
-            with located(leaf.label):
+            with prefix_errors(leaf.label):
                 leaf.source.check_tokenizer(self.tokenizer)
             # Several conversations share a row, so each must be masked from its neighbors.
             self.document_mask = True
@@ -147,7 +155,7 @@ class DataPipeline(Pipeline):
         return list(self.validation_leaves)
 
     @property
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[LeafSource]:
         """All sources, training sources first."""
         return [*self.train_leaves, *self.validation_leaves.values()]
 
@@ -202,12 +210,12 @@ class DataPipeline(Pipeline):
         """Opens the tokenizer and the sources, and fixes the order of the training sequences."""
         # Check for missing files here, before spending hours on tokenizing the sources that do exist.
         for leaf in self.leaves:
-            with located(leaf.label):
+            with prefix_errors(leaf.label):
                 leaf.source.files()
         hashes = FileHashes(cache / "hashes.json")
         self.prepare_tokenizer(folder, write=write)
         for leaf in self.leaves:
-            with located(leaf.label):
+            with prefix_errors(leaf.label):
                 self._open_leaf(leaf, cache, hashes, write)
         if write:
             hashes.save()
@@ -228,12 +236,12 @@ class DataPipeline(Pipeline):
         weights = [leaf.weight for leaf in self.train_leaves]
         self._order = GlobalOrder(row_counts, weights, self.seed)
 
-    def _open_leaf(self, leaf: Leaf, cache: Path, hashes: FileHashes, write: bool) -> None:
+    def _open_leaf(self, leaf: LeafSource, cache: Path, hashes: FileHashes, write: bool) -> None:
         """Sets the token stream and the rows of a leaf."""
         source = leaf.source
         is_training = leaf in self.train_leaves
         if isinstance(source, DataSource):
-            leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
+            leaf.stream = load_or_tokenize(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
         if isinstance(source, ExampleSource):
@@ -256,12 +264,12 @@ class DataPipeline(Pipeline):
         """Describes the tokens that one batch needs, and the amount of text, by the sources' bytes per token."""
         # One token more than the batch has: the last target follows the last input.
         num_needed = self.global_batch_size * self.seq_len + 1
-        words = f"{num_needed:,} tokens with data.global_batch_size={self.global_batch_size}"
+        text_amount = f"{num_needed:,} tokens with data.global_batch_size={self.global_batch_size}"
         num_bytes = sum(stream.num_bytes or 0 for stream in streams)
         num_tokens = sum(stream.num_tokens for stream in streams)
         if not num_bytes:
-            return words
-        return f"{words}: about {human_bytes(num_bytes * num_needed / num_tokens)} of text"
+            return text_amount
+        return f"{text_amount}: about {human_bytes(num_bytes * num_needed / num_tokens)} of text"
 
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         """Loads the tokenizer, or trains it on the training sources and saves it in `folder` (only if `write`)."""
@@ -270,7 +278,7 @@ class DataPipeline(Pipeline):
         texts = None
         if has_text:
             texts = functools.partial(training_text, self.train_leaves)
-        with located("data.tokenizer"):
+        with prefix_errors("data.tokenizer"):
             self.tokenizer.prepare(folder, texts, write=write)
 
     def fingerprint(self) -> str:
@@ -290,7 +298,7 @@ class DataPipeline(Pipeline):
             self.seed,
             separators,
         ]
-        return digest_of(facts)
+        return compute_digest(facts)
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         names = ["tokens", "targets"]
@@ -304,7 +312,7 @@ class DataPipeline(Pipeline):
         for name in names:
             dtype = "float32" if name in ("weights", "bytes", *self._row_arrays) else "int32"
             shapes[name] = (shape, dtype)
-        return shapes | self.attached_shapes()
+        return shapes | self.get_attached_shapes()
 
     def row_sets(self) -> dict[str, RowSet]:
         """See `Pipeline`. Training sets include only whole rows, as batches do."""
@@ -315,7 +323,7 @@ class DataPipeline(Pipeline):
             sets[leaf.name] = RowSet(leaf.rows.num_whole, leaf.rows.row, training_digest)
         for name, leaf in self.validation_leaves.items():
             facts = [leaf.stream.digest, self.seq_len, self.document_mask, leaf.rows.num_rows, *leaf.rows.facts]
-            sets[name] = RowSet(leaf.rows.num_rows, leaf.rows.row, digest_of(facts))
+            sets[name] = RowSet(leaf.rows.num_rows, leaf.rows.row, compute_digest(facts))
         return sets
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
@@ -383,7 +391,7 @@ class DataPipeline(Pipeline):
             for warning in leaf.rows.warnings
         ]
 
-    def _validation(self, name: str) -> Leaf:
+    def _validation(self, name: str) -> LeafSource:
         if name not in self.validation_leaves:
             valid_names = ", ".join(self.validation_leaves)
             raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
@@ -404,7 +412,7 @@ def _delete_tokenizer_on_error(file: Path) -> Iterator[None]:
         raise
 
 
-def _row_arrays(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+def _row_arrays(leaves: Sequence[LeafSource]) -> tuple[str, ...]:
     """Returns the names of the sources' additional row arrays; raises ValueError if the sources differ."""
     names_by_label = {}
     for leaf in leaves:
@@ -419,7 +427,7 @@ def _row_arrays(leaves: Sequence[Leaf]) -> tuple[str, ...]:
     return names_by_label[first.label]
 
 
-def _validation_leaf(name: str, config: Config) -> Leaf:
+def _validation_leaf(name: str, config: Config) -> LeafSource:
     """Returns the source of validation set `name`."""
     label = f"data.validation.{name}"
     if not re.fullmatch(r"[\w-]+", name) or name == "train":
@@ -427,10 +435,10 @@ def _validation_leaf(name: str, config: Config) -> Leaf:
     source = config.instantiate()
     if isinstance(source, Mixture):
         raise ValueError(f"{label}: a Mixture has no end; name its sources as validation sets of their own")
-    return next(leaves_of(source, label, name))
+    return next(flatten_sources(source, label, name))
 
 
-def cached_tokens(
+def load_or_tokenize(
     source: DataSource,
     tokenizer: Tokenizer,
     cache: Path,
@@ -449,7 +457,7 @@ def cached_tokens(
     """
     contents = source.contents(hashes)
     codec = source.codec(tokenizer)
-    key = digest_of([contents["sha256"], codec.digest])
+    key = compute_digest([contents["sha256"], codec.digest])
     folder = cache / f"tokens-{key[:16]}"
     if not folder.exists() and not write:
         raise FileNotFoundError(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from plimsoll.framework.data.chats import ChatCodec
-from plimsoll.framework.data.comparisons import VERDICTS, Verdict
-from plimsoll.framework.data.files import digest_of
+from plimsoll.framework.data.files import compute_digest
+from plimsoll.framework.data.preference_formats import ANSWER_LABELS, AnswerLabel
 from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
 from plimsoll.framework.data.tokenizers import Tokenizer
 
@@ -23,13 +23,13 @@ from plimsoll.framework.data.tokenizers import Tokenizer
 _PROMPT = "\U0010fffd"
 
 
-def mark_of(verdict: Verdict, separator: int) -> int:
+def get_label_marker(answer_label: AnswerLabel, separator: int) -> int:
     """Returns the value that starts a sequence, given the value that starts a document."""
-    return separator + 1 + VERDICTS.index(verdict)
+    return separator + 1 + ANSWER_LABELS.index(answer_label)
 
 
 class PreferenceCodec(Tokenizer):
-    """A tokenizer for the documents of PairSource and ThumbSource.
+    """A tokenizer for the documents of PairSource and UnpairedSource.
 
     Args:
         tokenizer: the config's tokenizer; messages need a PretrainedTokenizer.
@@ -41,11 +41,11 @@ class PreferenceCodec(Tokenizer):
         self._chats = ChatCodec(tokenizer, variables) if isinstance(tokenizer, PretrainedTokenizer) else None
         self._separator = 2 * tokenizer.vocab_size
         self.eos_id = self._separator
-        self.vocab_size = self._separator + 1 + len(VERDICTS)
+        self.vocab_size = self._separator + 1 + len(ANSWER_LABELS)
         template = tokenizer.chat_template if isinstance(tokenizer, PretrainedTokenizer) else None
         # The number is the version of this encoding: increase it to invalidate cached files.
         facts = ["preferences", 1, tokenizer.digest, tokenizer.eos_id, template, variables]
-        self.digest = digest_of(facts)
+        self.digest = compute_digest(facts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the values of each document, int64[n]; empty if it has no answers.
@@ -56,25 +56,25 @@ class PreferenceCodec(Tokenizer):
         """
         records = [json.loads(text) for text in texts]
         rendered = []
-        for place, prompt, answers, tools in records:
+        for location, prompt, answers, tools in records:
             for _, answer in answers:
                 if not isinstance(answer, str):
-                    rendered.append(self._rendered(place, prompt, answer, tools))
+                    rendered.append(self._render_answer(location, prompt, answer, tools))
         # Encode all conversations in one call, because the library uses many threads.
         encoded_chats = iter(self._chats.encode_spans(rendered) if self._chats else [])
         encoded_documents = []
         for _, prompt, answers, _ in records:
             parts = [np.zeros(0, np.int64)]
-            for verdict, answer in answers:
-                mark = np.array([mark_of(verdict, self._separator)], np.int64)
+            for answer_label, answer in answers:
+                mark = np.array([get_label_marker(answer_label, self._separator)], np.int64)
                 values = self._text_values(prompt, answer) if isinstance(answer, str) else next(encoded_chats)
                 parts += [mark, values]
             encoded_documents.append(np.concatenate(parts))
         return encoded_documents
 
-    def _rendered(
+    def _render_answer(
         self,
-        place: str,
+        location: str,
         prompt: list[Message],
         answer: list[Message],
         tools: Any,
@@ -82,12 +82,12 @@ class PreferenceCodec(Tokenizer):
         """Returns (text of prompt and answer, the spans of the assistant's content in the answer)."""
         if self._chats is None:
             raise ValueError(
-                f"{place}: messages need the chat template of a PretrainedTokenizer, "
+                f"{location}: messages need the chat template of a PretrainedTokenizer, "
                 f"given {type(self.tokenizer).__name__}"
             )
         roles = [message["role"] for message in answer]
         first_turn = len(prompt) + roles.index("assistant")
-        return self._chats.rendered(place, [*prompt, *answer], tools, first_turn)
+        return self._chats.rendered(location, [*prompt, *answer], tools, first_turn)
 
     def _text_values(self, prompt: str, answer: str) -> np.ndarray:
         """Returns the values of a prompt as the model receives it, followed by an answer and the end token."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plimsoll.framework.data.comparisons import VERDICTS
 from plimsoll.framework.data.packing import Batch, Examples
-from plimsoll.framework.data.preference_codec import mark_of
+from plimsoll.framework.data.preference_codec import get_label_marker
+from plimsoll.framework.data.preference_formats import ANSWER_LABELS
 from plimsoll.framework.data.token_files import TokenStream
 
 # Warn if a larger fraction of examples than this has truncated answers.
@@ -26,7 +26,7 @@ class _Answers(NamedTuple):
 
     Attributes:
         documents: number of the document that each answer belongs to.
-        verdicts: index of its label in VERDICTS.
+        label_indices: index of its label in VERDICTS.
         starts: index of the first token of its prompt.
         prompt_lens: number of tokens in its prompt.
         answer_lens: number of tokens in the answer, up to its last target; 0 if there is no target.
@@ -34,7 +34,7 @@ class _Answers(NamedTuple):
     """
 
     documents: np.ndarray
-    verdicts: np.ndarray
+    label_indices: np.ndarray
     starts: np.ndarray
     prompt_lens: np.ndarray
     answer_lens: np.ndarray
@@ -44,7 +44,7 @@ class _Answers(NamedTuple):
         """Returns a subset of the answers."""
         return _Answers(
             documents=self.documents[numbers],
-            verdicts=self.verdicts[numbers],
+            label_indices=self.label_indices[numbers],
             starts=self.starts[numbers],
             prompt_lens=self.prompt_lens[numbers],
             answer_lens=self.answer_lens[numbers],
@@ -52,7 +52,7 @@ class _Answers(NamedTuple):
         )
 
 
-def _answers(values: np.ndarray, separator: int) -> _Answers:
+def _find_answers(values: np.ndarray, separator: int) -> _Answers:
     """Finds the answers in the values of a stream, as written by PreferenceCodec."""
     marks = np.flatnonzero(values >= separator)
     ends = np.append(marks[1:], len(values))
@@ -71,7 +71,7 @@ def _answers(values: np.ndarray, separator: int) -> _Answers:
     answer_stops = np.where(has_target, np.maximum(targets[last] + 1, answer_starts), stops)
     return _Answers(
         documents=documents[opens_answer],
-        verdicts=values[marks][opens_answer] - mark_of(VERDICTS[0], separator),
+        label_indices=values[marks][opens_answer] - get_label_marker(ANSWER_LABELS[0], separator),
         starts=starts,
         prompt_lens=answer_starts - starts,
         answer_lens=answer_stops - answer_starts,
@@ -99,18 +99,18 @@ class _Sequences(NamedTuple):
         """Columns of a row that each sequence takes: one less than its number of tokens."""
         return self.prompt_lens + self.answer_lens - 1
 
-    def cut(self, answer_lens: np.ndarray) -> _Sequences:
+    def truncate(self, answer_lens: np.ndarray) -> _Sequences:
         """Returns the same sequences with truncated answers."""
         return self._replace(answer_lens=np.minimum(self.answer_lens, answer_lens))
 
 
-def _joined(prompts: _Answers, answers: _Answers) -> _Sequences:
+def _combine(prompts: _Answers, answers: _Answers) -> _Sequences:
     """Combines the prompts of some answers with the answers of others."""
     answer_starts = answers.starts + answers.prompt_lens
     return _Sequences(prompts.starts, prompts.prompt_lens, answer_starts, answers.answer_lens)
 
 
-class JudgedRows(Examples):
+class PreferenceRows(Examples):
     """Rows of examples of two sequences.
 
     If an example is longer than a row, its answers are truncated: the longer one first, then both to the same length
@@ -143,9 +143,9 @@ class JudgedRows(Examples):
         packed: bool,
     ):
         # Tokens available for both answers, next to the prompts.
-        room = seq_len + 2 - first.prompt_lens - second.prompt_lens
+        answer_budget = seq_len + 2 - first.prompt_lens - second.prompt_lens
         has_answers = (first.answer_lens > 0) & (second.answer_lens > 0)
-        is_usable = has_answers & (room >= 2)
+        is_usable = has_answers & (answer_budget >= 2)
         self.first_unusable: tuple[int, str] | None = None
         if not is_usable.all():
             number = int(np.argmin(is_usable))
@@ -157,13 +157,13 @@ class JudgedRows(Examples):
                 )
             self.first_unusable = int(documents[number]), problem
         shorter = np.minimum(first.answer_lens, second.answer_lens)
-        longest = np.maximum(room // 2, room - shorter)
+        longest = np.maximum(answer_budget // 2, answer_budget - shorter)
         self._sequences = [
-            _Sequences(*(array[is_usable] for array in sequence.cut(longest))) for sequence in (first, second)
+            _Sequences(*(array[is_usable] for array in sequence.truncate(longest))) for sequence in (first, second)
         ]
         lengths = self._sequences[0].columns + self._sequences[1].columns
         super().__init__(stream, seq_len, lengths, seed, packed=packed)
-        is_cut = is_usable & (first.answer_lens + second.answer_lens > room)
+        is_cut = is_usable & (first.answer_lens + second.answer_lens > answer_budget)
         self.is_usable = is_usable
         if is_cut.sum() > _MANY_CUT * len(lengths):
             self.warnings = (
@@ -194,30 +194,30 @@ class JudgedRows(Examples):
         return row
 
 
-class PairRows(JudgedRows):
+class PairRows(PreferenceRows):
     """Rows of pairs: a chosen answer, and the rejected one for the same prompt.
 
     Args:
-        stream, seq_len, seed, packed: as for JudgedRows.
+        stream, seq_len, seed, packed: as for PreferenceRows.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int | None, *, packed: bool = True):
-        answers = _answers(stream.read(0, stream.num_tokens), stream.eos_id or 0)
-        chosen = answers.at(np.flatnonzero(answers.verdicts == VERDICTS.index("chosen")))
-        rejected = answers.at(np.flatnonzero(answers.verdicts == VERDICTS.index("rejected")))
+        answers = _find_answers(stream.read(0, stream.num_tokens), stream.eos_id or 0)
+        chosen = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("chosen")))
+        rejected = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("rejected")))
         super().__init__(
             stream,
             seq_len,
             chosen.documents,
-            _joined(chosen, chosen),
-            _joined(rejected, rejected),
+            _combine(chosen, chosen),
+            _combine(rejected, rejected),
             num_left_out=answers.num_documents - len(chosen.documents),
             seed=seed,
             packed=packed,
         )
 
 
-class ThumbRows(JudgedRows):
+class UnpairedRows(PreferenceRows):
     """Rows of desirable and undesirable answers, each followed by a mismatched one.
 
     The mismatched sequence is the prompt of this answer with the previous answer in the stream (for the first answer,
@@ -226,24 +226,24 @@ class ThumbRows(JudgedRows):
     mismatched sequence has the label 0, and does not count as a sequence.
 
     Args:
-        stream, seq_len, seed, packed: as for JudgedRows.
+        stream, seq_len, seed, packed: as for PreferenceRows.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int | None, *, packed: bool = True):
         values = stream.read(0, stream.num_tokens)
-        answers = _answers(values, stream.eos_id or 0)
-        mismatched = answers.at(_mismatches(values, answers))
+        answers = _find_answers(values, stream.eos_id or 0)
+        mismatched = answers.at(_find_mismatches(values, answers))
         super().__init__(
             stream,
             seq_len,
             answers.documents,
-            _joined(answers, answers),
-            _joined(answers, mismatched),
+            _combine(answers, answers),
+            _combine(answers, mismatched),
             num_left_out=answers.num_documents - len(answers.documents),
             seed=seed,
             packed=packed,
         )
-        is_desirable = answers.verdicts[self.is_usable] == VERDICTS.index("desirable")
+        is_desirable = answers.label_indices[self.is_usable] == ANSWER_LABELS.index("desirable")
         self._labels = np.where(is_desirable, 1.0, -1.0).astype(np.float32)
         if is_desirable.all() or not is_desirable.any():
             kind = "desirable" if is_desirable.all() else "undesirable"
@@ -254,17 +254,17 @@ class ThumbRows(JudgedRows):
         self.note += f", {is_desirable.sum():,} desirable and {np.sum(~is_desirable):,} undesirable"
 
     def row(self, index: int) -> Batch:
-        """Returns the arrays [S] of JudgedRows.row, and `labels`."""
+        """Returns the arrays [S] of PreferenceRows.row, and `labels`."""
         row = super().row(index)
         labels_by_segment = [0.0]
-        for example in self.examples_of(index):
+        for example in self.get_examples(index):
             labels_by_segment += [float(self._labels[example]), 0.0]
         row["labels"] = np.array(labels_by_segment, np.float32)[row["segments"]]
         row["ends"] *= np.abs(row["labels"])
         return row
 
 
-def _mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
+def _find_mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
     """Returns int64[N], the index of the answer that each prompt is mismatched with.
 
     Raises:

@@ -1,6 +1,6 @@
 """Preference data sources: pairs of a chosen and a rejected answer, and answers with a binary label.
 
-A document is one prompt with its answers. `framework.data.comparisons` parses the formats,
+A document is one prompt with its answers. `framework.data.preference_formats` parses the formats,
 `framework.data.preference_codec` encodes the tokens, and `framework.data.preference_rows` builds the rows.
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from plimsoll.framework.config import Fraction, PositiveInt, component
-from plimsoll.framework.data.comparisons import Judged, Words, pair_of, thumbs_of
 from plimsoll.framework.data.files import DataFile
-from plimsoll.framework.data.library_pairs import LIBRARY_PAIRS_VERSION, pairs_of_code
+from plimsoll.framework.data.library_pairs import LIBRARY_PAIRS_VERSION, make_pairs
 from plimsoll.framework.data.preference_codec import PreferenceCodec
-from plimsoll.framework.data.preference_rows import JudgedRows, PairRows, ThumbRows
-from plimsoll.framework.data.sources import ExampleSource, StdlibSource, rows_of_file, split_of
+from plimsoll.framework.data.preference_formats import LabeledAnswers, TextOrMessages, parse_pair, parse_unpaired
+from plimsoll.framework.data.preference_rows import PairRows, PreferenceRows, UnpairedRows
+from plimsoll.framework.data.sources import ExampleSource, StdlibSource, assign_split, read_file_rows
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenizers import Tokenizer
 
 
-class JudgedSource(ExampleSource):
+class PreferenceSource(ExampleSource):
     """Base class of preference data sources.
 
     Attributes:
@@ -53,11 +53,11 @@ class JudgedSource(ExampleSource):
         self.template_variables = template_variables
 
     @abc.abstractmethod
-    def judged(self, row: Any) -> list[Judged]:
+    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
         """Returns the examples of a row. Raises ValueError with the name of the field."""
 
     @abc.abstractmethod
-    def rows_of(self, stream: TokenStream, seq_len: int, seed: int | None) -> JudgedRows:
+    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PreferenceRows:
         """Returns the rows of the examples that fit."""
 
     def settings(self) -> dict[str, Any]:
@@ -71,32 +71,32 @@ class JudgedSource(ExampleSource):
 
         A skipped example has no answers.
         """
-        for place, row in rows_of_file(file):
+        for location, row in read_file_rows(file):
             try:
-                examples = self.judged(row)
-                part = split_of(_identity(examples, row), self.validation_fraction)
+                examples = self.parse_examples(row)
+                part = assign_split(_get_identity(examples, row), self.validation_fraction)
                 if self.split not in ("all", part):
                     continue
                 for example in examples:
-                    yield self._document(f"{file}, {place}", example, row.get("tools"))
+                    yield self._document(f"{file}, {location}", example, row.get("tools"))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, {place}: {error}") from error
+                raise ValueError(f"{file}, {location}: {error}") from error
 
-    def _document(self, place: str, example: Judged, tools: Any) -> str:
+    def _document(self, location: str, example: LabeledAnswers, tools: Any) -> str:
         answers = example.answers
         problem = example.problem
         if problem is not None:
             if self.unusable == "error":
                 raise ValueError(f'{problem}; expected an answer to learn from, or unusable="leave_out" of the source')
             answers = []
-        return json.dumps([place, example.prompt, answers, tools], ensure_ascii=False)
+        return json.dumps([location, example.prompt, answers, tools], ensure_ascii=False)
 
     def training_texts(self) -> Iterator[str]:
         """Yields prompts and answers."""
         for document in self.documents():
             _, prompt, answers, _ = json.loads(document)
-            for words in [prompt, *(answer for _, answer in answers)]:
-                yield _text_of(words)
+            for content in [prompt, *(answer for _, answer in answers)]:
+                yield _join_text(content)
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         return PreferenceCodec(tokenizer, self.template_variables)
@@ -105,19 +105,19 @@ class JudgedSource(ExampleSource):
         if not tokenizer.has_text:
             raise ValueError(f"{type(self).__name__} needs a tokenizer of text, given {type(tokenizer).__name__}")
 
-    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> JudgedRows:
-        rows = self.rows_of(stream, seq_len, seed)
+    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PreferenceRows:
+        rows = self.build_rows(stream, seq_len, seed)
         if rows.first_unusable is not None and self.unusable == "error":
             document, problem = rows.first_unusable
             raise ValueError(
-                f"{self._place(document)}: {problem}; expected a shorter prompt, a longer data.seq_len, or "
+                f"{self._locate(document)}: {problem}; expected a shorter prompt, a longer data.seq_len, or "
                 'unusable="leave_out" of the source'
             )
         if not rows.num_rows:
             raise ValueError(f"no {self.noun} fit in rows of data.seq_len={seq_len}")
         return rows
 
-    def _place(self, number: int) -> str:
+    def _locate(self, number: int) -> str:
         """Returns the file and row of a document."""
         for index, document in enumerate(self.documents()):
             if index == number:
@@ -126,7 +126,7 @@ class JudgedSource(ExampleSource):
 
 
 @component
-class PairSource(JudgedSource):
+class PairSource(PreferenceSource):
     """Pairs of a chosen and a rejected answer, from JSON lines or Parquet files.
 
     A row has "chosen" and "rejected", and "prompt" unless it is the common prefix of both. Each is a text, which is
@@ -148,15 +148,15 @@ class PairSource(JudgedSource):
     noun = "pairs"
     row_arrays = ("ends",)
 
-    def judged(self, row: Any) -> list[Judged]:
-        return [pair_of(row, strings_are_messages=self.strings == "messages")]
+    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
+        return [parse_pair(row, strings_are_messages=self.strings == "messages")]
 
-    def rows_of(self, stream: TokenStream, seq_len: int, seed: int | None) -> PairRows:
+    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PairRows:
         return PairRows(stream, seq_len, seed, packed=self.packed)
 
 
 @component
-class ThumbSource(JudgedSource):
+class UnpairedSource(PreferenceSource):
     """Answers labeled as desirable or undesirable, from JSON lines or Parquet files; for KTO.
 
     A row has "prompt", "completion" and "label" (true or false, or 1 or 0), or "messages" and "label"; a row with
@@ -174,14 +174,15 @@ class ThumbSource(JudgedSource):
         template_variables: variables passed to the template, such as {"enable_thinking": false}.
     """
 
+    digest_name = "ThumbSource"
     noun = "judged answers"
     row_arrays = ("ends", "labels")
 
-    def judged(self, row: Any) -> list[Judged]:
-        return thumbs_of(row, strings_are_messages=self.strings == "messages")
+    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
+        return parse_unpaired(row, strings_are_messages=self.strings == "messages")
 
-    def rows_of(self, stream: TokenStream, seq_len: int, seed: int | None) -> ThumbRows:
-        return ThumbRows(stream, seq_len, seed, packed=self.packed)
+    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> UnpairedRows:
+        return UnpairedRows(stream, seq_len, seed, packed=self.packed)
 
 
 @component
@@ -213,7 +214,7 @@ class StdlibPairs(PairSource):
     def read(self, file: DataFile) -> Iterator[str]:
         source = StdlibSource(split=self._library_split)
         for text in source.read(file):
-            for number, pair in enumerate(pairs_of_code(text)):
+            for number, pair in enumerate(make_pairs(text)):
                 if number % self.every:
                     continue
                 yield self._document(f"{file}, pair {number + 1}", pair, None)
@@ -223,14 +224,14 @@ class StdlibPairs(PairSource):
         return "validation" if self.split == "validation" else "train"
 
 
-def _identity(examples: list[Judged], row: Any) -> str:
+def _get_identity(examples: list[LabeledAnswers], row: Any) -> str:
     """Returns the text that decides a row's split: its prompt, so that no prompt is in both; else the whole row."""
     identity = examples[0].prompt or [row.get(name) for name in sorted(row)]
     return json.dumps(identity, ensure_ascii=False)
 
 
-def _text_of(words: Words) -> str:
+def _join_text(content: TextOrMessages) -> str:
     """Returns the text of a prompt or an answer; for messages, their contents."""
-    if isinstance(words, str):
-        return words
-    return "\n".join(message.get("content") or "" for message in words)
+    if isinstance(content, str):
+        return content
+    return "\n".join(message.get("content") or "" for message in content)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from plimsoll.framework.config import PositiveInt, component
-from plimsoll.framework.data.files import DataFile, digest_of, find
-from plimsoll.framework.data.template_process import CLOSE, OPEN, TemplateProcess, compiled
+from plimsoll.framework.data.files import DataFile, compute_digest, find
+from plimsoll.framework.data.template_process import CLOSE, OPEN, TemplateProcess, compile_template
 from plimsoll.framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 
 # {"role": ..., "content": ...}, and any other fields that a template reads.
@@ -91,7 +91,7 @@ class PretrainedTokenizer(Tokenizer):
         self.chat_template = facts.get("chat_template")
         vocab = self._library.get_vocab(with_added_tokens=True)
         self.table = byte_table(vocab, contents, self.vocab_size)
-        self.digest = digest_of([contents, self.bos_id, self.eos_id])
+        self.digest = compute_digest([contents, self.bos_id, self.eos_id])
         if write:
             write_json(workdir / "tokenizer.json", contents)
             write_json(workdir / "tokenizer_config.json", facts)
@@ -211,7 +211,7 @@ class PretrainedTokenizer(Tokenizer):
             if self.template_file:
                 # This is the user's own file, so it needs no process limits, unlike a template from a downloaded
                 # directory.
-                marked_text = compiled(self.chat_template).render(context)
+                marked_text = compile_template(self.chat_template).render(context)
             else:
                 marked_text = _get_process(self.chat_template).render(context)
         # A template may raise anything.

@@ -1,6 +1,6 @@
 """Prompts that the model answers itself, from files or generated; their other fields are for the reward function.
 
-A run on prompts has no targets of its own. `framework.companions.rollouts` samples the answers, which fill the rest
+A run on prompts has no targets of its own. `framework.batch_transforms.rollouts` samples the answers, which fill the rest
 of a row. Each prompt of a training batch occupies `group_size` consecutive rows, so that its answers can be compared.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from plimsoll.framework.config import Config, Fraction, PositiveInt, Seed, component
 from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.data.chats import ChatCodec
-from plimsoll.framework.data.files import digest_of, find
+from plimsoll.framework.data.files import compute_digest, find
 from plimsoll.framework.data.order import GlobalOrder
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-from plimsoll.framework.data.sources import located, rows_of_file, split_of
+from plimsoll.framework.data.sources import assign_split, prefix_errors, read_file_rows
 from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A row of the source: "prompt", and any other fields.
@@ -68,13 +68,15 @@ class PromptFiles(PromptSource):
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         for file in find(self.paths):
-            for place, row in rows_of_file(file):
+            for location, row in read_file_rows(file):
                 if not isinstance(row, dict) or "prompt" not in row:
                     fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise ValueError(f'{file}, {place}: expected a row with a field "prompt", given {fields or "none"}')
-                part = split_of(json.dumps(row["prompt"], sort_keys=True), self.validation_fraction)
+                    raise ValueError(
+                        f'{file}, {location}: expected a row with a field "prompt", given {fields or "none"}'
+                    )
+                part = assign_split(json.dumps(row["prompt"], sort_keys=True), self.validation_fraction)
                 if self.split in ("all", part):
-                    yield f"{file}, {place}", row
+                    yield f"{file}, {location}", row
 
 
 @component
@@ -116,14 +118,14 @@ class Arithmetic(PromptSource):
         problems = []
         for operator, first, second in itertools.product(self.operators, numbers, numbers):
             prompt = f"{first}{operator}{second}="
-            if self.split in ("all", split_of(prompt, self.validation_fraction)):
+            if self.split in ("all", assign_split(prompt, self.validation_fraction)):
                 answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
                 problems.append({"prompt": prompt, "answer": str(answer)})
 
-        def place_in_order(problem: Row) -> bytes:
+        def order_key(problem: Row) -> bytes:
             return hashlib.sha256(f"{self.seed}/{problem['prompt']}".encode()).digest()
 
-        problems.sort(key=place_in_order)
+        problems.sort(key=order_key)
         for number, problem in enumerate(problems[: self.count]):
             yield f"problem {number}", problem
 
@@ -137,17 +139,17 @@ class PromptReport:
         kind: class of the source.
         prompts: number of prompts.
         longest: tokens of the longest prompt.
-        room: maximum number of tokens of a prompt.
+        prompt_limit: maximum number of tokens of a prompt.
     """
 
     name: str
     kind: str
     prompts: int
     longest: int
-    room: int
+    prompt_limit: int
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.prompts:,} prompts, the longest of {self.longest} tokens (room for {self.room})"
+        return f"{self.kind}: {self.prompts:,} prompts, the longest of {self.longest} tokens (room for {self.prompt_limit})"
 
 
 @dataclass
@@ -285,7 +287,7 @@ class Prompts(Pipeline):
         if not is_primary:
             self._prepare_tokenizer(folder, write=False)
         for prompts in self.sets:
-            with located(prompts.label):
+            with prefix_errors(prompts.label):
                 self._read(prompts)
         num_prompts = len(self.sets[0].rows)
         groups = self.global_batch_size // self.group_size
@@ -301,7 +303,7 @@ class Prompts(Pipeline):
         self.is_ready = True
 
     def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
-        with located("data.tokenizer"):
+        with prefix_errors("data.tokenizer"):
             self.tokenizer.prepare(folder, None, write=write)
             if not self.tokenizer.has_text:
                 raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
@@ -311,14 +313,14 @@ class Prompts(Pipeline):
     def _read(self, prompts: PromptSet) -> None:
         """Reads the rows of a source, and tokenizes their prompts."""
         prompts.rows, prompts.tokens = [], []
-        for place, row in prompts.source.rows():
+        for location, row in prompts.source.rows():
             try:
-                tokens = self._encoded(row["prompt"])
+                tokens = self._encode_prompt(row["prompt"])
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
+                raise ValueError(f"{location}: {error}") from error
             if len(tokens) > self.prompt_tokens:
                 raise ValueError(
-                    f"{place}: a prompt of {len(tokens)} tokens; data.seq_len = {self.seq_len} and "
+                    f"{location}: a prompt of {len(tokens)} tokens; data.seq_len = {self.seq_len} and "
                     f"data.answer_tokens = {self.answer_tokens} leave room for {self.prompt_tokens}"
                 )
             prompts.rows.append(row)
@@ -326,7 +328,7 @@ class Prompts(Pipeline):
         if not prompts.rows:
             raise ValueError("holds no prompt")
 
-    def _encoded(self, prompt: Any) -> list[int]:
+    def _encode_prompt(self, prompt: Any) -> list[int]:
         """Returns the tokens of a prompt. Raises ValueError if it is neither text nor messages, or has no template."""
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode_prompt(prompt)
@@ -360,7 +362,7 @@ class Prompts(Pipeline):
             self.global_batch_size,
             self.seed,
         ]
-        return digest_of(facts)
+        return compute_digest(facts)
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a batch, which are the same in training and evaluation."""

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from plimsoll.framework.config import Fraction, component
 from plimsoll.framework.data.chats import FORMATS, conversation
-from plimsoll.framework.data.comparisons import pair_of
 from plimsoll.framework.data.files import DataFile, find
-from plimsoll.framework.data.sources import rows_of_file, split_of, text_field
-from plimsoll.framework.data.whole_sequences import Content, SequenceSource
+from plimsoll.framework.data.preference_formats import parse_pair
+from plimsoll.framework.data.scored_sequences import Content, SequenceSource
+from plimsoll.framework.data.sources import assign_split, read_file_rows, text_field
 
 
 @component
@@ -53,17 +53,17 @@ class LabelledSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """See SequenceSource.scored_rows."""
-        for place, row in rows_of_file(file):
+    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """See SequenceSource.read_scored_rows."""
+        for location, row in read_file_rows(file):
             try:
-                content = content_of(row)
-                label = class_number(row, self.classes)
-                part = split_of(json.dumps([content, label]), self.validation_fraction)
+                content = parse_content(row)
+                label = get_class_index(row, self.classes)
+                part = assign_split(json.dumps([content, label]), self.validation_fraction)
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, {place}: {error}") from error
+                raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {place}", [content], label
+                yield f"{file}, {location}", [content], label
 
 
 @component
@@ -97,22 +97,22 @@ class RankedSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """See SequenceSource.scored_rows."""
-        for place, row in rows_of_file(file):
+    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """See SequenceSource.read_scored_rows."""
+        for location, row in read_file_rows(file):
             try:
-                pair = sequences_of(row)
+                pair = parse_sequences(row)
                 # Pairs with the same prompt stay in one part: training answers would leak information about held-out
                 # ones.
-                prompt = pair_of(row).prompt
-                part = split_of(json.dumps(prompt or pair), self.validation_fraction)
+                prompt = parse_pair(row).prompt
+                part = assign_split(json.dumps(prompt or pair), self.validation_fraction)
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, {place}: {error}") from error
+                raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {place}", pair, None
+                yield f"{file}, {location}", pair, None
 
 
-def content_of(row: Any) -> Content:
+def parse_content(row: Any) -> Content:
     """Returns the text or the conversation of a row.
 
     Raises:
@@ -123,7 +123,7 @@ def content_of(row: Any) -> Content:
     return conversation(row, formats=f"text, {FORMATS}")
 
 
-def class_name(row: Any) -> str:
+def get_class_name(row: Any) -> str:
     """Returns the label of a row as a class name: for a number, its digits.
 
     Raises:
@@ -139,13 +139,13 @@ def class_name(row: Any) -> str:
     return str(label)
 
 
-def class_number(row: Any, classes: list[str]) -> int:
+def get_class_index(row: Any, classes: list[str]) -> int:
     """Returns the number of a row's class.
 
     Raises:
-        ValueError: as from `class_name`, or the label is not one of the classes.
+        ValueError: as from `get_class_name`, or the label is not one of the classes.
     """
-    name = class_name(row)
+    name = get_class_name(row)
     if name in classes:
         return classes.index(name)
     label = row["label"]
@@ -155,7 +155,7 @@ def class_number(row: Any, classes: list[str]) -> int:
     raise ValueError(f"field 'label' is {label!r}; expected one of {', '.join(classes)}")
 
 
-def class_names(paths: Iterable[str]) -> list[str]:
+def collect_class_names(paths: Iterable[str]) -> list[str]:
     """Returns the class names in the user's files, sorted; whole numbers in numerical order.
 
     Raises:
@@ -163,25 +163,25 @@ def class_names(paths: Iterable[str]) -> list[str]:
     """
     names: set[str] = set()
     for file in find(list(paths)):
-        for place, row in rows_of_file(file):
+        for location, row in read_file_rows(file):
             try:
-                names.add(class_name(row))
+                names.add(get_class_name(row))
             except ValueError as error:
-                raise ValueError(f"{file}, {place}: {error}") from error
+                raise ValueError(f"{file}, {location}: {error}") from error
     if len(names) < 2:
         raise ValueError(f"field 'label' is {', '.join(names) or 'in no row'} everywhere; expected two classes or more")
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
-def sequences_of(row: Any) -> list[Content]:
+def parse_sequences(row: Any) -> list[Content]:
     """Returns the chosen and the rejected sequence of a row, each preceded by the prompt.
 
-    The formats are those of `framework.data.comparisons`.
+    The formats are those of `framework.data.preference_formats`.
 
     Raises:
         ValueError: a field is missing, is neither text nor messages, or the two are the same. The message names it.
     """
-    pair = pair_of(row)
+    pair = parse_pair(row)
     if pair.problem is not None:
         raise ValueError(f"{pair.problem}; expected a chosen and a rejected sequence that differ")
     sequences: list[Content] = []

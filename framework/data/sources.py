@@ -23,12 +23,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import annotated_types as at
 
 from plimsoll.framework.config import Config, NonNegativeInt, component, did_you_mean
-from plimsoll.framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
-from plimsoll.framework.data.kinds import KINDS, ending_of
+from plimsoll.framework.data.file_formats import FORMAT_BY_EXTENSION, get_extension
+from plimsoll.framework.data.files import DataFile, FileHashes, compute_digest, fetch_local_copy, find, readable
 from plimsoll.framework.data.packing import Examples, Windows
 from plimsoll.framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from plimsoll.framework.data.tokenizers import Tokenizer
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FIELD_CHARACTERS = 1 << 30
@@ -45,6 +45,8 @@ class DataSource(abc.ABC):
     """
 
     paths: list[str]
+    # Name of the class in digests, if it differs: a renamed class still finds the tokens that it wrote.
+    digest_name: ClassVar[str | None] = None
 
     def files(self) -> list[DataFile]:
         """Returns the files that the source reads, in order."""
@@ -87,10 +89,10 @@ class DataSource(abc.ABC):
         files = []
         for file in self.files():
             files.append({"name": file.name, "sha256": hashes.sha256(file)})
-        facts = {"kind": type(self).__name__, "settings": self.settings()}
+        facts = {"kind": self.digest_name or type(self).__name__, "settings": self.settings()}
         # The digest excludes file names: a corpus that moved is the same corpus.
         file_digests = [file["sha256"] for file in files]
-        digest = digest_of({**facts, "files": file_digests})
+        digest = compute_digest({**facts, "files": file_digests})
         return {"sha256": digest, **facts, "files": files}
 
 
@@ -146,10 +148,10 @@ class StdlibSource(DataSource):
     def files(self) -> list[DataFile]:
         # In a virtual environment too, this is the folder of the base interpreter.
         root = Path(sysconfig.get_path("stdlib"))
-        names = [name for name in library_files(root) if split_of(name) == self.split]
+        names = [name for name in library_files(root) if assign_split(name) == self.split]
         if self.share < 1.0:
             # Hash a different text from `name`, because the hash of `name` has already decided the split.
-            names = [name for name in names if split_of(f"share {name}", self.share) == "validation"]
+            names = [name for name in names if assign_split(f"share {name}", self.share) == "validation"]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
         return find(str(root / name) for name in names)
@@ -181,7 +183,7 @@ def _is_library_folder(name: str) -> bool:
     return not name.startswith("config-")
 
 
-def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train", "validation"]:
+def assign_split(content: str, validation_fraction: float = 0.05) -> Literal["train", "validation"]:
     """Assigns an item to one of two disjoint parts, by the sha256 of a text.
 
     Args:
@@ -213,7 +215,7 @@ class TextFiles(DataSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         separator = self.separator.encode() if self.separator else None
-        for offset, data in _pieces(file, separator):
+        for offset, data in _split_documents(file, separator):
             try:
                 text = data.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -235,12 +237,12 @@ class JsonLines(DataSource):
         self.field = field
 
     def read(self, file: DataFile) -> Iterator[str]:
-        for place, record in json_rows(file):
+        for location, record in json_rows(file):
             try:
                 yield text_field(record, self.field)
             # A UnicodeEncodeError is a ValueError too.
             except ValueError as error:
-                raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
+                raise ValueError(f"{file}, {location}: no JSON object with text: {error}") from error
 
 
 def text_field(record: Any, field: str) -> str:
@@ -261,11 +263,11 @@ def text_field(record: Any, field: str) -> str:
     return text
 
 
-def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
+def read_file_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
     """Yields (location, row) for each row of a file: Parquet, CSV or TSV by file ending, otherwise JSON lines."""
     if file.path.endswith(".parquet"):
         return parquet_rows(file)
-    is_csv = KINDS.get(ending_of(file.path)) == "CSV"
+    is_csv = FORMAT_BY_EXTENSION.get(get_extension(file.path)) == "CSV"
     return csv_rows(file) if is_csv else json_rows(file)
 
 
@@ -275,20 +277,20 @@ def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
     Raises:
         ValueError: a line is not JSON. The message gives the file, the line and its first byte.
     """
-    numbered_lines = enumerate(_pieces(file, b"\n"), start=1)
+    numbered_lines = enumerate(_split_documents(file, b"\n"), start=1)
     for number, (offset, line) in numbered_lines:
-        place = f"line {number} (byte {offset})"
+        location = f"line {number} (byte {offset})"
         if not line.strip():
             continue
         try:
             value = parse_json(line)
         # In addition to JSONDecodeError, this catches the UnicodeDecodeError of a line that is not UTF-8.
         except ValueError as error:
-            raise ValueError(f"{file}, {place}: not JSON: {error}") from error
-        yield place, value
+            raise ValueError(f"{file}, {location}: not JSON: {error}") from error
+        yield location, value
 
 
-def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
+def _split_documents(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
     """Yields (first byte, piece) for each piece of the file's text between separators; without one, the whole text."""
     # A chunk may end inside a piece or a separator. This holds the bytes that cannot be split yet.
     unfinished = bytearray()
@@ -297,10 +299,10 @@ def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, byte
         unfinished += chunk
         if separator is None or separator not in unfinished:
             continue
-        *finished_pieces, unfinished = unfinished.split(separator)
-        for piece in finished_pieces:
-            yield offset, piece
-            offset += len(piece) + len(separator)
+        *finished_documents, unfinished = unfinished.split(separator)
+        for document in finished_documents:
+            yield offset, document
+            offset += len(document) + len(separator)
     yield offset, unfinished
 
 
@@ -318,9 +320,9 @@ class Csv(DataSource):
         self.column = column
 
     def read(self, file: DataFile) -> Iterator[str]:
-        for place, row in csv_rows(file):
+        for location, row in csv_rows(file):
             if self.column not in row:
-                raise ValueError(f"{file}, {place}: no column {self.column!r}{did_you_mean(self.column, row)}")
+                raise ValueError(f"{file}, {location}: no column {self.column!r}{did_you_mean(self.column, row)}")
             yield row[self.column]
 
 
@@ -347,17 +349,17 @@ def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:
         for fields in reader:
             if not fields:
                 continue
-            place = f"line {reader.line_num}"
+            location = f"line {reader.line_num}"
             if len(fields) != len(header):
-                raise ValueError(f"{file}, {place}: {len(fields)} fields, and the header has {len(header)}")
-            yield place, dict(zip(header, fields, strict=True))
+                raise ValueError(f"{file}, {location}: {len(fields)} fields, and the header has {len(header)}")
+            yield location, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: not CSV: {error}") from error
 
 
 def _text_lines(file: DataFile) -> Iterator[str]:
     """Yields the lines of a UTF-8 file with their line ends, without a byte order mark."""
-    for offset, line in _pieces(file, b"\n"):
+    for offset, line in _split_documents(file, b"\n"):
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -379,10 +381,10 @@ class Parquet(DataSource):
         self.column = column
 
     def read(self, file: DataFile) -> Iterator[str]:
-        for place, row in parquet_rows(file, self.column):
+        for location, row in parquet_rows(file, self.column):
             text = row[self.column]
             if not isinstance(text, str):
-                raise ValueError(f"{file}, {place}: expected text, given {type(text).__name__}")
+                raise ValueError(f"{file}, {location}: expected text, given {type(text).__name__}")
             yield text
 
 
@@ -460,7 +462,7 @@ class TokenMemmap:
         # Fetch everything before verifying the first shard.
         local_files = []
         for file in self.files():
-            local_files.append(fetched(file, cache_dir, sidecar_name(file.path)))
+            local_files.append(fetch_local_copy(file, cache_dir, sidecar_name(file.path)))
         shards = []
         for file in local_files:
             shard = TokenShard(
@@ -500,7 +502,7 @@ class Mixture:
 
 
 @dataclass(eq=False)
-class Leaf:
+class LeafSource:
     """One source that is not a mixture.
 
     Attributes:
@@ -520,7 +522,7 @@ class Leaf:
     rows: Windows | Examples = field(init=False)
 
 
-def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:
+def flatten_sources(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[LeafSource]:
     """Yields the sources in `source`, with (nested) mixtures expanded.
 
     Raises:
@@ -530,9 +532,9 @@ def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Ite
         weighted_sources = zip(source.sources, source.weights, strict=True)
         for i, (child, share) in enumerate(weighted_sources):
             child_label = f"{label}.sources.{i}"
-            yield from leaves_of(child, child_label, f"{name}.{i}", weight * share)
+            yield from flatten_sources(child, child_label, f"{name}.{i}", weight * share)
     elif isinstance(source, DataSource | TokenMemmap):
-        yield Leaf(label, name, weight, source)
+        yield LeafSource(label, name, weight, source)
     else:
         raise ValueError(
             f"{label}: expected a source (DataSource, TokenMemmap or Mixture), given {type(source).__name__}"
@@ -540,7 +542,7 @@ def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Ite
 
 
 @contextlib.contextmanager
-def located(label: str) -> Iterator[None]:
+def prefix_errors(label: str) -> Iterator[None]:
     """Prefixes data errors with the config path."""
     try:
         yield

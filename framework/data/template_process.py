@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<q")
 
 
 @functools.lru_cache
-def compiled(template: str) -> Any:
+def compile_template(template: str) -> Any:
     """Returns the jinja template, with the settings and functions that transformers provides to chat templates."""
     import jinja2
     import jinja2.nodes
@@ -177,7 +177,7 @@ def _serve() -> None:
         if message is None:
             return
         try:
-            answer = {"text": compiled(template.decode()).render(**pickle.loads(message))}
+            answer = {"text": compile_template(template.decode()).render(**pickle.loads(message))}
         # A template may raise anything.
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB for one conversation"}

@@ -16,7 +16,7 @@ import numpy as np
 
 from plimsoll.framework.data.files import BLOCK_BYTES, DataFile, FileHashes
 from plimsoll.framework.data.tokenizers import Tokenizer
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 TokenDType = Literal["uint16", "uint32"]
 
@@ -188,7 +188,7 @@ class TokenShard:
         """Checks every block against the sidecar and the vocabulary, and returns the sha256 of each block."""
         # The dtype is part of the key: with another dtype, the same bytes have another largest id.
         kind = f"tokens {self._dtype.name}"
-        blocks = hashes.of(self.file, kind, lambda: scan(self.file, self._dtype.str))
+        blocks = hashes.get_or_compute(self.file, kind, lambda: scan(self.file, self._dtype.str))
         digests = [digest for digest, _ in blocks]
         recorded_digests = self._sidecar.get("sha256", digests)
         token_bytes = self._dtype.itemsize

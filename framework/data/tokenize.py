@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from plimsoll.framework.data.encoding import Encode, alone, token_dtype
+from plimsoll.framework.data.encoding import Encode, create_encoder, token_dtype
 from plimsoll.framework.data.files import find
-from plimsoll.framework.data.sources import DataSource, ExampleSource, rows_of_file
+from plimsoll.framework.data.sources import DataSource, ExampleSource, read_file_rows
 from plimsoll.framework.data.token_files import FACTS, scan, sidecar_name
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.files.workdir import write_json, writing
 
 
 @dataclass
-class Progress:
+class TokenizeProgress:
     """Progress of tokenizing one source.
 
     Attributes:
@@ -38,7 +38,7 @@ def write_tokens(
     tokenizer: Tokenizer,
     path: Path,
     encode: Encode | None = None,
-) -> Iterator[Progress]:
+) -> Iterator[TokenizeProgress]:
     """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are skipped.
 
     Yields after each batch of documents. The caller passes a path in a temporary folder, and renames the folder when
@@ -56,12 +56,12 @@ def write_tokens(
         WorkerLostError: a process of `encode` was killed.
     """
     with writing(path):
-        yield from _write_tokens(source, tokenizer, path, encode or alone(tokenizer))
+        yield from _write_tokens(source, tokenizer, path, encode or create_encoder(tokenizer))
 
 
-def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[Progress]:
+def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[TokenizeProgress]:
     files = source.files()
-    progress = Progress(total=sum(file.size() for file in files))
+    progress = TokenizeProgress(total=sum(file.size() for file in files))
     documents = (text for file in files for text in source.read(file))
     with open(path, "wb") as stream:
         for batch in encode(documents):
@@ -72,7 +72,7 @@ def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: 
             progress.position = sum(file.position for file in files)
             yield progress
     if not progress.documents:
-        raise ValueError(why_nothing(source))
+        raise ValueError(explain_empty_source(source))
     # Hash the file as it can be read back, not the bytes that were meant to be written.
     dtype = token_dtype(tokenizer)
     (token_file,) = find(str(path))
@@ -89,11 +89,11 @@ def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: 
     write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
 
 
-def why_nothing(source: DataSource) -> str:
+def explain_empty_source(source: DataSource) -> str:
     """Explains why a source yields no documents: rows are split by their content, so all may be in the other part."""
     split = getattr(source, "split", "all")
     if isinstance(source, ExampleSource) and split in ("train", "validation") and getattr(source, "paths", None):
-        num_rows = sum(1 for file in source.files() for _ in rows_of_file(file))
+        num_rows = sum(1 for file in source.files() for _ in read_file_rows(file))
         if num_rows:
             whole = "data.validation={}" if split == "validation" else "data.source.split=all and data.validation={}"
             rows = "its one row is" if num_rows == 1 else f"all its {num_rows:,} rows are"

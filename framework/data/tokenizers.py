@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from plimsoll.framework.config import NonNegativeInt, PositiveInt, component
-from plimsoll.framework.data.files import digest_of, find
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.data.files import compute_digest, find
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.terminal.phases import phase
 
@@ -190,7 +190,7 @@ class BPETokenizer(Tokenizer):
             raise ValueError(
                 f"{name}: no token {self.eos_token!r} for data.tokenizer.eos_token; special are {special_tokens}"
             )
-        self.digest = digest_of(facts)
+        self.digest = compute_digest(facts)
         self.eos_id = vocab[self.eos_token]
         self.table = byte_table(vocab, facts, self.vocab_size)
         if write:
@@ -219,7 +219,7 @@ class BPETokenizer(Tokenizer):
             documents = list(texts(self.training_bytes))
             if not documents:
                 raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
-            trained_file = trained_bpe(documents, self.vocab_size, self.eos_token)
+            trained_file = train_bpe(documents, self.vocab_size, self.eos_token)
         return trained_file, "the tokenizer trained on the training source"
 
 
@@ -251,7 +251,7 @@ class NoTokenizer(Tokenizer):
         raise ValueError("data.tokenizer is NoTokenizer: its ids stand for no text (check `has_text` first)")
 
 
-def trained_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
+def train_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
     """Returns the tokenizer.json of a byte-level BPE trained on documents.
 
     Args:

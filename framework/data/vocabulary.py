@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from plimsoll.framework.data.sources import DataSource, ExampleSource, Leaf, located
-from plimsoll.framework.data.tokenize import why_nothing
-from plimsoll.framework.data.tokenizers import trained_bpe
+from plimsoll.framework.data.sources import DataSource, ExampleSource, LeafSource, prefix_errors
+from plimsoll.framework.data.tokenize import explain_empty_source
+from plimsoll.framework.data.tokenizers import train_bpe
 
 # Characters to split into words at a time: the library returns a Python object for each word.
 _SLICE_LETTERS = 1 << 20
 
 
-def vocabulary_size(texts: Iterable[str], largest: int, eos_token: str) -> int:
+def count_vocabulary(texts: Iterable[str], largest: int, eos_token: str) -> int:
     """Returns the number of ids of a BPE trained on these texts, including the separator.
 
     Merges never cross the words of the pre-tokenizer, and stop when each of them is one token. So each different word
@@ -32,17 +32,17 @@ def vocabulary_size(texts: Iterable[str], largest: int, eos_token: str) -> int:
     words: set[str] = set()
     for text in texts:
         read_texts.append(text)
-        for slice_words in _words(text):
+        for slice_words in _iterate_words(text):
             words |= slice_words
             if len(words) >= largest:
                 return largest
     if not read_texts:
         return 257
-    tokenizer_file = json.loads(trained_bpe(read_texts, largest, eos_token))
+    tokenizer_file = json.loads(train_bpe(read_texts, largest, eos_token))
     return len(tokenizer_file["model"]["vocab"])
 
 
-def _words(text: str) -> Iterator[set[str]]:
+def _iterate_words(text: str) -> Iterator[set[str]]:
     """Yields the different words of two bytes or more in a text, one slice of it at a time."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -55,13 +55,13 @@ def _words(text: str) -> Iterator[set[str]]:
         yield {word for word, _ in pieces[1:-1] if len(word) > 1}
 
 
-def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
+def training_text(leaves: Sequence[LeafSource], budget: int) -> Iterator[str]:
     """Yields the first documents of each text source, `budget` bytes in total, divided by weight.
 
     Raises:
         ValueError: a source of examples has no documents.
     """
-    text_sources: list[tuple[Leaf, DataSource]] = []
+    text_sources: list[tuple[LeafSource, DataSource]] = []
     for leaf in leaves:
         if isinstance(leaf.source, DataSource):
             text_sources.append((leaf, leaf.source))
@@ -69,7 +69,7 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
     for leaf, source in text_sources:
         remaining_bytes = budget * leaf.weight / total_weight
         is_empty = True
-        with located(leaf.label):
+        with prefix_errors(leaf.label):
             for document in source.training_texts():
                 is_empty = False
                 yield document
@@ -77,4 +77,4 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
                 if remaining_bytes <= 0:
                     break
             if is_empty and isinstance(source, ExampleSource):
-                raise ValueError(why_nothing(source))
+                raise ValueError(explain_empty_source(source))

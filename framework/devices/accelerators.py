@@ -42,7 +42,7 @@ class AcceleratorSpec:
         platform: tpu, gpu or cpu, as jax names it.
         device_kinds: values of `jax.Device.device_kind` that mean this accelerator. The first one identifies a GPU when
             compiling for it without a device.
-        aliases: further names, in addition to the spellings that `named` already understands.
+        aliases: further names, in addition to the spellings that `find_spec` already understands.
         memory_bytes: device memory: HBM as published or, for GPUs, the total that the CUDA driver reports.
         usable_bytes: memory that one program may use, if published. None for GPUs, see `limit_bytes`.
         peak_bf16_flops: FLOP/s of dense bfloat16 matrix products, and of float16 ones unless peak_f16_flops is set.
@@ -178,12 +178,12 @@ def _plain(name: str) -> str:
 _SPEC_BY_PLAIN_NAME = {_plain(name): spec for spec in reversed(ACCELERATORS) for name in (*spec.aliases, spec.name)}
 
 
-def named(name: str) -> AcceleratorSpec | None:
+def find_spec(name: str) -> AcceleratorSpec | None:
     """Return the spec for a name in any common spelling ("RTX 4090", "4090", "h100-sxm"), or None."""
     return _SPEC_BY_PLAIN_NAME.get(_plain(name))
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Return all names, including aliases, without duplicates."""
     return list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
 
@@ -214,10 +214,10 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
     if specs_of_kind:
         return specs_of_kind[0]
     if isinstance(name_or_devices, str):
-        spec = named(kind)
+        spec = find_spec(kind)
         if spec is not None:
             return spec
-        nearest_names = difflib.get_close_matches(kind, names(), n=3, cutoff=0.4) or names()
+        nearest_names = difflib.get_close_matches(kind, list_names(), n=3, cutoff=0.4) or list_names()
         raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(nearest_names)}")
     slug = kind.lower().removeprefix("nvidia ").replace(" ", "-")
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))
@@ -256,7 +256,7 @@ def accelerator_name(devices: Sequence[Any]) -> str:
     return f"{num_slices}x{name}" if num_slices > 1 else name
 
 
-def machine_memory_bytes() -> int:
+def get_machine_memory_bytes() -> int:
     """Return the memory of this machine in bytes, or the limit of the process's container (cgroup) if that is lower."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     limits = [page_bytes * os.sysconf("SC_PHYS_PAGES")]

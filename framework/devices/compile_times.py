@@ -29,9 +29,9 @@ class _Hits:
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_listener(self._hear)
+        jax.monitoring.register_event_listener(self._count_event)
 
-    def _hear(self, event: str, **_: str | int) -> None:
+    def _count_event(self, event: str, **_: str | int) -> None:
         self.count += event == _CACHE_HIT
 
 

@@ -12,7 +12,7 @@ def prepare_jax() -> None:
         GPU_MEMORY_FRACTION,
         HOST_LIMIT,
         HOST_MEMORY_FRACTION,
-        machine_memory_bytes,
+        get_machine_memory_bytes,
     )
     from plimsoll.framework.devices.compiler import check_environment
 
@@ -23,7 +23,7 @@ def prepare_jax() -> None:
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     # By default JAX uses at most 64 GiB of host memory. Only the GPU backend reads either variable.
-    host_gib = HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB
+    host_gib = HOST_MEMORY_FRACTION * get_machine_memory_bytes() / GIB
     os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
     # On a machine without TPU chips, which importing jax detects, libtpu would print five lines of complaints to
     # stderr if it is installed for planning.

@@ -47,7 +47,7 @@ def folder() -> Path | None:
     return Path(cache) / "processes"
 
 
-def compiled(
+def compile_or_load(
     lowered: Any,
     options: Any = None,
     devices: list[Any] | None = None,
@@ -83,7 +83,7 @@ def compiled(
     result = lowered.compile()
     try:
         serialized = serialize_executable.serialize(result)
-        _keep(path, serialized[0])
+        _save_program(path, serialized[0])
     # A full or read-only disk must not end the run.
     except OSError as error:
         logging.warning("%s is not kept: %s", path, error.strerror or error)
@@ -100,12 +100,12 @@ def _key(lowered: Any, options: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _keep(path: Path, program: bytes) -> None:
+def _save_program(path: Path, program: bytes) -> None:
     """Write a program under a temporary name and rename it, so that no process reads a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
-        with interrupts.removed_at_end(temporary), os.fdopen(descriptor, "wb") as file:
+        with interrupts.remove_on_signal(temporary), os.fdopen(descriptor, "wb") as file:
             file.write(program)
         os.replace(temporary, path)
     except OSError:
@@ -114,7 +114,7 @@ def _keep(path: Path, program: bytes) -> None:
 
 
 def call(jitted: Any, arrays: Any, *static: Any) -> Any:
-    """Return `jitted(arrays, *static)` for a tree of arrays and static arguments, using a program from `compiled`."""
+    """Return `jitted(arrays, *static)` for a tree of arrays and static arguments, using a program from `compile_or_load`."""
     if folder() is None:
         return jitted(arrays, *static)
     leaves, tree = jax.tree.flatten(arrays)
@@ -122,7 +122,7 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
     key = (jitted, static, tree, avals)
     if key not in _programs:
         lowered = jitted.lower(arrays, *static)
-        _programs[key] = compiled(lowered, devices=_find_devices(leaves))
+        _programs[key] = compile_or_load(lowered, devices=_find_devices(leaves))
     return _programs[key](arrays)
 
 
@@ -147,7 +147,7 @@ class HostBytes(NamedTuple):
         return HostBytes(arguments=size, results=size, donated=size)
 
 
-def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
+def peak_bytes(stats: Any, platform: str, offloaded: HostBytes) -> int:
     """Return the peak device memory in bytes, from a program's `memory_analysis()`.
 
     On TPU, it is XLA's own peak, minus the host memory that XLA includes and also reports separately. A program from
@@ -159,14 +159,14 @@ def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
         # Results that are donated arguments are counted once, among the arguments.
         host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
         return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - host_results
-    argument_bytes, result_bytes, aliased_bytes = on_device(stats, platform, hosted)
+    argument_bytes, result_bytes, aliased_bytes = split_device_bytes(stats, platform, offloaded)
     return argument_bytes + result_bytes - aliased_bytes + stats.temp_size_in_bytes
 
 
-def on_device(
+def split_device_bytes(
     stats: Any,
     platform: str,
-    hosted: HostBytes,
+    offloaded: HostBytes,
 ) -> tuple[int, int, int]:
     """Return the bytes of (arguments, results, donated arguments) in device memory, from `memory_analysis()`.
 
@@ -178,11 +178,11 @@ def on_device(
     aliased_bytes = stats.alias_size_in_bytes
     if platform == "cpu":
         return (
-            argument_bytes - hosted.arguments,
-            result_bytes - hosted.results,
-            aliased_bytes - hosted.donated,
+            argument_bytes - offloaded.arguments,
+            result_bytes - offloaded.results,
+            aliased_bytes - offloaded.donated,
         )
     lost_bytes = 0
     if platform == "gpu":
-        lost_bytes = hosted.arguments - stats.host_argument_size_in_bytes
+        lost_bytes = offloaded.arguments - stats.host_argument_size_in_bytes
     return argument_bytes - lost_bytes, result_bytes, aliased_bytes

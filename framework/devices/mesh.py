@@ -92,7 +92,7 @@ class MeshShape:
             f"nearest: {nearest_divisors(num_devices, fixed)}"
         )
 
-    def cut(self, sizes: dict[str, int], islands: int) -> dict[str, int]:
+    def split(self, sizes: dict[str, int], islands: int) -> dict[str, int]:
         """Return the number of islands along each axis, for the axes that span several islands.
 
         Args:
@@ -102,17 +102,17 @@ class MeshShape:
         Raises:
             ValueError: the product of `across` is not the number of islands, or `across` does not divide the axes.
         """
-        cuts: dict[str, int] = {}
+        splits: dict[str, int] = {}
         remaining_islands = islands
         # Split the first axes as far as possible: data and fsdp cause the least traffic.
         for axis, size in sizes.items():
-            cut = math.gcd(size, remaining_islands)
-            remaining_islands //= cut
-            if cut > 1:
-                cuts[axis] = cut
+            split = math.gcd(size, remaining_islands)
+            remaining_islands //= split
+            if split > 1:
+                splits[axis] = split
         product = math.prod(self.across.values())
         if self.across and product != islands:
-            advice = f"nearest: {cuts}" if cuts else "leave it out"
+            advice = f"nearest: {splits}" if splits else "leave it out"
             setting = f"mesh.across = {self.across}: product {product}"
             raise ValueError(f"{setting} is not the number of slices (of GPUs: hosts), {islands}; {advice}")
         for axis, count in self.across.items():
@@ -120,8 +120,8 @@ class MeshShape:
                 setting = f"mesh.across.{axis} = {count}"
                 nearest = nearest_divisors(sizes[axis], count)
                 raise ValueError(f"{setting} does not divide mesh.{axis} = {sizes[axis]}; nearest: {nearest}")
-        chosen_cuts = {axis: cut for axis, cut in self.across.items() if cut > 1}
-        return chosen_cuts or cuts
+        chosen_splits = {axis: split for axis, split in self.across.items() if split > 1}
+        return chosen_splits or splits
 
     def build(self, devices: Sequence[Any]) -> Mesh:
         """Build the mesh over some devices, with neighboring devices along the last axes.
@@ -133,8 +133,8 @@ class MeshShape:
         """
         sizes = self.resolve(len(devices))
         islands = _devices_by_island(devices)
-        cuts = self.cut(sizes, len(islands))
-        across = [cuts.get(axis, 1) for axis in AXES]
+        splits = self.split(sizes, len(islands))
+        across = [splits.get(axis, 1) for axis in AXES]
         inside = [size // factor for size, factor in zip(sizes.values(), across, strict=True)]
         meshes = _island_meshes(list(islands.values()), inside)
         # Dimensions: first the islands along each axis, then the devices of an island along each axis.
@@ -184,7 +184,7 @@ def island(device: Any) -> int:
 
 def mesh_text(
     sizes: Mapping[str, int],
-    cuts: Mapping[str, int],
+    splits: Mapping[str, int],
     platform: str,
 ) -> str:
     """Describe a mesh: `data 2 (between slices)  fsdp 256`."""
@@ -192,8 +192,8 @@ def mesh_text(
     parts: list[str] = []
     for axis, size in sizes.items():
         text = f"{axis} {size}"
-        if axis in cuts:
-            count = cuts[axis]
+        if axis in splits:
+            count = splits[axis]
             relation = "between" if count == size else f"over {count}"
             text += f" ({relation} {islands})"
         parts.append(text)

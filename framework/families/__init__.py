@@ -11,7 +11,7 @@ from typing import Any
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families import scores
 from plimsoll.framework.families.deepseek import DeepseekV2
-from plimsoll.framework.families.facts import Facts, float_dtype, refuse_unread
+from plimsoll.framework.families.facts import ConfigFacts, float_dtype, refuse_unread
 from plimsoll.framework.families.gemma import Gemma2
 from plimsoll.framework.families.gemma3 import Gemma3
 from plimsoll.framework.families.gpt2 import GPT2
@@ -23,12 +23,12 @@ from plimsoll.framework.families.phi3 import Phi3
 from plimsoll.framework.families.published import model_at
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_names import is_hub_url
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.weights.directory import Directory
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.pretrained import Pretrained
 
-FAMILIES: list[type[Family]] = [
+FAMILIES: list[type[ModelFamily]] = [
     Llama,
     Gemma2,
     GPT2,
@@ -58,7 +58,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
     """
     known_model = model_at(path)
     if known_model is not None:
-        return known_model.config, config_for(family_of(known_model.config))
+        return known_model.config, config_for(find_family(known_model.config))
     file = hub_models.folder(path) / "config.json"
     if not file.is_file():
         expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
@@ -71,12 +71,12 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
             "merge it into the model, or give the directory of the model alone"
         )
     try:
-        family = family_of(facts)
-        if "auto_map" in facts and not family.has_own_code:
+        family = find_family(facts)
+        if "auto_map" in facts and not family.has_custom_code:
             raise ValueError("it asks for code of its own (auto_map); code of a directory is never executed")
         # transformers also has the architecture, and then uses its own code.
         facts = {name: value for name, value in facts.items() if name != "auto_map"}
-        refuse_unread(Facts(facts))
+        refuse_unread(ConfigFacts(facts))
         return facts, config_for(family)
     except ValueError as error:
         # The errors of Facts name the file without its folder.
@@ -108,7 +108,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     return facts
 
 
-def family_of(facts: dict[str, Any]) -> type[Family]:
+def find_family(facts: dict[str, Any]) -> type[ModelFamily]:
     """Return the family of a config.json, by its architectures.
 
     Raises:
@@ -120,7 +120,7 @@ def family_of(facts: dict[str, Any]) -> type[Family]:
     is_list_of_names = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     if not is_list_of_names:
         raise ValueError(f"architectures = {architectures!r}; expected a list of names")
-    family_by_name: dict[str, type[Family]] = {}
+    family_by_name: dict[str, type[ModelFamily]] = {}
     for family in FAMILIES:
         for name in family.architectures:
             family_by_name[name] = family
@@ -149,15 +149,15 @@ def pretrained_model(path: str | Path) -> tuple[Config, Config]:
         (config of the model, config of its `Pretrained` weights).
 
     Raises:
-        FileNotFoundError, ValueError: see `model_of`.
+        FileNotFoundError, ValueError: see `load_model_config`.
     """
     facts, _ = read(path)
-    model, family = model_of(path)
+    model, family = load_model_config(path)
     generation = generation_facts(path)
     return model, config_for(Pretrained, path=str(path), family=family, facts=facts, generation=generation)
 
 
-def model_of(path: str | Path) -> tuple[Config, Config]:
+def load_model_config(path: str | Path) -> tuple[Config, Config]:
     """Build our config of the model in a directory.
 
     Returns:
@@ -169,8 +169,8 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     """
     facts, family = read(path)
     try:
-        model = described(family.instantiate(), facts)
-        dtype = float_dtype(Facts(facts))
+        model = build_model_config(family.instantiate(), facts)
+        dtype = float_dtype(ConfigFacts(facts))
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
     # Without a dtype in config.json, use the dtype of the first tensor.
@@ -187,7 +187,7 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     return model, family
 
 
-def described(family: Family, facts: dict[str, Any]) -> Config:
+def build_model_config(family: ModelFamily, facts: dict[str, Any]) -> Config:
     """Return the config of the model that a config.json describes, including models that score sequences.
 
     Raises:
@@ -212,7 +212,7 @@ def _first_dtype(path: str | Path) -> str | None:
     return None
 
 
-def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], Family]:
+def export_config(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], ModelFamily]:
     """Find the config.json and the family of one of our models.
 
     Args:
@@ -237,8 +237,8 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
             try:
                 facts = candidate or family.facts(language_model)
                 if is_scored:
-                    facts = scores.scored_facts(facts, model.head.num_labels)
-                differences = _differences(model, described(family, facts))
+                    facts = scores.add_score_head_facts(facts, model.head.num_labels)
+                differences = _differences(model, build_model_config(family, facts))
             # The model does not even have the same layers, which counts as more than any number of differences.
             except (ConfigError, KeyError, ValueError) as error:
                 differences = [str(error)] * 100

@@ -12,10 +12,10 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import deepseek_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
 from plimsoll.framework.layers.yarn import attention_scale
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
@@ -50,16 +50,16 @@ def _names() -> dict[str, Source]:
 
 
 @component
-class DeepseekV2(Family):
+class DeepseekV2(ModelFamily):
     """DeepseekV2ForCausalLM."""
 
     architectures = {"DeepseekV2ForCausalLM": "deepseek_v2"}
     names = _names()
-    has_own_code = True
+    has_custom_code = True
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always takes")
         if fields.flag("norm_topk_prob", False):
             raise fields.error("norm_topk_prob", "false: transformers does not divide, and other code does")
@@ -105,13 +105,13 @@ class DeepseekV2(Family):
         return facts
 
 
-def _refuse(fields: Facts, name: str, expected: Any, text: str) -> None:
+def _refuse(fields: ConfigFacts, name: str, expected: Any, text: str) -> None:
     """Raise ValueError if a field that transformers ignores contradicts what it computes."""
     if fields.any(name, expected) != expected:
         raise fields.error(name, text)
 
 
-def _check_groups(fields: Facts, router: Config, num_experts: int) -> None:
+def _check_groups(fields: ConfigFacts, router: Config, num_experts: int) -> None:
     """Raise ValueError if the groups have different sizes, or the chosen groups have too few experts."""
     if num_experts % router.groups:
         raise fields.error("n_group", f"a divisor of n_routed_experts = {num_experts}")
@@ -123,7 +123,7 @@ def _check_groups(fields: Facts, router: Config, num_experts: int) -> None:
         )
 
 
-def _model(fields: Facts, *, num_first: int) -> Config:
+def _model(fields: ConfigFacts, *, num_first: int) -> Config:
     """Build our model from config.json, without the settings of biases and of the router.
 
     Args:
@@ -173,7 +173,7 @@ def _model(fields: Facts, *, num_first: int) -> Config:
     return model
 
 
-def _scale(fields: Facts, scaling: Config | None, attention: Config) -> float | None:
+def _scale(fields: ConfigFacts, scaling: Config | None, attention: Config) -> float | None:
     """Return the scale of the logits, which `mscale_all_dim` changes; None for the usual factor.
 
     Raises:

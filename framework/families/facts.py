@@ -13,7 +13,7 @@ from typing import Any
 REQUIRED: Any = object()
 
 
-class Facts:
+class ConfigFacts:
     """The fields of a config.json.
 
     Methods return a field's value, or `default` if it is absent. If `null` is true, null is a valid value and
@@ -89,14 +89,14 @@ class Facts:
             raise self.error(name, "a string")
         return value
 
-    def part(self, name: str) -> Facts | None:
+    def part(self, name: str) -> ConfigFacts | None:
         """Return the fields of a nested object; None if it is absent, null or empty."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "an object or null")
         if not value:
             return None
-        return Facts(value, f"{self._inside}{name}.")
+        return ConfigFacts(value, f"{self._inside}{name}.")
 
     def size_by_names(self, *names: str) -> int:
         """Return a size that has several possible names, which must not contradict each other."""
@@ -121,7 +121,7 @@ _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_unread(facts: Facts) -> None:
+def refuse_unread(facts: ConfigFacts) -> None:
     """Raise ValueError for a field that would make transformers compute something different."""
     for name, (harmless, expected) in _NOT_READ.items():
         value = facts.values.get(name, harmless[0])
@@ -137,9 +137,9 @@ def refuse_unread(facts: Facts) -> None:
 _MXFP4_FIELDS = ("quant_method", "modules_to_not_convert", "dequantize")
 
 
-def _refuse_unread_quantization(facts: Facts) -> None:
+def _refuse_unread_quantization(facts: ConfigFacts) -> None:
     """Raise ValueError for a quantization_config other than MXFP4's, which only gpt-oss is published in."""
-    quantization = facts.part("quantization_config") or Facts({})
+    quantization = facts.part("quantization_config") or ConfigFacts({})
     is_mxfp4 = quantization.values.get("quant_method") == "mxfp4"
     if not is_mxfp4 or any(name not in _MXFP4_FIELDS for name in quantization.values):
         raise facts.error("quantization_config", f"null, or quant_method mxfp4 (fields {', '.join(_MXFP4_FIELDS)})")
@@ -153,7 +153,7 @@ def _is_same(value: Any, harmless_value: Any) -> bool:
     return isinstance(harmless_value, dict | list) and value == harmless_value
 
 
-def float_dtype(facts: Facts) -> str | None:
+def float_dtype(facts: ConfigFacts) -> str | None:
     """Return the dtype that a config.json names, None if it names none.
 
     As in transformers, that is `dtype`, or `torch_dtype` if `dtype` is absent.

@@ -6,7 +6,7 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import (
     activation,
     common_facts,
@@ -17,7 +17,7 @@ from plimsoll.framework.families.llama import (
     with_windows,
 )
 from plimsoll.framework.layers.norm import RMSNorm
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 
 GEMMA_NAMES = decoder_names(
     attention_norm="input_layernorm",
@@ -27,7 +27,7 @@ GEMMA_NAMES = decoder_names(
 )
 
 
-def gemma_decoder(facts: Facts, theta: float, scaling: Config | None) -> Config:
+def gemma_decoder(facts: ConfigFacts, theta: float, scaling: Config | None) -> Config:
     """Build the common part of Gemma 2 and 3: a model whose layers are all alike and see all earlier tokens."""
     dim = facts.size("hidden_size")
     eps = facts.number("rms_norm_eps", 1e-6)
@@ -80,7 +80,7 @@ def gemma_facts(model: Config) -> dict[str, Any]:
 
 
 @component
-class Gemma2(Family):
+class Gemma2(ModelFamily):
     """Gemma2ForCausalLM."""
 
     architectures = {"Gemma2ForCausalLM": "gemma2"}
@@ -88,7 +88,7 @@ class Gemma2(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         theta, scaling = rope(fields)
         model = gemma_decoder(fields, theta, scaling)
         model.stack.pattern[0].attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)

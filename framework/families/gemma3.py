@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll.framework.config import Config, component, config_for
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
 from plimsoll.framework.families.llama import layer_types, layer_windows, rope, rope_facts, shortest_period
 from plimsoll.framework.layers.rotary import Rotary
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rotary_facts(facts: ConfigFacts) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the objects for the rotary positions of global and of local layers.
 
     transformers 5 writes one object for each kind into `rope_parameters`. transformers 4 wrote `rope_theta`,
@@ -30,7 +30,7 @@ def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     parameters = facts.part("rope_parameters")
     if parameters is None:
-        parameters = Facts({_GLOBAL: {"rope_type": "default"}}, "rope_parameters.")
+        parameters = ConfigFacts({_GLOBAL: {"rope_type": "default"}}, "rope_parameters.")
     unknown_names = set(parameters.values) - {_GLOBAL, _LOCAL}
     if unknown_names:
         raise facts.error("rope_parameters", f"an object of {_GLOBAL} and one of {_LOCAL}")
@@ -50,7 +50,7 @@ def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
     return global_rotary, local_rotary
 
 
-def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
+def _rotary(facts: ConfigFacts, rotary: dict[str, Any]) -> Config:
     """Build the rotary positions of one kind of layer. Raises ValueError for other types or what `rope` refuses."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     # transformers reads some fields of the other types from places that exist only in flat objects.
@@ -59,12 +59,12 @@ def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
     stated = {"rope_parameters": rotary}
     if "partial_rotary_factor" in facts.values:
         stated["partial_rotary_factor"] = facts.values["partial_rotary_factor"]
-    theta, scaling = rope(Facts(stated))
+    theta, scaling = rope(ConfigFacts(stated))
     return config_for(Rotary, theta=theta, scaling=scaling)
 
 
 @component
-class Gemma3(Family):
+class Gemma3(ModelFamily):
     """Gemma3ForCausalLM."""
 
     architectures = {"Gemma3ForCausalLM": "gemma3_text"}
@@ -72,7 +72,7 @@ class Gemma3(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         global_rotary, local_rotary = (_rotary(fields, rotary) for rotary in _rotary_facts(fields))
         model = gemma_decoder(fields, _GLOBAL_THETA, None)
         model.head.softcap = fields.number("final_logit_softcapping", None, null=True)

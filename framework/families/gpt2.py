@@ -6,9 +6,9 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import gpt2_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, activation_fact
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
 _LAYER = "transformer.h.{layer}"
@@ -29,7 +29,7 @@ def _names() -> dict[str, Source]:
         for index, name in enumerate(("query", "key", "value")):
             # The fused matrix consists of three equal parts side by side.
             fused_name = f"{_LAYER}.attn.c_attn.{kind}"
-            names[f"attention/{name}/{kind}"] = Source(fused_name, piece=(index, 3))
+            names[f"attention/{name}/{kind}"] = Source(fused_name, fused_part=(index, 3))
         names[f"attention/output/{kind}"] = Source(f"{_LAYER}.attn.c_proj.{kind}")
         names[f"mlp/up/{kind}"] = Source(f"{_LAYER}.mlp.c_fc.{kind}")
         names[f"mlp/down/{kind}"] = Source(f"{_LAYER}.mlp.c_proj.{kind}")
@@ -37,7 +37,7 @@ def _names() -> dict[str, Source]:
 
 
 @component
-class GPT2(Family):
+class GPT2(ModelFamily):
     """GPT2LMHeadModel. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = {"GPT2LMHeadModel": "gpt2"}
@@ -47,7 +47,7 @@ class GPT2(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         if fields.flag("scale_attn_by_inverse_layer_idx", False):
             raise fields.error(
                 "scale_attn_by_inverse_layer_idx", "false: logits of attention scaled alike in all layers"
@@ -89,7 +89,7 @@ class GPT2(Family):
             "layer_norm_epsilon": block.norm.eps,
             "tie_word_embeddings": model.head.tied,
         }
-        # Scales other than the default and 1 have no field; `of_model` detects the difference.
+        # Scales other than the default and 1 have no field; `export_config` detects the difference.
         if block.attention.scale is not None:
             facts["scale_attn_weights"] = False
         return facts

@@ -10,7 +10,7 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import gpt_oss_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import (
     common_facts,
     decoder_names,
@@ -19,8 +19,8 @@ from plimsoll.framework.families.llama import (
     rope,
     with_windows,
 )
-from plimsoll.framework.families.mixtures import numbers_of_experts, refuse_losses
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.families.mixtures import count_experts, refuse_losses
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
 _EXPERTS = "model.layers.{layer}.mlp.experts"
@@ -42,16 +42,18 @@ def _names() -> dict[str, Source]:
     names["mlp/router/weight"] = Source(f"{_ROUTER}.weight", transpose=True)
     names["mlp/router/bias"] = Source(f"{_ROUTER}.bias")
     for number, ours in enumerate(("gate", "up")):
-        piece = (number, 2)
-        names[f"mlp/experts/{ours}"] = Source(f"{_EXPERTS}.gate_up_proj", piece=piece, interleaved=True)
-        names[f"mlp/experts/{ours}_bias"] = Source(f"{_EXPERTS}.gate_up_proj_bias", piece=piece, interleaved=True)
+        fused_part = (number, 2)
+        names[f"mlp/experts/{ours}"] = Source(f"{_EXPERTS}.gate_up_proj", fused_part=fused_part, interleaved=True)
+        names[f"mlp/experts/{ours}_bias"] = Source(
+            f"{_EXPERTS}.gate_up_proj_bias", fused_part=fused_part, interleaved=True
+        )
     names["mlp/experts/down"] = Source(f"{_EXPERTS}.down_proj")
     names["mlp/experts/down_bias"] = Source(f"{_EXPERTS}.down_proj_bias")
     return names
 
 
 @component
-class GptOss(Family):
+class GptOss(ModelFamily):
     """GptOssForCausalLM."""
 
     architectures = {"GptOssForCausalLM": "gpt_oss"}
@@ -60,15 +62,15 @@ class GptOss(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         refuse_losses(fields)
         # An empty `rope_scaling` counts as absent, but empty `rope_parameters` mean no scaling.
         if fields.any("rope_parameters", None) is None and not fields.any("rope_scaling", None):
             facts = {**facts, "rope_parameters": _DEFAULT_SCALING}
-        theta, scaling = rope(Facts(facts), 150_000.0)
+        theta, scaling = rope(ConfigFacts(facts), 150_000.0)
         layers = fields.size("num_hidden_layers", 36)
         heads = fields.size("num_attention_heads", 64)
-        num_experts, num_chosen = numbers_of_experts(fields, 128, 4)
+        num_experts, num_chosen = count_experts(fields, 128, 4)
         model = gpt_oss_model(
             layers=layers,
             heads=heads,

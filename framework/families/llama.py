@@ -9,11 +9,11 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.rope_scaling import original_length, yarn_facts, yarn_scaling
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layers.rotary import LinearScaling, Llama3Scaling
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
 ACTIVATIONS = {
@@ -62,7 +62,7 @@ def decoder_names(**norms: str) -> dict[str, Source]:
     return names
 
 
-def activation(facts: Facts, field: str, default: str) -> str:
+def activation(facts: ConfigFacts, field: str, default: str) -> str:
     """Return our name of the activation that a field specifies by its transformers name.
 
     Raises:
@@ -87,7 +87,7 @@ def activation_fact(ours: str) -> str:
     raise ValueError(f"mlp.activation = {ours}")
 
 
-def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False) -> tuple[float, Config | None]:
+def rope(facts: ConfigFacts, default_theta: float = 10_000.0, *, partial: bool = False) -> tuple[float, Config | None]:
     """Return (theta, scaling) of a config.json; `default_theta` applies if theta is not stated.
 
     transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 writes `rope_parameters`. With `partial`,
@@ -100,7 +100,7 @@ def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False
     new = facts.part("rope_parameters")
     if old is not None and new is not None and old.values != new.values:
         raise facts.error("rope_scaling", f"the same as rope_parameters ({new.values}), or one of the two")
-    scaling = old or new or Facts({}, "rope_parameters.")
+    scaling = old or new or ConfigFacts({}, "rope_parameters.")
     # Some models have one object per kind of layer here.
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise ValueError(f"config.json: rope_parameters = {scaling.values}; expected the same for all layers")
@@ -121,7 +121,7 @@ def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False
     raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default, linear, llama3 or yarn")
 
 
-def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
+def _llama3_scaling(facts: ConfigFacts, scaling: ConfigFacts) -> Config:
     """Return the scaling of Llama 3.1 and later.
 
     Args:
@@ -180,7 +180,7 @@ def with_windows(model: Config, windows: list[int | None]) -> Config:
     return model
 
 
-def windows_of(model: Config) -> list[int | None]:
+def get_windows(model: Config) -> list[int | None]:
     """Return the window of each layer, the inverse of `with_windows`."""
     pattern = [block.attention.window for block in model.stack.pattern]
     return pattern * (model.stack.num_layers // len(pattern))
@@ -200,7 +200,7 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
         raise ValueError("stack.pattern.0.norm = None")
     attention = block.attention
     heads = attention.num_heads
-    windows = windows_of(model)
+    windows = get_windows(model)
     # config.json has only one window width, in addition to the kind of each layer.
     sliding_window = next((window for window in windows if window is not None), None)
     kinds = []
@@ -225,7 +225,7 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
     return facts
 
 
-def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[int | None]:
+def layer_windows(kinds: list[str], window: int | None, facts: ConfigFacts) -> list[int | None]:
     """Return the window of each layer.
 
     Raises:
@@ -239,7 +239,7 @@ def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[in
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def layer_types(facts: Facts) -> list[str] | None:
+def layer_types(facts: ConfigFacts) -> list[str] | None:
     """Return the field `layer_types`, None if it is absent.
 
     Raises:
@@ -254,7 +254,7 @@ def layer_types(facts: Facts) -> list[str] | None:
     return kinds
 
 
-def _windows(architecture: str, facts: Facts) -> list[int | None]:
+def _windows(architecture: str, facts: ConfigFacts) -> list[int | None]:
     """Return the window of each layer, as transformers determines it for the architecture."""
     num_layers = facts.size("num_hidden_layers")
     kinds = layer_types(facts)
@@ -282,7 +282,7 @@ def _windows(architecture: str, facts: Facts) -> list[int | None]:
 
 
 @component
-class Llama(Family):
+class Llama(ModelFamily):
     """LlamaForCausalLM, and architectures that differ from it by biases, windows, and query and key norms."""
 
     architectures = {
@@ -296,7 +296,7 @@ class Llama(Family):
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
         (kind,) = set(facts["architectures"]) & set(self.architectures)
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         theta, scaling = rope(fields)
         dim = fields.size("hidden_size")
         heads = fields.size("num_attention_heads")

@@ -11,18 +11,18 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import (
     activation,
     common_facts,
     decoder_names,
+    get_windows,
     layer_types,
     rope,
     shortest_period,
-    windows_of,
 )
 from plimsoll.framework.layers.norm import RMSNorm
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
@@ -42,7 +42,7 @@ def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Sou
     return names
 
 
-def numbers_of_experts(facts: Facts, num_default: int, chosen_default: int) -> tuple[int, int]:
+def count_experts(facts: ConfigFacts, num_default: int, chosen_default: int) -> tuple[int, int]:
     """Return the number of experts, which has two possible field names, and the number that are active per token.
 
     Args:
@@ -62,7 +62,7 @@ def numbers_of_experts(facts: Facts, num_default: int, chosen_default: int) -> t
     return num_experts, num_chosen
 
 
-def refuse_losses(facts: Facts) -> None:
+def refuse_losses(facts: ConfigFacts) -> None:
     """Raise ValueError for additions that transformers makes in training to the loss or to the experts' inputs."""
     if facts.flag("output_router_logits", False):
         raise facts.error("output_router_logits", "false: the balance loss is a setting of training, router.balance")
@@ -70,7 +70,7 @@ def refuse_losses(facts: Facts) -> None:
         raise facts.error("router_jitter_noise", "0: noise is a setting of training, router.jitter")
 
 
-def _get_uniform_window(facts: Facts, window: int | None) -> int | None:
+def _get_uniform_window(facts: ConfigFacts, window: int | None) -> int | None:
     """Return the window, which all layers share. Raises ValueError if layer_types disagrees."""
     kinds = layer_types(facts)
     kind = "full_attention" if window is None else "sliding_attention"
@@ -79,7 +79,9 @@ def _get_uniform_window(facts: Facts, window: int | None) -> int | None:
     return window
 
 
-def _decoder(facts: Facts, *, kv_heads: int, hidden: int, theta: float, scaling: Config | None, eps: float) -> Config:
+def _decoder(
+    facts: ConfigFacts, *, kv_heads: int, hidden: int, theta: float, scaling: Config | None, eps: float
+) -> Config:
     """Build a Llama of these sizes, whose layers have no mixtures yet."""
     heads = facts.size("num_attention_heads")
     model = llama_model(
@@ -106,7 +108,7 @@ def _set_head_dim(model: Config, head_dim: int | None) -> None:
 
 
 @component
-class Mixtral(Family):
+class Mixtral(ModelFamily):
     """MixtralForCausalLM."""
 
     architectures = {"MixtralForCausalLM": "mixtral"}
@@ -116,7 +118,7 @@ class Mixtral(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields, 1_000_000.0)
         heads = fields.size("num_attention_heads")
@@ -132,7 +134,7 @@ class Mixtral(Family):
         _set_head_dim(model, fields.size("head_dim", None, null=True))
         block = model.stack.pattern[0]
         block.attention.window = _get_uniform_window(fields, fields.size("sliding_window", None, null=True))
-        num_experts, num_chosen = numbers_of_experts(fields, 8, 2)
+        num_experts, num_chosen = count_experts(fields, 8, 2)
         block.mlp = mixture(
             experts=num_experts,
             top_k=num_chosen,
@@ -156,7 +158,7 @@ class Mixtral(Family):
 
 
 @component
-class Qwen3MoE(Family):
+class Qwen3MoE(ModelFamily):
     """Qwen3MoeForCausalLM: query and key norms, and layers without a mixture if config.json has any."""
 
     architectures = {"Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -166,7 +168,7 @@ class Qwen3MoE(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields)
         eps = fields.number("rms_norm_eps", 1e-6)
@@ -191,7 +193,7 @@ class Qwen3MoE(Family):
         block.attention.window = _get_uniform_window(fields, window)
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         sparse_block = block.copy()
-        num_experts, num_chosen = numbers_of_experts(fields, 128, 8)
+        num_experts, num_chosen = count_experts(fields, 128, 8)
         sparse_block.mlp = mixture(
             experts=num_experts,
             top_k=num_chosen,
@@ -220,7 +222,7 @@ class Qwen3MoE(Family):
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "attention_bias": attention.linear.bias,
-            "use_sliding_window": windows_of(model)[0] is not None,
+            "use_sliding_window": get_windows(model)[0] is not None,
             "num_experts": mixtures[0].num_experts,
             "num_experts_per_tok": mixtures[0].router.top_k,
             "moe_intermediate_size": mixtures[0].experts.hidden,
@@ -230,7 +232,7 @@ class Qwen3MoE(Family):
         }
 
 
-def _sparse_layers(facts: Facts) -> list[bool]:
+def _sparse_layers(facts: ConfigFacts) -> list[bool]:
     """Return whether each layer has a mixture. Raises ValueError if mlp_only_layers is not a list of integers."""
     step = facts.size("decoder_sparse_step", 1)
     dense_layers = facts.any("mlp_only_layers", None)

@@ -9,14 +9,14 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, common_facts, decoder_names, rope
-from plimsoll.framework.families.mixtures import mixture_names, numbers_of_experts, refuse_losses
+from plimsoll.framework.families.mixtures import count_experts, mixture_names, refuse_losses
 from plimsoll.framework.layers.norm import RMSNorm
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 
 
-def _decoder(facts: Facts) -> Config:
+def _decoder(facts: ConfigFacts) -> Config:
     """Build a Llama of these sizes whose queries and keys are normalized over all heads."""
     theta, scaling = rope(facts)
     heads = facts.size("num_attention_heads")
@@ -54,7 +54,7 @@ def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str
 
 
 @component
-class Olmo2(Family):
+class Olmo2(ModelFamily):
     """Olmo2ForCausalLM."""
 
     architectures = {"Olmo2ForCausalLM": "olmo2"}
@@ -65,7 +65,7 @@ class Olmo2(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         model = _decoder(fields)
         block = model.stack.pattern[0]
         block.post_norm = block.norm
@@ -82,7 +82,7 @@ class Olmo2(Family):
 
 
 @component
-class Olmoe(Family):
+class Olmoe(ModelFamily):
     """OlmoeForCausalLM. Its balance loss is a training setting, see `mixtures`."""
 
     architectures = {"OlmoeForCausalLM": "olmoe"}
@@ -92,7 +92,7 @@ class Olmoe(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         refuse_losses(fields)
         model = _decoder(fields)
         block = model.stack.pattern[0]
@@ -103,7 +103,7 @@ class Olmoe(Family):
         if fields.any("sliding_window", None) is not None:
             raise fields.error("sliding_window", "null: all tokens before are seen")
         block.attention.clip_qkv = fields.number("clip_qkv", None, null=True)
-        num_experts, num_chosen = numbers_of_experts(fields, 64, 8)
+        num_experts, num_chosen = count_experts(fields, 64, 8)
         block.mlp = mixture(
             experts=num_experts,
             top_k=num_chosen,

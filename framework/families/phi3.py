@@ -11,11 +11,11 @@ from typing import Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import llama_model
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, common_facts, decoder_names, layer_types, rope
 from plimsoll.framework.families.rope_scaling import longrope_facts, longrope_scaling, rotary_dim, rotary_part
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import LAYER, Source
 
 _LAYER = f"model.layers.{LAYER}"
@@ -31,19 +31,19 @@ def _names() -> dict[str, Source]:
         names[f"attention/{name}/weight"] = Source(f"{_LAYER}.self_attn.qkv_proj.weight", transpose=True)
     for index, name in enumerate(("gate", "up")):
         fused_name = f"{_LAYER}.mlp.gate_up_proj.weight"
-        names[f"mlp/{name}/weight"] = Source(fused_name, transpose=True, piece=(index, 2))
+        names[f"mlp/{name}/weight"] = Source(fused_name, transpose=True, fused_part=(index, 2))
     # Layers have no biases, and heads have no norms.
     return {ours: theirs for ours, theirs in names.items() if not ours.endswith("bias") and "key_norm" not in ours}
 
 
 @component
-class Phi3(Family):
+class Phi3(ModelFamily):
     """Phi3ForCausalLM. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = {"Phi3ForCausalLM": "phi3"}
     names = _names()
     # Published directories refer to code that has since become part of transformers.
-    has_own_code = True
+    has_custom_code = True
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
         """See Family.places."""
@@ -60,7 +60,7 @@ class Phi3(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""
-        fields = Facts(facts)
+        fields = ConfigFacts(facts)
         dim = fields.size("hidden_size")
         heads = fields.size("num_attention_heads")
         kv_heads = fields.size("num_key_value_heads", None, null=True)
@@ -106,13 +106,13 @@ class Phi3(Family):
         return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **facts, "pad_token_id": None}
 
 
-def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
+def _rope(facts: ConfigFacts, num_frequencies: int) -> tuple[float, Config | None]:
     """Return (theta, scaling), where the scaling is longrope or None.
 
     Raises:
         ValueError: the scaling is a different one, or `rope` refuses it.
     """
-    scaling = facts.part("rope_scaling") or facts.part("rope_parameters") or Facts({}, "rope_parameters.")
+    scaling = facts.part("rope_scaling") or facts.part("rope_parameters") or ConfigFacts({}, "rope_parameters.")
     kind = scaling.any("rope_type", scaling.any("type", "default"))
     if kind not in ("default", *_LONGROPE):
         raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default or longrope")
@@ -121,7 +121,7 @@ def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(plain.get(name), dict) and plain[name]:
             plain[name] = plain[name] | {"rope_type": "default"}
-    theta, _ = rope(Facts(plain), partial=True)
+    theta, _ = rope(ConfigFacts(plain), partial=True)
     if kind == "default":
         return theta, None
     # transformers uses this field even if the object has another value.

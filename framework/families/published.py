@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.files import hub_models
-from plimsoll.framework.files.hub_cache import cached
+from plimsoll.framework.files.hub_cache import find_snapshot
 from plimsoll.framework.files.hub_names import is_hub_url, model_named
 
 _FILE = Path(__file__).with_name("published.json")
 # `parameters_source` of a number that the model's name states, such as 135M.
 NAME = "name"
-_PLACE = "shape:"
+_SHAPE_SCHEME = "shape:"
 
 
 @dataclass(frozen=True)
-class Source:
+class ShapeSource:
     """A file of a public repository.
 
     Attributes:
@@ -50,7 +50,7 @@ class PublishedModel:
     Attributes:
         hub_id: organization/name, such as meta-llama/Llama-3.1-8B.
         config: fields of its config.json, with their original names and values.
-        source: key in `sources()` of the file that states them.
+        source: key in `load_sources()` of the file that states them.
         entry: the model's name in that file.
         confirmed_by: {key of another source: the model's name there}; the sources agree in all fields that both
             state.
@@ -70,13 +70,13 @@ class PublishedModel:
 
 
 @cache
-def sources() -> dict[str, Source]:
+def load_sources() -> dict[str, ShapeSource]:
     """Return {key: the source}."""
-    return {key: Source(**fields) for key, fields in _document()["sources"].items()}
+    return {key: ShapeSource(**fields) for key, fields in _document()["sources"].items()}
 
 
 @cache
-def published_models() -> dict[str, PublishedModel]:
+def load_published_models() -> dict[str, PublishedModel]:
     """Return {Hub id: the model}, sorted by id."""
     models = {}
     for hub_id, fields in _document()["models"].items():
@@ -93,13 +93,13 @@ def published_models() -> dict[str, PublishedModel]:
     return models
 
 
-def published_model(hub_id: str) -> PublishedModel:
+def find_published_model(hub_id: str) -> PublishedModel:
     """Return the model of a Hub id, ignoring case.
 
     Raises:
         ValueError: it is not in the file. The message names the nearest ids.
     """
-    by_lower_case = {model.hub_id.lower(): model for model in published_models().values()}
+    by_lower_case = {model.hub_id.lower(): model for model in load_published_models().values()}
     wanted = hub_id.lower()
     if wanted in by_lower_case:
         return by_lower_case[wanted]
@@ -107,10 +107,10 @@ def published_model(hub_id: str) -> PublishedModel:
     hint = ""
     if nearest:
         hint = "; did you mean " + " or ".join(by_lower_case[name].hub_id for name in nearest) + "?"
-    raise ValueError(f"no shape of {hub_id!r} in configs/families/{_FILE.name}, which has {len(by_lower_case)}{hint}")
+    raise ValueError(f"no shape of {hub_id!r} in framework/families/{_FILE.name}, which has {len(by_lower_case)}{hint}")
 
 
-def place_to_plan(source: str) -> str:
+def shape_url(source: str) -> str:
     """Return the location of a model when only its shape is needed.
 
     Tries a folder first, then the cache of the Hub, then this table, and then the Hub itself.
@@ -124,15 +124,15 @@ def place_to_plan(source: str) -> str:
     named = None if is_hub_url(source) or Path(source).expanduser().exists() else model_named(source)
     # A revision exists only on the Hub: the table has one shape for each model.
     if named is None or "@" in source:
-        return hub_models.pinned(source)
-    snapshot = cached(named)
+        return hub_models.pin_model(source)
+    snapshot = find_snapshot(named)
     if snapshot is not None and snapshot.has("config.json"):
-        return hub_models.pinned(source)
+        return hub_models.pin_model(source)
     try:
-        return _PLACE + published_model(source).hub_id
+        return _SHAPE_SCHEME + find_published_model(source).hub_id
     except ValueError as no_shape:
         try:
-            return hub_models.pinned(source)
+            return hub_models.pin_model(source)
         except OSError as error:
             raise type(error)(f"{error}; {no_shape}") from error
 
@@ -140,7 +140,7 @@ def place_to_plan(source: str) -> str:
 def model_at(place: str | Path) -> PublishedModel | None:
     """Return the model of a `shape:ORG/NAME`; None for any other location."""
     text = str(place)
-    return published_model(text.removeprefix(_PLACE)) if text.startswith(_PLACE) else None
+    return find_published_model(text.removeprefix(_SHAPE_SCHEME)) if text.startswith(_SHAPE_SCHEME) else None
 
 
 def note(place: str) -> list[str]:
@@ -148,7 +148,7 @@ def note(place: str) -> list[str]:
     model = model_at(place)
     if model is None:
         return []
-    source = sources()[model.source]
+    source = load_sources()[model.source]
     return [
         f"shape of {model.hub_id}: from the table of published models ({source.repository}, {source.path}); "
         "its files were not looked for on the Hub"

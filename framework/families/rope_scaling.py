@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.layers.longrope import LongRopeScaling
 from plimsoll.framework.layers.yarn import YarnScaling
 
@@ -17,7 +17,7 @@ _LENGTH = "original_max_position_embeddings"
 _PART = "partial_rotary_factor"
 
 
-def original_length(facts: Facts, scaling: Facts) -> int:
+def original_length(facts: ConfigFacts, scaling: ConfigFacts) -> int:
     """Return the number of positions before extension; max_position_embeddings by default.
 
     Args:
@@ -39,7 +39,7 @@ def original_length(facts: Facts, scaling: Facts) -> int:
     return length
 
 
-def rotary_dim(facts: Facts, head_dim: int) -> int | None:
+def rotary_dim(facts: ConfigFacts, head_dim: int) -> int | None:
     """Return how many elements of each head rotate, None for all, in a family with `partial_rotary_factor`.
 
     Raises:
@@ -66,7 +66,7 @@ def rotary_part(turned: int, head_dim: int) -> float:
     return factor if int(head_dim * factor) == turned else math.nextafter(factor, 1.0)
 
 
-def yarn_scaling(facts: Facts, scaling: Facts) -> Config:
+def yarn_scaling(facts: ConfigFacts, scaling: ConfigFacts) -> Config:
     """Return the scaling of rope_type yarn.
 
     Args:
@@ -101,7 +101,7 @@ def yarn_facts(scaling: Config) -> dict[str, Any]:
     return {"rope_type": "yarn", **stated, _LENGTH: length}
 
 
-def longrope_scaling(facts: Facts, scaling: Facts, *, length: int, num_frequencies: int) -> Config:
+def longrope_scaling(facts: ConfigFacts, scaling: ConfigFacts, *, length: int, num_frequencies: int) -> Config:
     """Return the scaling of rope_type longrope, for sequences of up to `length` tokens.
 
     Args:
@@ -136,7 +136,7 @@ def longrope_facts(scaling: Config) -> dict[str, Any]:
     return stated
 
 
-def _factors(scaling: Facts, name: str, count: int) -> list[float]:
+def _factors(scaling: ConfigFacts, name: str, count: int) -> list[float]:
     """Return a list of `count` numbers above 0."""
     expected = f"a list of {count} numbers above 0, one for each pair of elements that turns"
     factors = scaling.any(name)
@@ -148,7 +148,7 @@ def _factors(scaling: Facts, name: str, count: int) -> list[float]:
     return [float(factor) for factor in factors]
 
 
-def _number_or_none(scaling: Facts, name: str) -> float | None:
+def _number_or_none(scaling: ConfigFacts, name: str) -> float | None:
     """Return a number above 0; None if the field is absent, null or 0, which transformers treats as not stated."""
     value = scaling.any(name, None)
     if value == 0 and not isinstance(value, bool):

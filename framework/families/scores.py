@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from plimsoll.framework.config import Config, config_for, target_of
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.config import Config, config_for, get_target
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.score_head import ScoreHead
 
@@ -46,7 +46,7 @@ def language_facts(facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, "architectures": [LANGUAGE_MODELS[facts["architectures"][0]]]}
 
 
-def scored_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
+def add_score_head_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
     """Return the config.json of a model with a score head, given that of its language model or of such a model.
 
     Raises:
@@ -73,7 +73,7 @@ def label_names(facts: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: numbers and names contradict each other, or the labels are not mutually exclusive.
     """
-    fields = Facts(facts)
+    fields = ConfigFacts(facts)
     part = fields.any("id2label", None)
     if part is None:
         # transformers' default, which it does not write to the file.
@@ -97,7 +97,7 @@ def label_names(facts: dict[str, Any]) -> list[str]:
 
 def has_score_head(model: Config) -> bool:
     """Return whether a model's config has a score head."""
-    return target_of(model.head) is ScoreHead
+    return get_target(model.head) is ScoreHead
 
 
 def with_score_head(model: Config, num_labels: int) -> Config:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from plimsoll.framework.files.hub_cache import Snapshot, cache_folder, cached, is_offline
+from plimsoll.framework.files.hub_cache import Snapshot, find_snapshot, get_cache_folder, is_offline
 from plimsoll.framework.files.hub_names import HubRepo, parse_url
 from plimsoll.framework.terminal.tables import human_bytes
 
@@ -27,19 +27,19 @@ _UNKNOWN = ".plimsoll-lists-the-files"
 _unreachable: dict[str, str] = {}
 
 
-class Fetched(NamedTuple):
+class FetchResult(NamedTuple):
     """The result of a fetch.
 
     Attributes:
         snapshot: the cached files after the fetch.
-        why_not: the reason why the Hub could not be reached; empty if it was reached, or was not needed.
+        unreachable_reason: the reason why the Hub could not be reached; empty if it was reached, or was not needed.
     """
 
     snapshot: Snapshot
-    why_not: str
+    unreachable_reason: str
 
 
-def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
+def fetch(repo: HubRepo, patterns: Sequence[str]) -> FetchResult:
     """Downloads the files that match into the cache, unless they are there.
 
     Args:
@@ -51,43 +51,43 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
         PermissionError: it is gated.
         ValueError: the files are larger than the free disk space.
     """
-    before = cached(repo)
+    before = find_snapshot(repo)
     if before is not None and before.is_known_complete(patterns):
-        return Fetched(before, "")
-    why_not = obstacle()
+        return FetchResult(before, "")
+    unreachable_reason = explain_unreachable()
     # Once a commit is known, use it for all further requests: its branch may move.
     wanted = repo if before is None else before.repo
-    if not why_not and (before is None or before.sizes is None):
-        why_not = _download(wanted, _SMALLEST)
-        before = cached(wanted)
-    if not why_not and before is not None:
-        why_not = _complete(before, patterns)
-    snapshot = cached(wanted if before is None else before.repo)
+    if not unreachable_reason and (before is None or before.sizes is None):
+        unreachable_reason = _download(wanted, _SMALLEST)
+        before = find_snapshot(wanted)
+    if not unreachable_reason and before is not None:
+        unreachable_reason = _complete(before, patterns)
+    snapshot = find_snapshot(wanted if before is None else before.repo)
     if snapshot is None:
         raise FileNotFoundError(
-            f"{repo} is not in the cache of the Hub ({cache_folder()}), and {advice(repo, why_not)}"
+            f"{repo} is not in the cache of the Hub ({get_cache_folder()}), and {advice(repo, unreachable_reason)}"
         )
-    return Fetched(snapshot, why_not)
+    return FetchResult(snapshot, unreachable_reason)
 
 
-def advice(repo: HubRepo, why_not: str) -> str:
+def advice(repo: HubRepo, unreachable_reason: str) -> str:
     """Returns the reason why a repository cannot be downloaded, and the command to do so elsewhere."""
     kind = " --repo-type=dataset" if repo.kind == "dataset" else ""
     revision = "" if repo.revision == "main" else f" --revision={repo.revision}"
     command = f"hf download {repo.name}{kind}{revision}"
-    return f"{why_not}; with a network, `{command}` brings it there (HF_HUB_CACHE names another folder)"
+    return f"{unreachable_reason}; with a network, `{command}` brings it there (HF_HUB_CACHE names another folder)"
 
 
-def require(fetched: Fetched, names: Iterable[str]) -> None:
+def require(fetched: FetchResult, names: Iterable[str]) -> None:
     """Raises FileNotFoundError if a file is not in the cache; the message tells whether the Hub has it."""
-    snapshot, why_not = fetched
+    snapshot, unreachable_reason = fetched
     missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
     if not missing:
         return
     listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if snapshot.sizes is not None and not any(name in snapshot.sizes for name in missing):
         raise FileNotFoundError(f"{snapshot.repo} on the Hub has no file {listed}")
-    reason = advice(snapshot.repo, why_not or "the Hub does not have it")
+    reason = advice(snapshot.repo, unreachable_reason or "the Hub does not have it")
     raise FileNotFoundError(
         f"{snapshot.repo}: {listed} is not in the cache of the Hub ({snapshot.folder}), and {reason}"
     )
@@ -116,7 +116,7 @@ def local_paths(paths: Iterable[str]) -> list[str]:
     return [local_by_url[parse_url(path)] if path.startswith("hf://") else path for path in paths]
 
 
-def obstacle() -> str:
+def explain_unreachable() -> str:
     """Returns the reason why the Hub cannot be reached; empty if it can."""
     if is_offline():
         return "HF_HUB_OFFLINE is set"
@@ -148,7 +148,7 @@ def _complete(snapshot: Snapshot, patterns: Sequence[str]) -> str:
 
 def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
     """Prints the pending download. Raises ValueError if the disk has less free space."""
-    folder = cache_folder()
+    folder = get_cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
     size = human_bytes(num_bytes)
@@ -169,7 +169,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if cached(repo) is None:
+    if find_snapshot(repo) is None:
         print(f"hub: asking {_endpoint()} for {repo}", file=sys.stderr, flush=True)
     page = f"{_endpoint()}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
     try:
@@ -177,7 +177,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
             repo.name,
             repo_type=repo.kind,
             revision=repo.revision,
-            cache_dir=cache_folder(),
+            cache_dir=get_cache_folder(),
             allow_patterns=list(patterns),
         )
     # In the library, GatedRepoError is a subclass of RepositoryNotFoundError, so this comes first.
@@ -203,7 +203,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
     return ""
 
 
-def listed(repo: HubRepo) -> Fetched:
+def fetch_file_list(repo: HubRepo) -> FetchResult:
     """Returns a repository's snapshot with its README.md, and with its file list if available. Raises as `fetch`."""
     # Without a file list, it is unknown whether the second file exists, so the list is downloaded.
     return fetch(repo, ["README.md", _UNKNOWN])

@@ -18,13 +18,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from plimsoll.framework.files.hub_names import HubRepo
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 _TREE_FORMAT = 1
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """Returns the cache folder, from the environment variables that huggingface_hub reads."""
     user_cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", os.path.join(user_cache, "huggingface"))
@@ -62,7 +62,7 @@ class Snapshot:
     def names(self, patterns: Iterable[str]) -> list[str]:
         """Returns the names that match, sorted: from all files of the commit if known, else from those in the cache."""
         names = self._list_files() if self.sizes is None else list(self.sizes)
-        return matching(names, patterns)
+        return match_names(names, patterns)
 
     def missing(self, patterns: Iterable[str]) -> list[str]:
         """Returns the matching files that are not in the cache, as far as is known.
@@ -71,7 +71,7 @@ class Snapshot:
         """
         patterns = list(patterns)
         if self.sizes is not None:
-            expected = matching(self.sizes, patterns)
+            expected = match_names(self.sizes, patterns)
         else:
             expected = [pattern for pattern in patterns if pattern not in self.absent]
         return [name for name in expected if not self.has(name)]
@@ -85,16 +85,16 @@ class Snapshot:
         return [path.relative_to(self.folder).as_posix() for path in paths]
 
 
-def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def match_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Returns the names that equal a pattern or match it as a glob, sorted."""
     patterns = list(patterns)
     # A file's own name may contain glob characters.
     return sorted(name for name in names if any(name == one or fnmatchcase(name, one) for one in patterns))
 
 
-def cached(repo: HubRepo) -> Snapshot | None:
+def find_snapshot(repo: HubRepo) -> Snapshot | None:
     """Returns the cached snapshot of a repository at its revision; None if the cache does not know that revision."""
-    storage = cache_folder() / f"{repo.kind}s--{repo.name.replace('/', '--')}"
+    storage = get_cache_folder() / f"{repo.kind}s--{repo.name.replace('/', '--')}"
     commit = repo.revision
     if not repo.is_pinned:
         try:
@@ -102,7 +102,7 @@ def cached(repo: HubRepo) -> Snapshot | None:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
     folder = storage / "snapshots" / commit
-    sizes = _tree(storage / "trees" / f"{commit}.json")
+    sizes = _read_tree(storage / "trees" / f"{commit}.json")
     if not commit or (sizes is None and not folder.is_dir()):
         return None
     absent_folder = storage / ".no_exist" / commit
@@ -110,7 +110,7 @@ def cached(repo: HubRepo) -> Snapshot | None:
     return Snapshot(repo.at(commit), folder, sizes, absent)
 
 
-def _tree(file: Path) -> dict[str, int] | None:
+def _read_tree(file: Path) -> dict[str, int] | None:
     """Reads the list of a commit's files; None if there is none, or it has an unknown format."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         tree = parse_json(file.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 from plimsoll.framework.files import hub
 from plimsoll.framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 # All files of a model that are read, except its weights.
 SMALL_FILES = (
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def pinned(text: str) -> str:
+def pin_model(text: str) -> str:
     """Returns the location of a published model as configs store it: the path of a folder, or hf://ORG/NAME@COMMIT.
 
     Args:
@@ -58,27 +58,27 @@ def pinned(text: str) -> str:
     return fetched.snapshot.repo.url()
 
 
-def folder(place: str | Path) -> Path:
-    """Returns the folder with the small files of a model; `place` is a folder, or hf://ORG/NAME@COMMIT.
+def folder(location: str | Path) -> Path:
+    """Returns the folder with the small files of a model; `location` is a folder, or hf://ORG/NAME@COMMIT.
 
     Raises:
-        FileNotFoundError, PermissionError: as `pinned`.
+        FileNotFoundError, PermissionError: as `pin_model`.
     """
-    if not is_hub_url(str(place)):
-        return Path(place).expanduser()
-    return hub.fetch(_model_repo(str(place)), SMALL_FILES).snapshot.folder
+    if not is_hub_url(str(location)):
+        return Path(location).expanduser()
+    return hub.fetch(_model_repo(str(location)), SMALL_FILES).snapshot.folder
 
 
-def folder_with_weights(place: str | Path) -> Path:
+def folder_with_weights(location: str | Path) -> Path:
     """Returns the folder with the weights of a model, which are downloaded if necessary.
 
     Raises:
-        FileNotFoundError, PermissionError: as `pinned`, or the model has no safetensors.
+        FileNotFoundError, PermissionError: as `pin_model`, or the model has no safetensors.
         ValueError: there is not enough disk space for them.
     """
-    if not is_hub_url(str(place)):
-        return Path(place).expanduser()
-    repo = _model_repo(str(place))
+    if not is_hub_url(str(location)):
+        return Path(location).expanduser()
+    repo = _model_repo(str(location))
     fetched = hub.fetch(repo, [*SMALL_FILES, INDEX])
     snapshot = fetched.snapshot
     # As in transformers, a single file takes precedence over an index of shards.
@@ -91,21 +91,21 @@ def folder_with_weights(place: str | Path) -> Path:
     return fetched.snapshot.folder
 
 
-def has_weights(place: str | Path) -> bool:
+def has_weights(location: str | Path) -> bool:
     """Returns whether weights of a model are on this machine."""
-    return any(folder(place).glob("*.safetensors"))
+    return any(folder(location).glob("*.safetensors"))
 
 
-def first_dtype(place: str) -> str:
+def first_dtype(location: str) -> str:
     """Returns safetensors' name of the dtype of a repository's first tensor; only a header is downloaded.
 
     Raises:
         FileNotFoundError: the Hub cannot be reached.
     """
-    fetched = hub.fetch(_model_repo(place), SMALL_FILES)
+    fetched = hub.fetch(_model_repo(location), SMALL_FILES)
     snapshot = fetched.snapshot
-    why_not = fetched.why_not or hub.obstacle()
-    if not why_not:
+    unreachable_reason = fetched.unreachable_reason or hub.explain_unreachable()
+    if not unreachable_reason:
         from huggingface_hub import get_safetensors_metadata
 
         try:
@@ -114,26 +114,26 @@ def first_dtype(place: str) -> str:
             return metadata.files_metadata[metadata.weight_map[first_name]].tensors[first_name].dtype
         # The library's exceptions have no common base class.
         except Exception as error:
-            why_not = f"the header of its weights cannot be read ({type(error).__name__}: {error})"
-    reason = hub.advice(snapshot.repo, why_not)
+            unreachable_reason = f"the header of its weights cannot be read ({type(error).__name__}: {error})"
+    reason = hub.advice(snapshot.repo, unreachable_reason)
     raise FileNotFoundError(
         f"{snapshot.repo}: its config.json has no dtype, its weights are not in the cache, and {reason}"
     )
 
 
-def base_of_adapter(place: str) -> dict[str, Any]:
+def get_adapter_base(location: str) -> dict[str, Any]:
     """Returns the fields of an adapter_config.json that identify the adapter's base model."""
-    if not is_hub_url(place):
-        return {"base_model_name_or_path": place}
-    repo = _model_repo(place)
+    if not is_hub_url(location):
+        return {"base_model_name_or_path": location}
+    repo = _model_repo(location)
     return {"base_model_name_or_path": repo.name, "revision": repo.revision}
 
 
-def note(place: str) -> list[str]:
+def describe_source(location: str) -> list[str]:
     """Returns a line with the resolved commit and the location of its files; empty for a folder."""
-    if not is_hub_url(place):
+    if not is_hub_url(location):
         return []
-    snapshot = hub.fetch(_model_repo(place), SMALL_FILES).snapshot
+    snapshot = hub.fetch(_model_repo(location), SMALL_FILES).snapshot
     line = f"hub: {snapshot.repo.name} at commit {snapshot.repo.revision[:12]}, in {snapshot.folder}"
     # If the cache has no list of the commit's files, it is unknown whether others are missing.
     unknown_names = snapshot.missing(SMALL_FILES)

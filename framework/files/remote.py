@@ -2,7 +2,7 @@
 
 An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir is a URL writes
 its small files into its own local folder, and a Mirror copies changes to the URL; checkpoints are written there
-directly (framework/checkpoint/objects.py). The lock is an object that is created only if there is none, and
+directly (framework/checkpoint/object_store.py). The lock is an object that is created only if there is none, and
 refreshed: a lease.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from absl import logging
 
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 # Seconds between two uploads, and between two refreshes of the lock.
 INTERVAL = 20.0
@@ -96,7 +96,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def explained(url: str) -> Iterator[None]:
+def explain_errors(url: str) -> Iterator[None]:
     """Turns any error of a store's package into a one-line error that names the URL.
 
     It is FileNotFoundError, PermissionError, or ValueError (no credentials, no connection, ...).
@@ -148,9 +148,9 @@ class Mirror:
     def fetch(self) -> None:
         """Downloads the workdir's files, except checkpoints, event files and traces.
 
-        Raises as `explained`.
+        Raises as `explain_errors`.
         """
-        with explained(self.url), self._turn:
+        with explain_errors(self.url), self._turn:
             entries = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
             for entry in entries:
                 if self._name(entry).startswith(_NOT_FETCHED):
@@ -176,9 +176,9 @@ class Mirror:
     def withdraw(self) -> None:
         """Deletes the uploaded files from the URL that are no longer in the folder.
 
-        Files that were there before stay. Raises as `explained`.
+        Files that were there before stay. Raises as `explain_errors`.
         """
-        with explained(self.url), self._turn:
+        with explain_errors(self.url), self._turn:
             # Iterate over a copy, because the loop deletes names.
             for name in [*self._carried]:
                 if name in self._fetched or (self.folder / name).exists():
@@ -190,9 +190,9 @@ class Mirror:
     def upload(self) -> None:
         """Uploads the files that have changed.
 
-        Raises as `explained`; ValueError: another job has the lock now.
+        Raises as `explain_errors`; ValueError: another job has the lock now.
         """
-        with explained(self.url), self._turn:
+        with explain_errors(self.url), self._turn:
             if self._lost:
                 problem = "another job has taken it over; nothing more is written there"
                 raise ValueError(f"{self.url}: {problem}")
@@ -272,13 +272,13 @@ class Mirror:
         An existing lock is watched for up to LEASE seconds: its owner may still refresh it.
 
         Raises:
-            ValueError: another job is working there; and as `explained`.
+            ValueError: another job is working there; and as `explain_errors`.
         """
         # The token makes the content unique to this claim, for the check below.
         owner = {**owner, "pid_namespace": _NAMESPACE, "token": uuid.uuid4().hex}
         claimed_text = (json.dumps(owner, indent=2) + "\n").encode()
         message = None
-        with explained(self.url):
+        with explain_errors(self.url):
             while True:
                 try:
                     self.fs.pipe_file(self._lock, claimed_text, mode="create")
@@ -304,13 +304,13 @@ class Mirror:
         """
         body = self.fs.cat_file(self._lock)
         owner: dict[str, Any] = {}
-        owner_words = "a job that cannot be told from it"
+        owner_description = "a job that cannot be told from it"
         # Whatever the object contains, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             stored_owner = parse_json(body)
-            owner_words = OWNER.format_map(stored_owner)
+            owner_description = OWNER.format_map(stored_owner)
             owner = stored_owner
-        message = f"took over {self.url}: its lock was left behind by {owner_words}"
+        message = f"took over {self.url}: its lock was left behind by {owner_description}"
         if _has_ended(owner):
             return f"{message}, which has ended"
         # The lock's age is measured only by the store's clock, which may differ from this machine's: the current time
@@ -323,16 +323,16 @@ class Mirror:
         self.fs.rm_file(probe)
         if age < LEASE:
             warning = "--workdir: %s has the lock of %s; waiting for a sign of life"
-            logging.warning(warning, self.url, owner_words)
+            logging.warning(warning, self.url, owner_description)
         while age + time.monotonic() - start < LEASE:
             time.sleep(INTERVAL / 10)
             if self.fs.modified(self._lock) != modified:
                 advice = "stop that job first, or choose another --workdir"
-                raise ValueError(f"--workdir: {self.url} is in use by {owner_words}; {advice}")
+                raise ValueError(f"--workdir: {self.url} is in use by {owner_description}; {advice}")
         return f"{message}, which did not refresh it for {LEASE:.0f} seconds"
 
     def _refresh(self) -> None:
-        with explained(self.url):
+        with explain_errors(self.url):
             self._lost = self.fs.cat_file(self._lock) != self._held
             if not self._lost:
                 # The content stays; other jobs check the modification time.

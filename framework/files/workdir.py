@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.footprint import Footprint
 from plimsoll.framework.files.remote import OWNER, Mirror, is_url, without_secrets
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.terminal import interrupts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
@@ -118,7 +118,7 @@ class Workdir:
     def _claim_remote(self, mirror: Mirror, owner: dict[str, Any]) -> str | None:
         message = mirror.claim(owner)
         self._claim = _Claim(-1, os.getpid(), "")
-        self._cancel_release = interrupts.at_end(lambda number, line: self.release())
+        self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
         mirror.fetch()
         # The files just downloaded are part of the state that a refused start restores.
         self._footprint = Footprint(self.path)
@@ -147,7 +147,7 @@ class Workdir:
         self._claim = _Claim(directory, os.getpid(), text)
         self._footprint = footprint
         atexit.register(self.release)
-        self._cancel_release = interrupts.at_end(lambda number, line: self.release())
+        self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
         return message
 
     def _take(self, directory: int) -> str | None:
@@ -167,30 +167,30 @@ class Workdir:
         with contextlib.suppress(FileNotFoundError):
             text = self._lock.read_text(errors="replace")
         owner: dict[str, Any] = {}
-        owner_words = None
+        owner_description = None
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = parse_json(text or "")
-            owner_words = OWNER.format_map(owner)
+            owner_description = OWNER.format_map(owner)
         if not is_locked:
             stop = "stop that job first"
-            if owner_words:
+            if owner_description:
                 stop += f" (kill {owner['pid']})"
-            busy = f"--workdir: {self.path} is in use by {owner_words or 'another process'}"
+            busy = f"--workdir: {self.path} is in use by {owner_description or 'another process'}"
             raise ValueError(f"{busy}; {stop}, or choose another --workdir")
         if text is None:
             return None
         command = f"rm {shlex.quote(str(self._lock))}"
         advice = f"if no job works there any more, remove the lock: {command}"
-        if owner_words is None:
+        if owner_description is None:
             problem = f"{self._lock} makes no sense, so who works in {self.path} is unknown"
             raise ValueError(f"--workdir: {problem}; {advice}")
         if owner["host"] != socket.gethostname():
-            busy = f"{self.path} is in use by {owner_words}"
+            busy = f"{self.path} is in use by {owner_description}"
             unknown = f"Whether that job still runs cannot be told from host {socket.gethostname()}"
             raise ValueError(f"--workdir: {busy}. {unknown}; {advice}")
         # The flock was free on the owner's own host, so the owner has ended.
         self._lock.unlink()
-        return f"took over {self.path}: its lock was left behind by {owner_words}, which has ended"
+        return f"took over {self.path}: its lock was left behind by {owner_description}, which has ended"
 
     def release(self, *, undo: bool = False) -> None:
         """Releases the directory.
@@ -235,7 +235,7 @@ class Workdir:
         if self.mirror:
             self.mirror.upload()
 
-    def meet(self, barrier: Callable[[], object], *, is_primary: bool) -> None:
+    def sync_processes(self, barrier: Callable[[], object], *, is_primary: bool) -> None:
         """Waits for all processes at `barrier`.
 
         Afterwards, each process sees the files that the primary wrote before.
@@ -253,7 +253,7 @@ class Workdir:
             return self._lock.read_text()
         return ""
 
-    def sees(self, owner: str, seconds: float = 10.0) -> bool:
+    def has_same_lock(self, owner: str, seconds: float = 10.0) -> bool:
         """Returns whether the lock has the content `owner` here too, which proves that the directory is the same one.
 
         An object store needs no such proof; a process that has not claimed it downloads the files.
@@ -292,8 +292,8 @@ def read_only(path: str) -> tuple[Path, str]:
         return folder, f"{folder}/checkpoints"
     workdir = Workdir(path)
     atexit.register(shutil.rmtree, workdir.path, ignore_errors=True)
-    interrupts.at_end(lambda number, line: shutil.rmtree(workdir.path, ignore_errors=True))
-    workdir.sees("")
+    interrupts.register_cleanup(lambda number, line: shutil.rmtree(workdir.path, ignore_errors=True))
+    workdir.has_same_lock("")
     return workdir.path, str(workdir.checkpoints)
 
 
@@ -357,7 +357,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
             return
     # In the same folder, because a rename is atomic only within one file system.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    cancel_removal = interrupts.at_end(lambda number, line: temporary.unlink(missing_ok=True))
+    cancel_removal = interrupts.register_cleanup(lambda number, line: temporary.unlink(missing_ok=True))
     # Not mkstemp, which creates files with mode 0600: the umask decides whether colleagues may read the file.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

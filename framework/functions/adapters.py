@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.functions.leaves import is_array, is_float
-from plimsoll.framework.functions.nf4 import is_quantized, named_arrays
+from plimsoll.framework.functions.nf4 import find_arrays, is_quantized
 from plimsoll.framework.functions.paths import matching_paths, nearest_paths
 from plimsoll.framework.layout import fold_in_name, path_name
 
@@ -68,7 +68,7 @@ Adapters = dict[str, Adapter]
 
 def find_matrices(params: Any) -> dict[str, Any]:
     """Return {path: float array of two or more axes, or QuantizedMatrix}."""
-    return {path: node for path, node in named_arrays(params).items() if _is_matrix(node)}
+    return {path: node for path, node in find_arrays(params).items() if _is_matrix(node)}
 
 
 def _is_matrix(node: Any) -> bool:
@@ -177,7 +177,7 @@ def lora_unmerge(params: Any, adapters: Adapters) -> Any:
 def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
     check_adapters(params, adapters)
 
-    def changed(keypath: tuple[Any, ...], node: Any) -> Any:
+    def merge(keypath: tuple[Any, ...], node: Any) -> Any:
         adapter = adapters.get(path_name(keypath))
         if adapter is None:
             return node
@@ -185,7 +185,7 @@ def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
         dtype = jnp.promote_types(matrix.dtype, jnp.float32)
         return (matrix.astype(dtype) + sign * adapter.product(matrix.ndim).astype(dtype)).astype(matrix.dtype)
 
-    return jax.tree_util.tree_map_with_path(changed, params, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_quantized)
 
 
 def check_adapters(params: Any, adapters: Adapters) -> None:

@@ -22,17 +22,17 @@ from plimsoll.framework.checkpoint.directory import (
     CheckpointMissingError,
     LeafRecord,
     Manifest,
+    list_moved_aside,
     mismatch_table,
-    put_aside,
 )
 from plimsoll.framework.functions.leaves import is_key
 from plimsoll.framework.functions.stored_leaves import (
     Note,
-    records,
-    restored_leaf,
-    sharding_of,
-    shown,
-    stored_leaves,
+    decode_leaf,
+    encode_leaves,
+    format_name,
+    get_sharding,
+    make_records,
 )
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.processes import distributed
@@ -94,8 +94,8 @@ def save(
         ValueError: two leaves have the same path, `extra` is not JSON (NaN), or step or keep is too small.
         CheckpointSaveError: the disk is full or not writable. Earlier steps stay intact.
     """
-    leaves = _leaves(tree)
-    stored = stored_leaves(leaves, _on_devices)
+    leaves = _flatten_leaves(tree)
+    stored = encode_leaves(leaves, _on_devices)
     contents = dict(extra or {})
     if _NOTES in contents:
         raise ValueError(f"extra: {_NOTES!r} is a name that save itself uses; choose another")
@@ -105,8 +105,8 @@ def save(
     if not any(array.size for array in arrays.values()):
         arrays[_PLACEHOLDER] = _on_devices(np.zeros(1, np.uint8))
     with Checkpointer(directory=directory, keep=_KEEP_ALL if keep is None else keep) as checkpointer:
-        is_there = distributed.from_primary(step in checkpointer.steps())
-        if is_there and not overwrite:
+        exists = distributed.broadcast_from_primary(step in checkpointer.steps())
+        if exists and not overwrite:
             raise FileExistsError(f"step {step} is in {directory} already; overwrite=True replaces it")
         checkpointer.save(step, _Arrays(arrays), contents)
 
@@ -141,33 +141,33 @@ def restore(
     """
     reader = Checkpointer(directory=directory, read_only=True)
     # All processes restore the step that process 0 finds.
-    steps_there = distributed.from_primary(reader.steps())
+    saved_steps = distributed.broadcast_from_primary(reader.steps())
     if step is None:
-        step = _newest(reader, steps_there)
-    place = f"step {step} of {directory}"
-    manifest = _whole_manifest(reader, step, place)
+        step = _find_newest_step(reader, saved_steps)
+    location = f"step {step} of {directory}"
+    manifest = _read_manifest(reader, step, location)
     extra = dict(manifest.extra)
     notes: dict[str, Note] = extra.pop(_NOTES, {})
-    leaves = _leaves(like)
+    leaves = _flatten_leaves(like)
     specs = _specs(leaves)
     if _PLACEHOLDER in manifest.leaves:
-        specs[_PLACEHOLDER] = jax.ShapeDtypeStruct((1,), np.uint8, sharding=sharding_of(None))
-    _refuse_other_leaves(place, manifest, notes, leaves, specs)
+        specs[_PLACEHOLDER] = jax.ShapeDtypeStruct((1,), np.uint8, sharding=get_sharding(None))
+    _refuse_other_leaves(location, manifest, notes, leaves, specs)
     try:
         arrays = reader.restore(step, _Arrays(specs)).state.arrays
     except CheckpointCorruptError as error:
-        earlier_steps = [other for other in steps_there if other < step]
+        earlier_steps = [other for other in saved_steps if other < step]
         raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
-    restored = [restored_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
+    restored = [decode_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), restored), extra
 
 
-def _whole_manifest(reader: Checkpointer, step: int, place: str) -> Manifest:
+def _read_manifest(reader: Checkpointer, step: int, location: str) -> Manifest:
     """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
     manifest = reader.manifest(step)
     if manifest.frozen is not None:
         reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
-        raise CheckpointMismatchError(f"{place} {reason}")
+        raise CheckpointMismatchError(f"{location} {reason}")
     return manifest
 
 
@@ -176,19 +176,19 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return Checkpointer(directory=directory, read_only=True).steps()
 
 
-def _newest(reader: Checkpointer, steps_there: list[int]) -> int:
+def _find_newest_step(reader: Checkpointer, saved_steps: list[int]) -> int:
     """Return the newest complete step. Raise CheckpointMissingError, listing incomplete steps, if there is none."""
-    if steps_there:
-        return steps_there[-1]
+    if saved_steps:
+        return saved_steps[-1]
     problems = reader.problems()
     # If a process is killed while one checkpoint replaces another, the old one is left under another name.
-    steps_aside = put_aside(reader.directory)
+    steps_aside = list_moved_aside(reader.directory)
     if steps_aside:
         problems.append(f"steps {steps_aside} were being replaced; the next save, or pl.Checkpointer, puts them back")
     raise CheckpointMissingError("\n  ".join([f"there is no complete checkpoint in {reader.directory}", *problems]))
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _flatten_leaves(tree: Any) -> dict[str, Any]:
     """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
     leaves = flatten(tree)
     if len(leaves) != len(jax.tree.leaves(tree)):
@@ -198,7 +198,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 def _on_devices(array: np.ndarray) -> jax.Array:
     """Return a numpy array as a jax.Array that can be saved."""
-    return jax.make_array_from_callback(array.shape, sharding_of(None), lambda index: array[index])
+    return jax.make_array_from_callback(array.shape, get_sharding(None), lambda index: array[index])
 
 
 def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -212,20 +212,20 @@ def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         ValueError: a sharding has no devices.
     """
     specs: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, leaf in stored_leaves(leaves, _spec).arrays.items():
+    for name, leaf in encode_leaves(leaves, _spec).arrays.items():
         # jax.eval_shape of arrays on a mesh with explicit axes returns such shardings.
         if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
             raise ValueError(
-                f"{shown(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which "
+                f"{format_name(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which "
                 "has no devices to restore to"
             )
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding_of(leaf))
+        specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=get_sharding(leaf))
     return specs
 
 
 def _refuse_other_leaves(
-    place: str,
+    location: str,
     manifest: Manifest,
     notes: Mapping[str, Note],
     leaves: Mapping[str, Any],
@@ -233,12 +233,12 @@ def _refuse_other_leaves(
 ) -> None:
     """Raise CheckpointMismatchError if leaf names, shapes, dtypes or types differ from those in the checkpoint."""
     wanted = {name: LeafRecord(tuple(spec.shape), str(spec.dtype)) for name, spec in specs.items()}
-    expected = records(wanted, stored_leaves(leaves, _spec).notes)
-    stored = records(manifest.leaves, notes)
+    expected = make_records(wanted, encode_leaves(leaves, _spec).notes)
+    stored = make_records(manifest.leaves, notes)
     table = mismatch_table(stored, expected)
     if table is None:
         return
-    lines = [f"{place} holds other leaves than `like`: {table}"]
+    lines = [f"{location} holds other leaves than `like`: {table}"]
     extra_names = [name for name in stored if name not in expected]
     for name in expected:
         if name in stored:

@@ -14,11 +14,11 @@ import jax
 from jax import core
 
 from plimsoll.framework.functions.leaves import is_array
-from plimsoll.framework.layout import filled, floats
+from plimsoll.framework.layout import fill_none, floats
 
 
 @dataclass(frozen=True)
-class Hoisted:
+class HoistedFunction:
     """A traced function with its closed-over values as the first argument.
 
     Attributes:
@@ -32,7 +32,7 @@ class Hoisted:
     result: Any
 
 
-def hoisted(function: Callable[..., Any], *examples: Any) -> Hoisted:
+def hoist_closure(function: Callable[..., Any], *examples: Any) -> HoistedFunction:
     """Trace `function` for arguments with the shapes and dtypes of `examples`, trees of jax.ShapeDtypeStruct."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*examples)
     structure = jax.tree.structure(result)
@@ -46,10 +46,10 @@ def hoisted(function: Callable[..., Any], *examples: Any) -> Hoisted:
         return jax.tree.unflatten(structure, leaves)
 
     values = [value for traced, value in zip(is_traced, closed.consts, strict=True) if traced]
-    return Hoisted(call, values, result)
+    return HoistedFunction(call, values, result)
 
 
-def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+def compute_float_vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """Apply `jax.vjp` to trees of any arrays, including integers, booleans and keys.
 
     Returns:
@@ -58,13 +58,13 @@ def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, C
     """
 
     def call_with_floats(*float_arguments: Any) -> Any:
-        whole_arguments = [filled(new, old) for new, old in zip(float_arguments, arguments, strict=True)]
-        return floats(function(*whole_arguments))
+        full_arguments = [fill_none(new, old) for new, old in zip(float_arguments, arguments, strict=True)]
+        return floats(function(*full_arguments))
 
     return jax.vjp(call_with_floats, *(floats(argument) for argument in arguments))
 
 
-def arrays_of(tree: Any) -> Any:
+def select_arrays(tree: Any) -> Any:
     """Return the tree with None for leaves that are not arrays, such as an activation function in an equinox module."""
 
     def array_or_none(leaf: Any) -> Any:
@@ -73,7 +73,7 @@ def arrays_of(tree: Any) -> Any:
     return jax.tree.map(array_or_none, tree)
 
 
-def constants_of(tree: Any) -> Any:
+def select_constants(tree: Any) -> Any:
     """Return the tree with None for its arrays."""
 
     def constant_or_none(leaf: Any) -> Any:

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from plimsoll.framework.functions.factored import Factored
-from plimsoll.framework.plan.jaxprs import scan_counts
+from plimsoll.framework.functions.factored import FactoredMatrix
+from plimsoll.framework.plan.jaxpr_analysis import scan_counts
 
 # Arrays, and matrices in factored form.
 Values = list[Any]
@@ -38,21 +38,21 @@ def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 def _jit(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """Interpret a `jax.jit` call, and apply the shardings of its results."""
     results = _call(runner, equation, operands)
-    placed = []
+    constrained = []
     for result, sharding in zip(results, equation.params["out_shardings"], strict=True):
-        is_given = isinstance(sharding, jax.sharding.Sharding) and not isinstance(result, Factored)
-        placed.append(lax.with_sharding_constraint(result, sharding) if is_given else result)
-    return placed
+        is_given = isinstance(sharding, jax.sharding.Sharding) and not isinstance(result, FactoredMatrix)
+        constrained.append(lax.with_sharding_constraint(result, sharding) if is_given else result)
+    return constrained
 
 
 def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """Interpret the body of a `jax.checkpoint` under the same policy."""
 
-    def recomputed(*values: Any) -> Values:
+    def run_checkpointed(*values: Any) -> Values:
         return runner.arrays(runner.run(equation.params["jaxpr"], (), values), equation)
 
     params = equation.params
-    return jax.checkpoint(recomputed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+    return jax.checkpoint(run_checkpointed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
 
 
 def _cond(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
@@ -78,14 +78,14 @@ def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     carry = _Carry(runner, equation, body.jaxpr, params["body_nconsts"], initial)
 
     def run_condition(arrays: Values) -> Any:
-        values = [*condition_constants, *carry.whole(arrays)]
+        values = [*condition_constants, *carry.insert_matrices(arrays)]
         (result,) = runner.run(condition.jaxpr, condition.consts, values)
         return result
 
     def run_body(arrays: Values) -> Values:
-        return carry.arrays(runner.run(body.jaxpr, body.consts, [*body_constants, *carry.whole(arrays)]))
+        return carry.arrays(runner.run(body.jaxpr, body.consts, [*body_constants, *carry.insert_matrices(arrays)]))
 
-    return carry.whole(lax.while_loop(run_condition, run_body, carry.arrays(initial)))
+    return carry.insert_matrices(lax.while_loop(run_condition, run_body, carry.arrays(initial)))
 
 
 def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
@@ -99,21 +99,21 @@ def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     carry = _Carry(runner, equation, closed.jaxpr, num_constants, initial)
     stacks = [_Stack(operand) for operand in operands[num_before_stacks:]]
 
-    def turn(arrays: Values, slices: Values) -> tuple[Values, Values]:
+    def step(arrays: Values, slices: Values) -> tuple[Values, Values]:
         layers = [stack.layer(leaves) for stack, leaves in zip(stacks, slices, strict=True)]
-        results = runner.run(closed.jaxpr, closed.consts, [*constants, *carry.whole(arrays), *layers])
+        results = runner.run(closed.jaxpr, closed.consts, [*constants, *carry.insert_matrices(arrays), *layers])
         new_carry = carry.arrays(results[:num_carry])
         return new_carry, runner.arrays(results[num_carry:], equation)
 
     last, outputs = lax.scan(
-        turn,
+        step,
         carry.arrays(initial),
         [stack.sliced for stack in stacks],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry.whole(last), *outputs]
+    return [*carry.insert_matrices(last), *outputs]
 
 
 class _Carry:
@@ -130,10 +130,10 @@ class _Carry:
         self.runner = runner
         self.equation = equation
         # {position in the carry: matrix}
-        self.matrices: dict[int, Factored] = {}
+        self.matrices: dict[int, FactoredMatrix] = {}
         for position, value in enumerate(initial):
             incoming: Var = body.invars[num_constants + position]
-            if isinstance(value, Factored) and body.outvars[position] is incoming:
+            if isinstance(value, FactoredMatrix) and body.outvars[position] is incoming:
                 self.matrices[position] = value
 
     def arrays(self, values: Sequence[Any]) -> Values:
@@ -141,7 +141,7 @@ class _Carry:
         changing = [value for position, value in enumerate(values) if position not in self.matrices]
         return self.runner.arrays(changing, self.equation)
 
-    def whole(self, arrays: Sequence[Any]) -> Values:
+    def insert_matrices(self, arrays: Sequence[Any]) -> Values:
         """Return the full carry, with the unchanged matrices."""
         remaining = iter(arrays)
         count = len(arrays) + len(self.matrices)

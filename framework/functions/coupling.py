@@ -19,7 +19,7 @@ Streams = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
-class AdditiveCoupling:
+class StreamCoupling:
     """Both directions of an additive coupling; see `additive_coupling`."""
 
     f: Branch
@@ -28,15 +28,15 @@ class AdditiveCoupling:
     def forward(self, weights: Any, x: Streams, *layer_xs: Any) -> Streams:
         """Map (x1, x2) to (y1, y2)."""
         x1, x2 = _two_streams(x)
-        y1 = added(x1, self.f(weights, x2, *layer_xs))
-        y2 = added(x2, self.g(weights, y1, *layer_xs))
+        y1 = add_branch(x1, self.f(weights, x2, *layer_xs))
+        y2 = add_branch(x2, self.g(weights, y1, *layer_xs))
         return y1, y2
 
     def inverse(self, weights: Any, y: Streams, *layer_xs: Any) -> Streams:
         """Map (y1, y2) to (x1, x2)."""
         y1, y2 = _two_streams(y)
-        x2 = subtracted(y2, self.g(weights, y1, *layer_xs))
-        x1 = subtracted(y1, self.f(weights, x2, *layer_xs))
+        x2 = subtract_branch(y2, self.g(weights, y1, *layer_xs))
+        x1 = subtract_branch(y1, self.f(weights, x2, *layer_xs))
         return x1, x2
 
 
@@ -62,25 +62,25 @@ def additive_coupling(f: Branch, g: Branch) -> tuple[Callable[..., Streams], Cal
     Raises:
         TypeError: from forward and inverse, if there are not exactly two streams, or they are not floats.
     """
-    coupling = AdditiveCoupling(f, g)
+    coupling = StreamCoupling(f, g)
     return coupling.forward, coupling.inverse
 
 
-def coupling_of(forward: Callable[..., Any], inverse: Callable[..., Any]) -> AdditiveCoupling | None:
+def find_coupling(forward: Callable[..., Any], inverse: Callable[..., Any]) -> StreamCoupling | None:
     """Return the coupling that `forward` and `inverse` belong to; None if they are any other functions."""
     coupling = getattr(inverse, "__self__", None)
-    if not isinstance(coupling, AdditiveCoupling):
+    if not isinstance(coupling, StreamCoupling):
         return None
     is_pair = forward == coupling.forward and inverse == coupling.inverse
     return coupling if is_pair else None
 
 
-def added(stream: Any, branch: Any) -> Any:
+def add_branch(stream: Any, branch: Any) -> Any:
     """Return the stream plus the branch, in the stream's dtype."""
     return jax.tree.map(lambda x, h: x + h.astype(x.dtype), stream, branch)
 
 
-def subtracted(stream: Any, branch: Any) -> Any:
+def subtract_branch(stream: Any, branch: Any) -> Any:
     """Return the stream minus the branch, in the stream's dtype."""
     return jax.tree.map(lambda y, h: y - h.astype(y.dtype), stream, branch)
 

@@ -12,25 +12,25 @@ from typing import Any, Unpack
 
 import jax
 
-from plimsoll.framework.functions.encoding import Tree, decoded, encoded, with_static
-from plimsoll.framework.functions.marker import marked
-from plimsoll.framework.functions.rules import BareRule
+from plimsoll.framework.functions.encoding import Tree, decode, encode, wrap_static
+from plimsoll.framework.functions.rules import RuleFunction
 from plimsoll.framework.functions.trained import Trained
-from plimsoll.framework.functions.update_options import UpdateOptions, updater_of
+from plimsoll.framework.functions.update_options import UpdateOptions, make_updater
+from plimsoll.framework.functions.update_primitive import mark_update
 from plimsoll.framework.functions.updater import Updater
-from plimsoll.framework.functions.uses import USES
+from plimsoll.framework.functions.use_tracker import USE_TRACKER
 
 # (a `Trained`, its floats, inputs) -> outputs. Only the floats and inputs are differentiated.
-Forward = Callable[[Trained, Tree, Tree], Tree]
+ForwardFunction = Callable[[Trained, Tree, Tree], Tree]
 
 
 class _Eager:
     """Common part of pieces and shared weights: initialization and the backward pass."""
 
-    def __init__(self, forward: Forward, updater: Updater):
+    def __init__(self, forward: ForwardFunction, updater: Updater):
         self.name = updater.name
         self._updater = updater
-        self._apply = _updating(forward, updater)
+        self._apply = _make_updating(forward, updater)
 
     def init(self, weights: Tree, state: Tree | None = None) -> Trained:
         """Return the weights with the initial state of their optimizer.
@@ -43,23 +43,23 @@ class _Eager:
             ValueError: there are no floats to train, part of the weights is trained already, or the rule looks at
                 several tensors together (see `mixes` of `eager`).
         """
-        encoded_weights, floats = self._updater.checked_floats(weights)
-        state = self._updater.state_of(floats, state)
-        return Trained(encoded_weights, encoded(state), self.name)
+        encoded_weights, floats = self._updater.encode_weights(weights)
+        state = self._updater.prepare_state(floats, state)
+        return Trained(encoded_weights, encode(state), self.name)
 
     def _record_use(self, trained: Trained) -> Trained:
         if not isinstance(trained, Trained):
             raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
-        USES.note(trained, self.name)
+        USE_TRACKER.record(trained, self.name)
         return trained
 
 
-class EagerPiece(_Eager):
+class EagerModule(_Eager):
     """A piece of a forward pass that is updated in the backward pass; made by `eager`."""
 
-    def __init__(self, piece: Callable[..., Tree], updater: Updater):
+    def __init__(self, function: Callable[..., Tree], updater: Updater):
         def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
-            return piece(trained.weights_with(floats), *decoded(inputs))
+            return function(trained.weights_with(floats), *decode(inputs))
 
         super().__init__(forward, updater)
 
@@ -74,7 +74,7 @@ class EagerPiece(_Eager):
         Raises:
             ValueError: the same weights are used twice in a function that is being differentiated.
         """
-        return self._apply(self._record_use(trained), with_static(inputs))
+        return self._apply(self._record_use(trained), wrap_static(inputs))
 
 
 class EagerWeights(_Eager):
@@ -99,10 +99,10 @@ class EagerWeights(_Eager):
 
 
 def eager(
-    piece: Callable[..., Tree],
-    optimizer_or_rule: Any | BareRule,
+    function: Callable[..., Tree],
+    optimizer_or_rule: Any | RuleFunction,
     **options: Unpack[UpdateOptions],
-) -> EagerPiece:
+) -> EagerModule:
     """Make a piece of a forward pass whose weights are updated inside the backward pass.
 
         layer = pl.eager(piece, optax.adamw(1e-3), name="layer")
@@ -121,7 +121,7 @@ def eager(
     residuals of the forward pass. `jax.grad` followed by optax holds all gradients: 2 P + S.
 
     Args:
-        piece: `piece(weights, *inputs) -> outputs`, all pytrees. The float arrays among its weights are trained.
+        function: `piece(weights, *inputs) -> outputs`, all pytrees. The float arrays among its weights are trained.
         optimizer_or_rule: an optax transformation, a `stream` (its state stays in host memory), or a function
             `(weights, gradient, state) -> (weights, state)`. Weights that are not floats are None in all three trees.
         options: `name`, `skip_nonfinite`, `max_update_rms` and `mixes`, see `UpdateOptions`.
@@ -130,10 +130,10 @@ def eager(
         TypeError: `optimizer_or_rule` is none of the three, or there is no such option.
         ValueError: the optimizer needs a seed, or `max_update_rms` is given with a function.
     """
-    return EagerPiece(piece, updater_of(optimizer_or_rule, **options))
+    return EagerModule(function, make_updater(optimizer_or_rule, **options))
 
 
-def eager_weights(optimizer_or_rule: Any | BareRule, **options: Unpack[UpdateOptions]) -> EagerWeights:
+def eager_weights(optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]) -> EagerWeights:
     """Make weights that several parts of a forward pass share, updated once by the sum of their gradients.
 
         shared = pl.eager_weights(optax.adamw(1e-3), name="embedding")
@@ -142,10 +142,10 @@ def eager_weights(optimizer_or_rule: Any | BareRule, **options: Unpack[UpdateOpt
     The backward pass holds their gradient from their last use in the forward pass to the first one. Arguments,
     complexity and errors are those of `eager`.
     """
-    return EagerWeights(updater_of(optimizer_or_rule, **options))
+    return EagerWeights(make_updater(optimizer_or_rule, **options))
 
 
-def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], Tree]:
+def _make_updating(forward: ForwardFunction, updater: Updater) -> Callable[[Trained, Tree], Tree]:
     """Return the function whose backward pass updates the weights."""
 
     @jax.custom_vjp
@@ -153,18 +153,18 @@ def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], T
         return forward(trained, trained.floats, inputs)
 
     def apply_forward(trained: Trained, inputs: Tree) -> tuple[Tree, Any]:
-        def of_floats(floats: Tree, inputs: Tree) -> Tree:
+        def call_with_floats(floats: Tree, inputs: Tree) -> Tree:
             return forward(trained, floats, inputs)
 
-        outputs, pull_back = jax.vjp(of_floats, trained.floats, inputs)
+        outputs, pull_back = jax.vjp(call_with_floats, trained.floats, inputs)
         return outputs, (trained, pull_back)
 
     def apply_backward(residuals: Any, cotangents: Tree) -> tuple[Trained, Tree]:
         trained, pull_back = residuals
         gradient, input_cotangents = pull_back(cotangents)
         # The backward pass of everything before the piece waits for the update, so that gradients do not pile up.
-        new, input_cotangents = updater.updated(trained, gradient, input_cotangents)
-        return marked(new, updater.name), input_cotangents
+        new, input_cotangents = updater.apply_update(trained, gradient, input_cotangents)
+        return mark_update(new, updater.name), input_cotangents
 
     apply.defvjp(apply_forward, apply_backward)
     return apply

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.functions.encoding import Tree, decoded, encoded, with_static
-from plimsoll.framework.functions.marker import marked
-from plimsoll.framework.functions.pull_back import Cotangents, Residuals
-from plimsoll.framework.functions.rules import BareRule
+from plimsoll.framework.functions.encoding import Tree, decode, encode, wrap_static
+from plimsoll.framework.functions.loop_residuals import Cotangents, Residuals
+from plimsoll.framework.functions.rules import RuleFunction
 from plimsoll.framework.functions.stacks import num_layers, weights_at
 from plimsoll.framework.functions.trained import Trained
-from plimsoll.framework.functions.update_options import UpdateOptions, updater_of
+from plimsoll.framework.functions.update_options import UpdateOptions, make_updater
+from plimsoll.framework.functions.update_primitive import mark_update
 from plimsoll.framework.functions.updater import Updater
-from plimsoll.framework.functions.uses import USES
+from plimsoll.framework.functions.use_tracker import USE_TRACKER
 
 # layer(weights, carry, x, *shared) -> (carry, y)
-Layer = Callable[..., tuple[Tree, Tree]]
+ScanLayer = Callable[..., tuple[Tree, Tree]]
 
 
 class _ForwardResults(NamedTuple):
@@ -44,7 +44,7 @@ class _ForwardResults(NamedTuple):
     residuals: Residuals
 
 
-class _BackwardCarry(NamedTuple):
+class _BackwardScanCarry(NamedTuple):
     """Carry of the backward loop: the stack, and the cotangents of the layer's input and of the shared inputs."""
 
     trained: Trained
@@ -55,7 +55,7 @@ class _BackwardCarry(NamedTuple):
 class EagerStack:
     """Stacked layers that are updated in the backward pass; made by `eager_scan`."""
 
-    def __init__(self, layer: Layer, updater: Updater):
+    def __init__(self, layer: ScanLayer, updater: Updater):
         self.name = updater.name
         self._layer = layer
         self._updater = updater
@@ -67,16 +67,16 @@ class EagerStack:
         """Return the stack with the initial state of its optimizer, a separate state for each layer.
 
         Args:
-            stacked_weights: any pytree whose arrays are [L, ...], for L layers.
+            make_stacked_weights: any pytree whose arrays are [L, ...], for L layers.
             state: stacked optimizer state to start from, arrays [L, ...]; None for the initial one.
 
         Raises:
-            ValueError: see `EagerPiece.init`; or the arrays do not have the same number of layers.
+            ValueError: see `EagerModule.init`; or the arrays do not have the same number of layers.
         """
-        encoded_weights, floats = self._updater.checked_floats(stacked_weights)
+        encoded_weights, floats = self._updater.encode_weights(stacked_weights)
         num_layers(self.name, encoded_weights)
-        state = self._updater.state_of_stack(floats, state)
-        return Trained(encoded_weights, encoded(state), self.name)
+        state = self._updater.prepare_stack_state(floats, state)
+        return Trained(encoded_weights, encode(state), self.name)
 
     def __call__(self, trained: Trained, carry: Tree, xs: Tree = None, *shared: Tree) -> tuple[Tree, Tree]:
         """Run the layers one after another, as `jax.lax.scan` does.
@@ -97,33 +97,33 @@ class EagerStack:
         """
         if not isinstance(trained, Trained):
             raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
-        USES.note(trained, self.name)
+        USE_TRACKER.record(trained, self.name)
         num_layers(self.name, (trained, xs))
-        return self._apply(trained, carry, xs, with_static(shared))
+        return self._apply(trained, carry, xs, wrap_static(shared))
 
     def _forward(self, trained: Trained, carry: Tree, xs: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
+        def body(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
             index, x = item
             layer = weights_at(trained, index)
-            return self._layer(layer.weights, carry, x, *decoded(shared))
+            return self._layer(layer.weights, carry, x, *decode(shared))
 
-        return jax.lax.scan(turn, carry, (_indices(trained), xs))
+        return jax.lax.scan(body, carry, (_indices(trained), xs))
 
     def _forward_with_residuals(
         self, trained: Trained, carry: Tree, xs: Tree, shared: Tree
     ) -> tuple[tuple[Tree, Tree], _ForwardResults]:
-        def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
+        def body(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
             index, x = item
             layer = weights_at(trained, index)
 
-            def of_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
-                return self._layer(layer.weights_with(floats), carry, x, *decoded(shared))
+            def call_with_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
+                return self._layer(layer.weights_with(floats), carry, x, *decode(shared))
 
             floats = layer.floats
-            (carry, y), pull_back = jax.vjp(of_floats, floats, carry, x, shared)
-            return carry, (y, Residuals.of(pull_back, (floats, x, shared)))
+            (carry, y), pull_back = jax.vjp(call_with_floats, floats, carry, x, shared)
+            return carry, (y, Residuals.from_vjp(pull_back, (floats, x, shared)))
 
-        carry, (ys, residuals) = jax.lax.scan(turn, carry, (_indices(trained), xs))
+        carry, (ys, residuals) = jax.lax.scan(body, carry, (_indices(trained), xs))
         return (carry, ys), _ForwardResults(trained, xs, shared, residuals)
 
     def _backward(
@@ -131,47 +131,49 @@ class EagerStack:
     ) -> tuple[Trained, Tree, Tree, Tree]:
         carry_cotangent, ys_cotangents = cotangents
 
-        def turn(carry: _BackwardCarry, item: Any) -> tuple[_BackwardCarry, Cotangents]:
+        def body(carry: _BackwardScanCarry, item: Any) -> tuple[_BackwardScanCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
-            layer = self._updater.layer_of(carry.trained, index)
+            layer = self._updater.get_layer(carry.trained, index)
             pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
-                (carry.cotangent.restored(), y_cotangents.of_turn())
+                (carry.cotangent.restore(), y_cotangents.restore_slice())
             )
             # The layer before waits for the update, so that only one layer's gradients exist at a time.
             later = (cotangent, x_cotangents)
-            stack, later = self._updater.updated_layer(carry.trained, index, layer, gradient, later)
+            stack, later = self._updater.apply_layer_update(carry.trained, index, layer, gradient, later)
             cotangent, x_cotangents = later
-            summed = jax.tree.map(jnp.add, carry.shared_cotangents, Cotangents.of(shared_cotangents))
-            new_carry = _BackwardCarry(stack, Cotangents.of(cotangent), summed)
-            return new_carry, Cotangents.of(x_cotangents)
+            summed = jax.tree.map(jnp.add, carry.shared_cotangents, Cotangents.from_vjp(shared_cotangents))
+            new_carry = _BackwardScanCarry(stack, Cotangents.from_vjp(cotangent), summed)
+            return new_carry, Cotangents.from_vjp(x_cotangents)
 
-        first = _BackwardCarry(forward_results.trained, Cotangents.of(carry_cotangent), _zeros(forward_results.shared))
+        first = _BackwardScanCarry(
+            forward_results.trained, Cotangents.from_vjp(carry_cotangent), _zeros(forward_results.shared)
+        )
         items = (
             _indices(forward_results.trained),
             forward_results.xs,
             forward_results.residuals,
-            Cotangents.of(ys_cotangents),
+            Cotangents.from_vjp(ys_cotangents),
         )
-        last, xs_cotangents = jax.lax.scan(turn, first, items, reverse=True)
+        last, xs_cotangents = jax.lax.scan(body, first, items, reverse=True)
         length = num_layers(self.name, forward_results.trained)
         return (
-            marked(last.trained, self.name),
-            last.cotangent.restored(),
-            xs_cotangents.of_all_turns(length),
-            last.shared_cotangents.restored(),
+            mark_update(last.trained, self.name),
+            last.cotangent.restore(),
+            xs_cotangents.restore_stack(length),
+            last.shared_cotangents.restore(),
         )
 
 
 def eager_scan(
-    layer: Layer,
-    optimizer_or_rule: Any | BareRule,
+    layer: ScanLayer,
+    optimizer_or_rule: Any | RuleFunction,
     **options: Unpack[UpdateOptions],
 ) -> EagerStack:
     """Make a loop over stacked layers that updates each layer inside the backward pass.
 
         stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")
-        trained = stack.init(stacked_weights)
+        trained = stack.init(make_stacked_weights)
         y, ys = stack(trained, x, keys)
 
     The forward pass saves the residuals of each layer's `jax.vjp`, except for weights and `xs`, which the backward pass
@@ -187,7 +189,7 @@ def eager_scan(
         optimizer_or_rule: the optimizer, with a separate state for each layer, as if it were the only one; see `eager`.
         options: options for each layer; see `eager`, also for the errors raised.
     """
-    return EagerStack(layer, updater_of(optimizer_or_rule, **options))
+    return EagerStack(layer, make_updater(optimizer_or_rule, **options))
 
 
 def _indices(trained: Trained) -> jax.Array:
@@ -201,4 +203,4 @@ def _zeros(tree: Tree) -> Cotangents:
         has_cotangent = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros_like(leaf) if has_cotangent else np.zeros(leaf.shape, jax.dtypes.float0)
 
-    return Cotangents.of(jax.tree.map(zero, tree))
+    return Cotangents.from_vjp(jax.tree.map(zero, tree))

@@ -20,7 +20,7 @@ Tree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Encoded:
+class EncodedArray:
     """An array of bools, integers or PRNG keys, stored as floats.
 
     Attributes:
@@ -34,12 +34,12 @@ class Encoded:
     dtype: str = field(metadata={"static": True})
     key_impl: Any = field(metadata={"static": True})
 
-    def decoded(self) -> jax.Array:
+    def decode(self) -> jax.Array:
         """Return the original array."""
         dtype = jnp.dtype(self.dtype)
-        if _is_cut(dtype):
-            pieces = self.floats.astype(jnp.uint16)
-            array = jax.lax.bitcast_convert_type(pieces, dtype)
+        if _is_split(dtype):
+            words16 = self.floats.astype(jnp.uint16)
+            array = jax.lax.bitcast_convert_type(words16, dtype)
         else:
             array = self.floats.astype(dtype)
         if self.key_impl is None:
@@ -55,13 +55,13 @@ class Static:
     value: Any
 
 
-def is_held(node: Any) -> bool:
+def is_encoded_leaf(node: Any) -> bool:
     """Return whether a node represents one leaf of the tree that was encoded."""
-    return isinstance(node, (Encoded, Static))
+    return isinstance(node, (EncodedArray, Static))
 
 
-def encoded(tree: Tree) -> Tree:
-    """Wrap each non-float array of the tree in an `Encoded`, and each leaf that is not an array in a `Static`.
+def encode(tree: Tree) -> Tree:
+    """Wrap each non-float array of the tree in an `EncodedArray`, and each leaf that is not an array in a `Static`.
 
     Raises:
         ValueError: an array is complex.
@@ -69,31 +69,33 @@ def encoded(tree: Tree) -> Tree:
     return jax.tree.map(_encode_leaf, tree)
 
 
-def decoded(tree: Tree) -> Tree:
-    """Invert `encoded`."""
+def decode(tree: Tree) -> Tree:
+    """Invert `encode`."""
 
     def leaf(node: Any) -> Any:
-        if isinstance(node, Encoded):
-            return node.decoded()
+        if isinstance(node, EncodedArray):
+            return node.decode()
         return node.value if isinstance(node, Static) else node
 
-    return jax.tree.map(leaf, tree, is_leaf=is_held)
+    return jax.tree.map(leaf, tree, is_leaf=is_encoded_leaf)
 
 
-def with_static(tree: Tree) -> Tree:
-    """Wrap each leaf that is not an array in a `Static`; arrays of any dtype stay. `decoded` is the inverse."""
+def wrap_static(tree: Tree) -> Tree:
+    """Wrap each leaf that is not an array in a `Static`; arrays of any dtype stay. `decode` is the inverse."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), tree)
 
 
-def float_part(encoded_tree: Tree) -> Tree:
+def select_floats(encoded_tree: Tree) -> Tree:
     """Return the floats of an encoded tree, with None, a node without leaves, for everything else."""
-    return jax.tree.map(lambda node: None if is_held(node) else node, encoded_tree, is_leaf=is_held)
+    return jax.tree.map(lambda node: None if is_encoded_leaf(node) else node, encoded_tree, is_leaf=is_encoded_leaf)
 
 
 def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
-    """Return the encoded tree with its floats replaced by those of a tree like the result of `float_part`."""
+    """Return the encoded tree with its floats replaced by those of a tree like the result of `select_floats`."""
     new_floats = iter(jax.tree.leaves(floats))
-    return jax.tree.map(lambda node: node if is_held(node) else next(new_floats), encoded_tree, is_leaf=is_held)
+    return jax.tree.map(
+        lambda node: node if is_encoded_leaf(node) else next(new_floats), encoded_tree, is_leaf=is_encoded_leaf
+    )
 
 
 def _encode_leaf(leaf: Any) -> Any:
@@ -103,20 +105,20 @@ def _encode_leaf(leaf: Any) -> Any:
         return jnp.asarray(leaf)
     if is_key(leaf):
         words = jax.random.key_data(leaf)
-        return Encoded(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
+        return EncodedArray(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise ValueError(f"an array of {leaf.dtype}: expected floats, integers, bools or PRNG keys")
     array = jnp.asarray(leaf)
-    return Encoded(_as_floats(array), str(array.dtype), None)
+    return EncodedArray(_as_floats(array), str(array.dtype), None)
 
 
 def _as_floats(array: jax.Array) -> jax.Array:
-    if _is_cut(array.dtype):
-        pieces = jax.lax.bitcast_convert_type(array, jnp.uint16)
-        return pieces.astype(jnp.float32)
+    if _is_split(array.dtype):
+        words16 = jax.lax.bitcast_convert_type(array, jnp.uint16)
+        return words16.astype(jnp.float32)
     return array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
 
 
-def _is_cut(dtype: Any) -> bool:
+def _is_split(dtype: Any) -> bool:
     """Return whether arrays of a dtype are split into 16-bit words."""
     return dtype.itemsize > 2

@@ -31,7 +31,7 @@ _RANK = "Z"
     jax.tree_util.register_dataclass, data_fields=("weight", "left", "right"), meta_fields=("path", "scale")
 )
 @dataclass(frozen=True)
-class Factored:
+class FactoredMatrix:
     """W + scale * (sum of left * right over the last axis). Without factors it is only W, stored in 4 bits.
 
     Attributes:
@@ -71,15 +71,15 @@ class Factored:
         product = product.reshape([size if letter in product_letters else 1 for letter, size in sizes])
         return (weight.astype(dtype) + self.scale * product).astype(weight.dtype)
 
-    def moved(
+    def transform(
         self,
         weight: jax.Array | QuantizedMatrix,
         move: Callable[[jax.Array], jax.Array],
-    ) -> Factored:
+    ) -> FactoredMatrix:
         """Return a factored matrix with another W and with `move` applied to both factors."""
         left = None if self.left is None else move(self.left)
         right = None if self.right is None else move(self.right)
-        return Factored(self.path, weight, left, right, self.scale)
+        return FactoredMatrix(self.path, weight, left, right, self.scale)
 
 
 def long_axes(factor: jax.Array, letters: str) -> str:
@@ -98,12 +98,12 @@ def dense_weight(weight: jax.Array | QuantizedMatrix) -> jax.Array:
     return weight.dense() if isinstance(weight, QuantizedMatrix) else weight
 
 
-def factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | None) -> Factored:
+def to_factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | None) -> FactoredMatrix:
     """Return the factored form of the matrix [*stack, in, out] at a path, with its adapter if it has one."""
     if adapter is None:
-        return Factored(path, weight, None, None, 1.0)
+        return FactoredMatrix(path, weight, None, None, 1.0)
     left, right = adapter.factors(len(weight.shape))
-    return Factored(path, weight, left, right, adapter.scale)
+    return FactoredMatrix(path, weight, left, right, adapter.scale)
 
 
 def result_type(equation: JaxprEqn) -> Any:

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.functions.leaves import is_array
-from plimsoll.framework.functions.nf4 import is_quantized, named_arrays
+from plimsoll.framework.functions.nf4 import find_arrays, is_quantized
 from plimsoll.framework.functions.paths import matching_paths
-from plimsoll.framework.plan.hlo.arrays import VMEM, Array, placed
+from plimsoll.framework.plan.hlo.arrays import VMEM, Array, parse_stored_arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.module import Module
 
@@ -30,7 +30,7 @@ _VIEWS |= {"after-all", "add-dependency"}
 _JOINED = 'custom_call_target="ConcatBitcast"'
 # Operations that bring the operand of an upcoming product into the on-chip memory of a TPU.
 _PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
-_SHOWN_BUFFERS = 8
+_MAX_LISTED_BUFFERS = 8
 # An operation farther away than this does not help to identify a buffer.
 _NAME_DISTANCE = 8
 
@@ -62,7 +62,7 @@ class FrozenBufferError(AssertionError):
     """Raised if a step allocates buffers as large as frozen leaves; `buffers` lists them."""
 
     def __init__(self, buffers: list[FrozenBuffer]):
-        lines = "\n".join(f"  {buffer}" for buffer in buffers[:_SHOWN_BUFFERS])
+        lines = "\n".join(f"  {buffer}" for buffer in buffers[:_MAX_LISTED_BUFFERS])
         advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
         super().__init__(
             f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}"
@@ -98,9 +98,9 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     frozen_leaves = _frozen_leaves(named_arguments, frozen)
     paths_by_elements = _paths_by_elements(frozen_leaves)
     _check_others(named_arguments, frozen_leaves, paths_by_elements)
-    placed_arguments = arguments if target is None else _on_target(arguments, target)
+    target_arguments = arguments if target is None else _on_target(arguments, target)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    compiled = jitted.lower(*placed_arguments).compile()
+    compiled = jitted.lower(*target_arguments).compile()
     # Equinox wraps jax's compiled object in its own class.
     executable = getattr(compiled, "compiled", compiled)
     buffers = list(_buffers(Module(executable.as_text()), paths_by_elements))
@@ -119,7 +119,7 @@ def _flatten_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     leaves: dict[str, Any] = {}
     for number, argument in enumerate(arguments):
         name = names[number] if number < len(names) else str(number)
-        for path, leaf in named_arrays(argument).items():
+        for path, leaf in find_arrays(argument).items():
             leaves[f"{name}/{path}" if path else name] = leaf
     return leaves
 
@@ -130,8 +130,8 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
         paths = matching_paths(frozen, named_arguments, "frozen")
         leaves = {path: named_arguments[path] for path in paths}
     else:
-        leaves = named_arrays(frozen)
-    matrices = {path: leaf for path, leaf in leaves.items() if _tells(leaf)}
+        leaves = find_arrays(frozen)
+    matrices = {path: leaf for path, leaf in leaves.items() if _is_identifiable(leaf)}
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
         raise ValueError(
@@ -141,7 +141,7 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
     return matrices
 
 
-def _tells(leaf: Any) -> bool:
+def _is_identifiable(leaf: Any) -> bool:
     """Return whether a buffer of the leaf's size can be attributed to the leaf. A vector's cannot."""
     if is_quantized(leaf):
         # Without a stack, the whole matrix is dequantized, which is allowed.
@@ -190,16 +190,16 @@ def _shard_shape(array: Any) -> tuple[int, ...]:
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
     """Return the arguments as shapes, replicated on each device of a machine."""
     # Imported here because only a call with a target needs the machine tables.
-    from plimsoll.framework.plan.targets import environment, resolve
+    from plimsoll.framework.plan.targets import resolve, set_environment
 
-    environment(target)
+    set_environment(target)
     devices = np.array(resolve(target).devices())
-    whole = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
+    replicated = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
 
     def shape(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     return jax.tree.map(shape, arguments)
 
@@ -212,11 +212,11 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
     inner_computations = set(_without_buffers(module))
     for instruction in module.instructions.values():
         # The start of an asynchronous transfer returns its operand as well; its end returns only the result.
-        is_part = instruction.opcode.endswith(("-start", "-update"))
+        is_async_start = instruction.opcode.endswith(("-start", "-update"))
         is_view = instruction.opcode in _VIEWS or _JOINED in instruction.attributes
-        if is_part or is_view or instruction.computation in inner_computations:
+        if is_async_start or is_view or instruction.computation in inner_computations:
             continue
-        for placed_array in placed(instruction.type):
+        for placed_array in parse_stored_arrays(instruction.type):
             leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))
             is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
             if leaves and not is_prefetch:
@@ -228,9 +228,9 @@ def _without_buffers(module: Module) -> Iterator[str]:
     """Yield the computations whose values are no buffers: fusions, and the scalar functions of reductions."""
     for instruction in module.instructions.values():
         if instruction.opcode == "fusion":
-            yield instruction.called("calls")
+            yield instruction.get_called_computation("calls")
         elif instruction.opcode != "call":
-            yield instruction.called("to_apply")
+            yield instruction.get_called_computation("to_apply")
 
 
 def _operation(module: Module, instruction: Instruction) -> str:

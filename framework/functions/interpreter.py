@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from plimsoll.framework.functions import control_flow
 from plimsoll.framework.functions.control_flow import Values
-from plimsoll.framework.functions.factored import Factored
+from plimsoll.framework.functions.factored import FactoredMatrix
+from plimsoll.framework.functions.matrix_views import apply_view, split_matrix
 from plimsoll.framework.functions.products import lookup, product
-from plimsoll.framework.functions.views import split, viewed
 
 # Keeps this file out of tracebacks of compiled programs, so that they show the user's line.
 source_info_util.register_exclusion(__file__)
@@ -59,25 +59,27 @@ class Interpreter:
         return [value(variable) for variable in jaxpr.outvars]
 
     def _results(self, equation: JaxprEqn, operands: Values) -> Values:
-        if not any(isinstance(operand, Factored) for operand in operands):
-            return _unchanged(equation, operands)
+        if not any(isinstance(operand, FactoredMatrix) for operand in operands):
+            return _apply_operation(equation, operands)
         name = equation.primitive.name
         if name in control_flow.RULES:
             return control_flow.RULES[name](self, equation, operands)
         if name == "split":
-            return list(split(operands[0], equation))
+            return list(split_matrix(operands[0], equation))
         result = None
         if name == "dot_general":
             result = product(equation, operands)
         elif name == "gather":
             result = lookup(equation, operands)
-        elif isinstance(operands[0], Factored) and not any(isinstance(other, Factored) for other in operands[1:]):
-            result = viewed(operands[0], equation, operands[1:])
-        elif name == "mul" and not isinstance(operands[0], Factored):
-            result = viewed(operands[1], equation, operands[:1])
+        elif isinstance(operands[0], FactoredMatrix) and not any(
+            isinstance(other, FactoredMatrix) for other in operands[1:]
+        ):
+            result = apply_view(operands[0], equation, operands[1:])
+        elif name == "mul" and not isinstance(operands[0], FactoredMatrix):
+            result = apply_view(operands[1], equation, operands[:1])
         if result is not None:
             return [result]
-        return _unchanged(equation, [self.array(operand, equation) for operand in operands])
+        return _apply_operation(equation, [self.array(operand, equation) for operand in operands])
 
     def array(self, value: Any, equation: JaxprEqn | None) -> Any:
         """Return a value as an array.
@@ -85,15 +87,15 @@ class Interpreter:
         Raises:
             AdapterError: the value is a factored matrix that may not become an array.
         """
-        if not isinstance(value, Factored):
+        if not isinstance(value, FactoredMatrix):
             return value
         if self.materialize is not None and self.materialize.search(value.path):
             return value.dense()
-        place = "the function's results"
+        location = "the function's results"
         if equation is not None:
-            place = f"`{equation.primitive.name}` at {source_info_util.summarize(equation.source_info)}"
+            location = f"`{equation.primitive.name}` at {source_info_util.summarize(equation.source_info)}"
         raise AdapterError(
-            f"{value.path}: the matrix reaches {place}, which cannot be computed from its parts; expected another "
+            f"{value.path}: the matrix reaches {location}, which cannot be computed from its parts; expected another "
             f"target, or materialize={value.path!r}, which computes an array of its size there"
         )
 
@@ -102,7 +104,7 @@ class Interpreter:
         return [self.array(value, equation) for value in values]
 
 
-def _unchanged(equation: JaxprEqn, operands: Values) -> Values:
+def _apply_operation(equation: JaxprEqn, operands: Values) -> Values:
     """Apply the operation itself to arrays."""
     params: Any = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*operands, **params)

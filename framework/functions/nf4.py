@@ -55,11 +55,11 @@ class QuantizedMatrix:
             matrix = view(matrix)
         return matrix
 
-    def viewed(self, view: View) -> QuantizedMatrix:
+    def apply_view(self, view: View) -> QuantizedMatrix:
         """Return the same matrix with `view` applied after dequantization."""
         return replace(self, views=(*self.views, view))
 
-    def sliced(self, view: View) -> QuantizedMatrix:
+    def slice_stack(self, view: View) -> QuantizedMatrix:
         """Return the same matrix with `view` applied to codes and scales; only for views of leading stack axes."""
         return replace(self, codes=view(self.codes), scales=view(self.scales))
 
@@ -69,7 +69,7 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedMatrix)
 
 
-def named_arrays(tree: Any) -> dict[str, Any]:
+def find_arrays(tree: Any) -> dict[str, Any]:
     """Return {path: array, or its shape, or a QuantizedMatrix} for any pytree, in its own order."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {path_name(keypath): node for keypath, node in nodes if is_array(node) or is_quantized(node)}
@@ -88,7 +88,7 @@ def lora_quantize(params: Any, target: str) -> Any:
     Raises:
         ValueError: the regex matches no matrix, or one whose `inputs` (the last axis but one) is not divisible by 64.
     """
-    leaves = named_arrays(params)
+    leaves = find_arrays(params)
     matrices = [path for path, leaf in leaves.items() if is_float(leaf) and leaf.ndim >= 2]
     targets = set(matching_paths(target, matrices, "target"))
     for path in targets:
@@ -98,10 +98,10 @@ def lora_quantize(params: Any, target: str) -> Any:
                 "but one; expected a target without it"
             )
 
-    def stored(keypath: tuple[Any, ...], leaf: Any) -> Any:
+    def quantize_leaf(keypath: tuple[Any, ...], leaf: Any) -> Any:
         if path_name(keypath) not in targets:
             return leaf
-        parts = quantize(leaf, "nf4")
-        return QuantizedMatrix(parts["codes"], parts["scales"], jnp.dtype(leaf.dtype))
+        quantized = quantize(leaf, "nf4")
+        return QuantizedMatrix(quantized["codes"], quantized["scales"], jnp.dtype(leaf.dtype))
 
-    return jax.tree_util.tree_map_with_path(stored, params)
+    return jax.tree_util.tree_map_with_path(quantize_leaf, params)

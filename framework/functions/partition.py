@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from plimsoll.framework.functions.leaves import is_float
-from plimsoll.framework.functions.paths import matching_paths, named_leaves
+from plimsoll.framework.functions.paths import find_leaves, matching_paths
 
 
 class Partition(NamedTuple):
@@ -38,23 +38,23 @@ def partition(params: Any, trainable: str) -> Partition:
     """
     trained_paths = _find_trained_paths(params, trainable)
     leaves, structure = jax.tree.flatten(params)
-    paths = list(named_leaves(params))
+    paths = list(find_leaves(params))
     trained = [leaf if path in trained_paths else None for path, leaf in zip(paths, leaves, strict=True)]
     frozen = [None if path in trained_paths else leaf for path, leaf in zip(paths, leaves, strict=True)]
     return Partition(structure.unflatten(trained), structure.unflatten(frozen))
 
 
 def _find_trained_paths(params: Any, trainable: str) -> set[str]:
-    leaves = named_leaves(params)
+    leaves = find_leaves(params)
     matched = matching_paths(trainable, leaves, "trainable")
     trained_paths = {path for path in matched if is_float(leaves[path])}
     if not trained_paths:
-        kinds = ", ".join(f"{path} ({_kind(leaves[path])})" for path in matched[:3])
-        raise ValueError(f"trainable = {trainable!r} matches no leaf of a floating-point dtype, but {kinds}")
+        types = ", ".join(f"{path} ({_describe_type(leaves[path])})" for path in matched[:3])
+        raise ValueError(f"trainable = {trainable!r} matches no leaf of a floating-point dtype, but {types}")
     return trained_paths
 
 
-def _kind(leaf: Any) -> str:
+def _describe_type(leaf: Any) -> str:
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
@@ -109,11 +109,11 @@ def differentiate(
 
     @functools.wraps(function)
     def value_and_gradient(params: Any, *arguments: Any, **named_arguments: Any) -> tuple[Any, Any]:
-        parts = partition(params, trainable)
+        split_params = partition(params, trainable)
 
         def call_with_trained(trained: Any) -> Any:
-            return function(combine(trained, parts.frozen), *arguments, **named_arguments)
+            return function(combine(trained, split_params.frozen), *arguments, **named_arguments)
 
-        return jax.value_and_grad(call_with_trained, has_aux=has_aux)(parts.trained)
+        return jax.value_and_grad(call_with_trained, has_aux=has_aux)(split_params.trained)
 
     return value_and_gradient

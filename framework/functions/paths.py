@@ -15,7 +15,7 @@ import jax
 from plimsoll.framework.layout import path_name
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def find_leaves(tree: Any) -> dict[str, Any]:
     """Return {path: leaf} for any pytree, in the tree's own order; None has no leaf."""
     return {path_name(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -48,11 +48,11 @@ def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
     # Parts are compared, because a pattern is often one part of a path and much shorter than the whole path.
     words = re.findall(r"\w+", pattern.lower())
 
-    def likeness(path: str) -> float:
+    def similarity(path: str) -> float:
         parts = re.findall(r"\w+", path.lower())
         total = 0.0
         for word in words:
             total += max((difflib.SequenceMatcher(None, word, part).ratio() for part in parts), default=0.0)
         return total
 
-    return sorted(paths, key=likeness, reverse=True)[:count]
+    return sorted(paths, key=similarity, reverse=True)[:count]

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from plimsoll.framework.functions.factored import (
     LETTERS,
-    Factored,
+    FactoredMatrix,
     dense_weight,
     long_axes,
     result_type,
@@ -36,10 +36,10 @@ def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
         An array with the shape and dtype of the operation's result. The low-rank term is multiplied in x's dtype, with
         sums in float32 or wider.
     """
-    side = 0 if isinstance(operands[0], Factored) else 1
-    matrix: Factored = operands[side]
+    side = 0 if isinstance(operands[0], FactoredMatrix) else 1
+    matrix: FactoredMatrix = operands[side]
     other = operands[1 - side]
-    if isinstance(other, Factored):
+    if isinstance(other, FactoredMatrix):
         return None
 
     def with_weight(activations: jax.Array, weight: jax.Array | QuantizedMatrix) -> jax.Array:
@@ -58,7 +58,7 @@ def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
 
 
 def _low_rank_product(
-    matrix: Factored,
+    matrix: FactoredMatrix,
     factors: tuple[jax.Array, jax.Array],
     other: jax.Array,
     equation: JaxprEqn,
@@ -130,7 +130,7 @@ def _count_contracted_elements(factor: jax.Array, letters: _Letters) -> int:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored | None:
+def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | FactoredMatrix | None:
     """Compute a `gather`: rows of W plus rows of A times B, or, for a stack of matrices, the matrices at some indices.
 
     Returns:
@@ -138,7 +138,7 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
         address both axes of a matrix, or if W is stored in 4 bits, where rows are packed in blocks.
     """
     matrix, indices = operands
-    if not isinstance(matrix, Factored) or isinstance(indices, Factored):
+    if not isinstance(matrix, FactoredMatrix) or isinstance(indices, FactoredMatrix):
         return None
     if matrix.left is None or matrix.right is None or isinstance(matrix.weight, QuantizedMatrix):
         return None
@@ -160,7 +160,7 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
         return None
     weight = equation.primitive.bind(matrix.weight, indices, **equation.params)
     left_rows, right_rows = row_factors
-    rows = Factored(matrix.path, weight, left_rows, right_rows, matrix.scale)
+    rows = FactoredMatrix(matrix.path, weight, left_rows, right_rows, matrix.scale)
     # If both factors are indexed, the index is along the stack and each row is a matrix. Otherwise it is activations.
     return rows if num_indexed == 2 else rows.dense()
 

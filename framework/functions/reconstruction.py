@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from plimsoll.framework.functions.closures import arrays_of, constants_of
+from plimsoll.framework.functions.closures import select_arrays, select_constants
 from plimsoll.framework.functions.reversible import num_layers
-from plimsoll.framework.layout import filled, flatten, floats
+from plimsoll.framework.layout import fill_none, flatten, floats
 
 
 def reconstruction_error(
@@ -41,19 +41,19 @@ def reconstruction_error(
     x = jax.tree.map(jnp.asarray, x)
     stacks = (weights,) if xs is None else (weights, xs)
     num_layers(stacks)
-    constants = constants_of(stacks)
+    constants = select_constants(stacks)
 
     def step(function: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, None]]:
         def body(x: Any, layer_arrays: Any) -> tuple[Any, None]:
-            layer_weights, *layer_xs = filled(layer_arrays, constants)
+            layer_weights, *layer_xs = fill_none(layer_arrays, constants)
             return function(layer_weights, x, *layer_xs), None
 
         return body
 
-    y, _ = lax.scan(step(forward), x, arrays_of(stacks))
+    y, _ = lax.scan(step(forward), x, select_arrays(stacks))
     # Without the barrier a compiler might see that a sum is subtracted again, and drop both operations.
     y = lax.optimization_barrier(y)
-    back, _ = lax.scan(step(inverse), y, arrays_of(stacks), reverse=True)
+    back, _ = lax.scan(step(inverse), y, select_arrays(stacks), reverse=True)
     errors = jax.tree.map(_relative_error, floats(back), floats(x))
     return flatten(errors)
 

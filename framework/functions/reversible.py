@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from plimsoll.framework.functions.closures import arrays_of
-from plimsoll.framework.functions.reversible_layer import ReversibleLayer, layer_of
-from plimsoll.framework.layout import filled, floats
+from plimsoll.framework.functions.closures import select_arrays
+from plimsoll.framework.functions.reversible_layer import ReversibleLayer, make_layer
+from plimsoll.framework.layout import fill_none, floats
 
 _NO_FORWARD_MODE = (
     "reversible_scan: no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): its layers are differentiated "
@@ -70,10 +70,10 @@ def reversible_scan(
     length = num_layers(stacks)
     if length == 0:
         return x
-    layer = layer_of(forward, inverse, stacks, x)
+    layer = make_layer(forward, inverse, stacks, x)
     run = _differentiable(layer)
     try:
-        return run(arrays_of(stacks), layer.shared, x)
+        return run(select_arrays(stacks), layer.shared, x)
     except TypeError as error:
         # JAX's own message does not name the function.
         if "forward-mode" not in str(error):
@@ -85,7 +85,7 @@ def num_layers(stacks: tuple[Any, ...]) -> int:
     """Return the length L of the first axis of all arrays. Raise ValueError if they differ or there are no arrays."""
     first_name = ""
     length = None
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(arrays_of(stacks)):
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(select_arrays(stacks)):
         # The first key is the index in `stacks`.
         name = ("weights", "xs")[keys[0].idx] + jax.tree_util.keystr(keys[1:])
         if not leaf.shape:
@@ -120,13 +120,13 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
 
     def run_backward(residuals: Any, y_ct: Any) -> tuple[Any, Any, Any]:
         residual_floats, y_ct = _forbid_differentiation((floats(residuals), floats(y_ct)))
-        stacks, shared, y = filled(residual_floats, residuals)
+        stacks, shared, y = fill_none(residual_floats, residuals)
 
         def body(carry: Any, layer_arrays: Any) -> tuple[Any, Any]:
             y, y_ct, shared_sum = carry
-            undone = layer.reverse(shared, layer_arrays, y, y_ct)
-            shared_sum = jax.tree.map(jnp.add, shared_sum, undone.shared_ct)
-            return (undone.x, undone.x_ct, shared_sum), undone.layer_ct
+            reversed_layer = layer.reverse(shared, layer_arrays, y, y_ct)
+            shared_sum = jax.tree.map(jnp.add, shared_sum, reversed_layer.shared_ct)
+            return (reversed_layer.x, reversed_layer.x_ct, shared_sum), reversed_layer.layer_ct
 
         no_shared_ct = jax.tree.map(jnp.zeros_like, floats(shared))
         end, stacks_ct = lax.scan(body, (y, y_ct, no_shared_ct), stacks, reverse=True)

@@ -14,10 +14,10 @@ from plimsoll.framework.functions.encoding import Tree
 from plimsoll.framework.optimizers.clipping import limit_update_rms
 
 # An update rule that is a plain function.
-BareRule = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+RuleFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """Update rule for the weights of a piece. Weights that are not floats are None in all trees."""
 
     def initial_state(self, weights: Tree) -> Tree:
@@ -42,15 +42,15 @@ class OptaxRule:
     max_update_rms: float | None
 
     def initial_state(self, weights: Tree) -> Tree:
-        """See `Rule`."""
+        """See `UpdateRule`."""
         return self.optimizer.init(weights)
 
     def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """See `Rule`."""
+        """See `UpdateRule`."""
         updates, new_state = self.optimizer.update(gradient, state, weights)
-        return self.applied(weights, updates), new_state
+        return self.add_updates(weights, updates), new_state
 
-    def applied(self, weights: Tree, updates: Tree) -> Tree:
+    def add_updates(self, weights: Tree, updates: Tree) -> Tree:
         """Return the weights after applying the optimizer's updates."""
         if self.max_update_rms is not None:
             # The limit applies to the updates as they are, so it is relative to a learning rate of 1.
@@ -62,18 +62,18 @@ class OptaxRule:
 class FunctionRule:
     """Update rule of a plain function. Its initial state is empty, `()`, unless the caller passes one."""
 
-    function: BareRule
+    function: RuleFunction
 
     def initial_state(self, weights: Tree) -> Tree:
-        """See `Rule`."""
+        """See `UpdateRule`."""
         return ()
 
     def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """See `Rule`."""
+        """See `UpdateRule`."""
         return self.function(weights, gradient, state)
 
 
-def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> Rule:
+def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> UpdateRule:
     """Return the rule of an optax transformation or of a function.
 
     Raises:
@@ -98,7 +98,7 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
             f"{name}: max_update_rms = {max_update_rms} with a rule that is a function: its updates are not seen; "
             "limit them in the function, or give an optax transformation"
         )
-    return FunctionRule(cast(BareRule, optimizer_or_rule))
+    return FunctionRule(cast(RuleFunction, optimizer_or_rule))
 
 
 def all_finite(gradient: Tree) -> jax.Array:

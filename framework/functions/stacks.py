@@ -38,7 +38,7 @@ def weights_at(stack: Trained, index: Any) -> Trained:
 def with_layer(stack: Any, layer: Any, index: Any) -> Any:
     """Return the stack with one layer replaced."""
 
-    def written(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
+    def write_layer(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)
 
-    return jax.tree.map(written, stack, layer)
+    return jax.tree.map(write_layer, stack, layer)

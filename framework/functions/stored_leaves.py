@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from plimsoll.framework.checkpoint.directory import LeafRecord
 from plimsoll.framework.functions.leaves import is_key
 
-Kind = Literal["key", "words", "scalar", "function"]
+NoteKind = Literal["key", "words", "scalar", "function"]
 
 
 class Note(TypedDict):
@@ -32,7 +32,7 @@ class Note(TypedDict):
         value: the scalar as text; "" for other kinds.
     """
 
-    kind: Kind
+    kind: NoteKind
     type: str
     value: str
 
@@ -56,7 +56,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 _WORD_BYTES = 4
 
 
-def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
+def encode_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
     """Convert the leaves of a tree to their stored form.
 
     Args:
@@ -69,13 +69,13 @@ def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
     stored = StoredLeaves()
     for name, leaf in leaves.items():
         if isinstance(leaf, core.Tracer):
-            raise TypeError(f"{shown(name)}: is being traced: save and restore outside of jax.jit")
+            raise TypeError(f"{format_name(name)}: is being traced: save and restore outside of jax.jit")
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             if is_key(leaf):
                 stored.notes[name] = Note(kind="key", type=key_implementation(leaf), value="")
             stored.arrays[name] = leaf
         elif isinstance(leaf, np.ndarray | np.generic):
-            stored.arrays[name] = to_array(_words(leaf))
+            stored.arrays[name] = to_array(_split_wide(leaf))
             if _is_wide(leaf.dtype):
                 stored.notes[name] = Note(kind="words", type=str(leaf.dtype), value="")
         elif type(leaf) in _WRITERS:
@@ -85,13 +85,13 @@ def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
             stored.notes[name] = Note(kind="function", type="", value="")
         else:
             raise TypeError(
-                f"{shown(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a "
+                f"{format_name(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a "
                 "class of your own has leaves once it is registered (jax.tree_util.register_dataclass)"
             )
     return stored
 
 
-def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
+def decode_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
     """Rebuild a leaf from the checkpoint's `array` and `note`, with the type of `leaf` in the target tree."""
     kind = None if note is None else note["kind"]
     if kind == "function":
@@ -101,7 +101,7 @@ def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
     if note is not None and kind == "key":
         assert array is not None
         keys = jax.random.wrap_key_data(array, impl=note["type"])
-        return jax.device_put(keys, sharding_of(leaf))
+        return jax.device_put(keys, get_sharding(leaf))
     if isinstance(leaf, np.ndarray | np.generic):
         numbers = np.array(array)
         if note is not None:
@@ -110,7 +110,7 @@ def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
     return array
 
 
-def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict[str, LeafRecord]:
+def make_records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict[str, LeafRecord]:
     """Return user-facing records of the leaves: keys, wide numpy numbers and Python scalars by their own type names."""
     named: dict[str, LeafRecord] = {}
     for name in sorted({*stored, *notes}):
@@ -126,7 +126,7 @@ def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict
     return named
 
 
-def shown(name: str) -> str:
+def format_name(name: str) -> str:
     """Return a leaf's path for messages. The path is empty if the tree is a single leaf."""
     return name or "the tree itself"
 
@@ -139,7 +139,7 @@ def key_implementation(leaf: Any) -> str:
     return str(jax.random.key_impl(jnp.empty((), leaf.dtype)))
 
 
-def sharding_of(leaf: Any) -> Sharding:
+def get_sharding(leaf: Any) -> Sharding:
     """Return a leaf's sharding; by default the first device, or replicated on all if there are several processes."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is not None:
@@ -155,7 +155,7 @@ def _is_wide(dtype: np.dtype) -> bool:
     return dtype.kind in "iufc" and dtype.itemsize > (2 * _WORD_BYTES if dtype.kind == "c" else _WORD_BYTES)
 
 
-def _words(leaf: np.ndarray | np.generic) -> np.ndarray:
+def _split_wide(leaf: np.ndarray | np.generic) -> np.ndarray:
     """Return a numpy array as numbers of at most 32 bits; wider ones become words along a new last axis."""
     array = np.asarray(leaf)
     if not _is_wide(array.dtype):

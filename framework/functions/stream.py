@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.functions.chunks import Planner
 from plimsoll.framework.functions.encoding import Tree
-from plimsoll.framework.functions.streamed_update import Result, StreamedUpdate
+from plimsoll.framework.functions.streamed_update import ResultFunction, StreamedUpdate
+from plimsoll.framework.functions.update_chunks import UpdatePlanner
 from plimsoll.framework.layout import flatten, store_leaf
 
 
@@ -59,21 +59,21 @@ def stream(
         ValueError: from `init` and `update`: the pattern matches nothing, the optimizer looks at several tensors
             together, or `params` is missing.
     """
-    streamed = Stream(Planner(optax.with_extra_args_support(optimizer), pattern, chunk_bytes))
+    streamed = StreamedOptimizer(UpdatePlanner(optax.with_extra_args_support(optimizer), pattern, chunk_bytes))
     return optax.GradientTransformationExtraArgs(streamed.init, streamed.update)
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamedOptimizer:
     """A streamed optimizer: the two functions of an optax transformation, and the per-layer update for `eager_scan`."""
 
-    planner: Planner
+    planner: UpdatePlanner
 
     def init(self, params: Tree) -> Tree:
         """Return the initial optimizer state, with matching leaves in host memory."""
-        return self.placed(params, self.planner.optimizer.init(params))
+        return self.store_state(params, self.planner.optimizer.init(params))
 
-    def placed(self, params: Tree, state: Tree) -> Tree:
+    def store_state(self, params: Tree, state: Tree) -> Tree:
         """Move a state, or a stack of states of layers with such parameters, to its memory kinds."""
         specs = self.planner.plan(params).specs
         stored = [store_leaf(specs[path], jnp.asarray(leaf)) for path, leaf in flatten(state).items()]
@@ -102,7 +102,7 @@ class Stream:
         params: Tree,
         layer: jax.Array | int,
         is_applied: jax.Array | None,
-        result: Result,
+        result: ResultFunction,
     ) -> tuple[Tree, Tree]:
         """Return (results for one layer's parameters, the state of all layers with that layer's state updated).
 
@@ -118,7 +118,7 @@ class Stream:
         return streamed.run(gradients, state)
 
 
-def stream_of(optimizer: Any) -> Stream | None:
-    """Return the `Stream` behind an optimizer that `stream` made; None for any other optimizer."""
+def as_streamed_optimizer(optimizer: Any) -> StreamedOptimizer | None:
+    """Return the `StreamedOptimizer` behind an optimizer that `stream` made; None for any other optimizer."""
     owner = getattr(getattr(optimizer, "update", None), "__self__", None)
-    return owner if isinstance(owner, Stream) else None
+    return owner if isinstance(owner, StreamedOptimizer) else None

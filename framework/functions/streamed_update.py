@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.functions.chunks import Chunk, Leaves, Plan, alone
 from plimsoll.framework.functions.encoding import Tree
+from plimsoll.framework.functions.update_chunks import Leaves, UpdateChunk, UpdatePlan, isolate_leaf
 from plimsoll.framework.layout import fetch_leaf, flatten, store_leaf
 
 # (parameter, update) -> an array of the same shape.
-Result = Callable[[jax.Array, jax.Array], jax.Array]
+ResultFunction = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def the_update(param: jax.Array, update: jax.Array) -> jax.Array:
-    """Return the update itself; a `Result`."""
+def select_update(param: jax.Array, update: jax.Array) -> jax.Array:
+    """Return the update itself; a `ResultFunction`."""
     return update
 
 
@@ -54,13 +54,13 @@ class StreamedUpdate:
     """
 
     optimizer: optax.GradientTransformationExtraArgs
-    plan: Plan
+    plan: UpdatePlan
     params: Tree
     gradient_factor: jax.Array | float | None
     extra_args: dict[str, Any]
     layer: jax.Array | int = 0
     is_applied: jax.Array | None = None
-    result: Result = the_update
+    result: ResultFunction = select_update
 
     def run(self, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Return (updates, or the values that `result` computes from them; new state)."""
@@ -71,13 +71,13 @@ class StreamedUpdate:
         for chunk in self.plan.chunks:
             # Each chunk reads the old counters, even if earlier chunks have updated them.
             chunk_leaves = {path: old_leaves[path] for path in chunk.state_paths}
-            update, new_chunk_leaves = self._updated(chunk, gradient_leaves[chunk.number], chunk_leaves)
+            update, new_chunk_leaves = self._update_chunk(chunk, gradient_leaves[chunk.number], chunk_leaves)
             updates.append(update)
             new_leaves |= new_chunk_leaves
         new_state = jax.tree.unflatten(jax.tree.structure(state), new_leaves.values())
         return jax.tree.unflatten(structure, updates), new_state
 
-    def _updated(self, chunk: Chunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
+    def _update_chunk(self, chunk: UpdateChunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
         """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
         stacks = {path: _reshape_to_slices(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
@@ -90,7 +90,7 @@ class StreamedUpdate:
         return update, {path: stack.reshape(state[path].shape) for path, stack in new_stacks.items()}
 
     def _update_by_slices(
-        self, chunk: Chunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
+        self, chunk: UpdateChunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
         gradient_slices = _reshape_to_slices(gradient, chunk.slice_shape)
         param_slices = _reshape_to_slices(param, chunk.slice_shape)
@@ -99,19 +99,19 @@ class StreamedUpdate:
         if update_dtype != gradient.dtype:
             update = jnp.zeros(gradient_slices.shape, update_dtype)
 
-        def turn(index: jax.Array, carry: _ChunkCarry) -> _ChunkCarry:
-            return self._turn(chunk, param_slices, stacks, index, carry)
+        def body(index: jax.Array, carry: _ChunkCarry) -> _ChunkCarry:
+            return self._update_slice(chunk, param_slices, stacks, index, carry)
 
         # A loop keeps the compiler from fetching the state of all chunks before the first is updated. The compiler
         # would unroll a loop of one iteration, so the barrier hides the trip count.
-        turns = chunk.slices if chunk.slices > 1 else jax.lax.optimization_barrier(jnp.int32(1))
-        carry = jax.lax.fori_loop(0, turns, turn, _ChunkCarry(gradient_slices, update, stacks))
+        trip_count = chunk.slices if chunk.slices > 1 else jax.lax.optimization_barrier(jnp.int32(1))
+        carry = jax.lax.fori_loop(0, trip_count, body, _ChunkCarry(gradient_slices, update, stacks))
         result = carry.gradient if carry.update is None else carry.update
         return result.reshape(gradient.shape), carry.state
 
-    def _turn(
+    def _update_slice(
         self,
-        chunk: Chunk,
+        chunk: UpdateChunk,
         params: jax.Array,
         old_stacks: Leaves,
         index: jax.Array,
@@ -119,35 +119,35 @@ class StreamedUpdate:
     ) -> _ChunkCarry:
         """Update one slice: fetch its state, and write it back."""
 
-        def place(path: str) -> Any:
+        def stack_index(path: str) -> Any:
             return self.layer * chunk.slices + index if path in chunk.state_slice_shapes else self.layer
 
         # State leaves that are not sliced are read as they were before the first slice.
         state = {}
         for path, leaf in carry.state.items():
             stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_stacks[path]
-            state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, place(path)))
+            state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, stack_index(path)))
         gradient = _slice(carry.gradient, index)
         update, new_state = self._update_param(chunk, gradient, state, _slice(params, index))
         new_leaves = {}
         for path, leaf in new_state.items():
             stored = store_leaf(self.plan.specs[path], leaf)
-            new_leaves[path] = _with_slice(carry.state[path], stored, place(path))
+            new_leaves[path] = _with_slice(carry.state[path], stored, stack_index(path))
         if carry.update is None:
             return _ChunkCarry(_with_slice(carry.gradient, update, index), None, new_leaves)
         return _ChunkCarry(carry.gradient, _with_slice(carry.update, update, index), new_leaves)
 
     def _update_param(
-        self, chunk: Chunk, gradient: jax.Array, state: Leaves, param: jax.Array
+        self, chunk: UpdateChunk, gradient: jax.Array, state: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
         """Return the result for one parameter or slice, as the only one that the optimizer sees; state is on device."""
         if self.gradient_factor is not None:
             gradient = gradient * jnp.asarray(self.gradient_factor, gradient.dtype)
         chunk_state = jax.tree.unflatten(chunk.state_structure, [state[path] for path in chunk.state_paths])
         updates, new_state = self.optimizer.update(
-            alone(self.params, chunk.number, gradient),
+            isolate_leaf(self.params, chunk.number, gradient),
             chunk_state,
-            alone(self.params, chunk.number, param),
+            isolate_leaf(self.params, chunk.number, param),
             **self.extra_args,
         )
         new_leaves = {}
@@ -159,7 +159,7 @@ class StreamedUpdate:
         [update] = jax.tree.leaves(updates)
         return self.result(param, update), new_leaves
 
-    def _update_dtype(self, chunk: Chunk, gradient: jax.Array, param: jax.Array) -> Any:
+    def _update_dtype(self, chunk: UpdateChunk, gradient: jax.Array, param: jax.Array) -> Any:
         # Shapes only: unlike arrays, they have no memory space.
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -168,10 +168,10 @@ class StreamedUpdate:
         update, _ = jax.eval_shape(partial(self._update_param, chunk), shape(gradient), state, shape(param))
         return update.dtype
 
-    def _slice_shape(self, chunk: Chunk, path: str) -> tuple[int, ...]:
+    def _slice_shape(self, chunk: UpdateChunk, path: str) -> tuple[int, ...]:
         """Return the shape of the part of a state leaf that goes with one slice; the full shape if it is not sliced."""
-        is_cut = path in chunk.state_slice_shapes
-        return chunk.state_slice_shapes[path] if is_cut else self.plan.specs[path].shape
+        is_sliced = path in chunk.state_slice_shapes
+        return chunk.state_slice_shapes[path] if is_sliced else self.plan.specs[path].shape
 
     def _is_offloaded(self, path: str) -> bool:
         return self.plan.specs[path].memory_kind != "device"
@@ -187,5 +187,5 @@ def _slice(leaf: jax.Array, index: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
-def _with_slice(leaf: jax.Array, part: jax.Array, index: Any) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(leaf, part, index, 0)
+def _with_slice(leaf: jax.Array, new_slice: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(leaf, new_slice, index, 0)

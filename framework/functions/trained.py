@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from plimsoll.framework.functions.encoding import Tree, decoded, float_part, with_floats
+from plimsoll.framework.functions.encoding import Tree, decode, select_floats, with_floats
 
 
 @jax.tree_util.register_dataclass
@@ -30,18 +30,18 @@ class Trained:
     @property
     def weights(self) -> Tree:
         """The weights, in their original structure and dtypes."""
-        return decoded(self.encoded_weights)
+        return decode(self.encoded_weights)
 
     @property
     def state(self) -> Tree:
         """The optimizer state, in its original structure and dtypes."""
-        return decoded(self.encoded_state)
+        return decode(self.encoded_state)
 
     @property
     def floats(self) -> Tree:
         """The float weights, which gradients are taken of; None for all other leaves."""
-        return float_part(self.encoded_weights)
+        return select_floats(self.encoded_weights)
 
     def weights_with(self, floats: Tree) -> Tree:
         """Return the weights with the float leaves replaced."""
-        return decoded(with_floats(self.encoded_weights, floats))
+        return decode(with_floats(self.encoded_weights, floats))

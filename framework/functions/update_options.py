@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Required, TypedDict
 
-from plimsoll.framework.functions.rules import BareRule, OptaxRule, as_rule
-from plimsoll.framework.functions.stream import stream_of
+from plimsoll.framework.functions.rules import OptaxRule, RuleFunction, as_rule
+from plimsoll.framework.functions.stream import as_streamed_optimizer
 from plimsoll.framework.functions.streamed_updater import StreamedUpdater
 from plimsoll.framework.functions.updater import Updater
 
@@ -28,8 +28,8 @@ class UpdateOptions(TypedDict, total=False):
     mixes: bool
 
 
-def updater_of(
-    optimizer_or_rule: Any | BareRule,
+def make_updater(
+    optimizer_or_rule: Any | RuleFunction,
     *,
     name: str,
     skip_nonfinite: bool = True,
@@ -42,7 +42,7 @@ def updater_of(
         TypeError: it is none of them.
         ValueError: see `as_rule`.
     """
-    stream = stream_of(optimizer_or_rule)
+    stream = as_streamed_optimizer(optimizer_or_rule)
     if stream is not None:
         inner_rule = OptaxRule(stream.planner.optimizer, max_update_rms)
         return StreamedUpdater(name, inner_rule, skip_nonfinite, mixes, stream)

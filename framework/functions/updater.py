@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.functions.encoding import Tree, encoded, float_part, with_floats
-from plimsoll.framework.functions.marker import tied
-from plimsoll.framework.functions.mixing import refuse_mixing
-from plimsoll.framework.functions.rules import Rule, all_finite
+from plimsoll.framework.functions.encoding import Tree, encode, select_floats, with_floats
+from plimsoll.framework.functions.gradient_influence import refuse_mixing
+from plimsoll.framework.functions.rules import UpdateRule, all_finite
 from plimsoll.framework.functions.stacks import layer_at, num_layers, with_layer
 from plimsoll.framework.functions.trained import Trained
+from plimsoll.framework.functions.update_primitive import apply_barrier
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Updater:
     """
 
     name: str
-    rule: Rule
+    rule: UpdateRule
     skip_nonfinite: bool
     mixes: bool
 
     # --- initialization ----------------------------------------------------------------------------------------------
 
-    def checked_floats(self, weights: Tree) -> tuple[Tree, Tree]:
+    def encode_weights(self, weights: Tree) -> tuple[Tree, Tree]:
         """Return (the encoded weights, the float weights).
 
         Raises:
@@ -47,15 +47,15 @@ class Updater:
                     "piece as an input"
                 )
         try:
-            encoded_weights = encoded(weights)
+            encoded_weights = encode(weights)
         except ValueError as error:
             raise ValueError(f"{self.name}: its weights have {error}") from None
-        floats = float_part(encoded_weights)
+        floats = select_floats(encoded_weights)
         if not jax.tree.leaves(floats):
             raise ValueError(f"{self.name}: its weights have no array of floats, so there is nothing to train")
         return encoded_weights, floats
 
-    def state_of(self, floats: Tree, state: Tree | None) -> Tree:
+    def prepare_state(self, floats: Tree, state: Tree | None) -> Tree:
         """Return the state before the first update: `state` if given, otherwise the rule's initial state.
 
         Raises:
@@ -63,29 +63,29 @@ class Updater:
         """
         if state is None:
             self._check_rule(floats, jax.eval_shape(self.rule.initial_state, floats))
-            return _with_arrays(self._first_state(floats))
+            return _with_arrays(self._init_state(floats))
         given_state = _with_arrays(state)
         self._check_rule(floats, given_state)
-        return self._placed(floats, given_state)
+        return self._store_state(floats, given_state)
 
-    def state_of_stack(self, floats: Tree, state: Tree | None) -> Tree:
+    def prepare_stack_state(self, floats: Tree, state: Tree | None) -> Tree:
         """Return the state of stacked layers, a separate one for each layer: trees of arrays [L, ...]."""
         layer_floats = jax.eval_shape(lambda stack: layer_at(stack, 0), floats)
         if state is None:
             self._check_rule(layer_floats, jax.eval_shape(self.rule.initial_state, layer_floats))
-            return _with_arrays(self._first_state_of_stack(floats))
+            return _with_arrays(self._init_stack_state(floats))
         given_state = _with_arrays(state)
         num_layers(self.name, (floats, given_state))
         self._check_rule(layer_floats, jax.eval_shape(lambda stack: layer_at(stack, 0), given_state))
-        return self._placed(layer_floats, given_state)
+        return self._store_state(layer_floats, given_state)
 
-    def _first_state(self, floats: Tree) -> Tree:
+    def _init_state(self, floats: Tree) -> Tree:
         return self.rule.initial_state(floats)
 
-    def _first_state_of_stack(self, floats: Tree) -> Tree:
+    def _init_stack_state(self, floats: Tree) -> Tree:
         return jax.vmap(self.rule.initial_state)(floats)
 
-    def _placed(self, floats: Tree, state: Tree) -> Tree:
+    def _store_state(self, floats: Tree, state: Tree) -> Tree:
         """Move a given state, of a piece or of a stack with layers like `floats`, to its memory kinds."""
         return state
 
@@ -95,7 +95,7 @@ class Updater:
 
     # --- the update --------------------------------------------------------------------------------------------------
 
-    def updated(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+    def apply_update(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
         """Return the weights and the state after one update.
 
         Args:
@@ -106,13 +106,13 @@ class Updater:
         Returns:
             (the new weights and state, `later`).
         """
-        return tied((self._new(trained, gradient), later))
+        return apply_barrier((self._update_or_skip(trained, gradient), later))
 
-    def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
+    def get_layer(self, stack: Trained, index: jax.Array) -> Trained:
         """Return one layer of a stack, with the part of its state that the update reads on the device."""
         return layer_at(stack, index)
 
-    def updated_layer(
+    def apply_layer_update(
         self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
     ) -> tuple[Trained, Tree]:
         """Return the stack with one layer's weights and state replaced by the new ones, and `later`.
@@ -120,20 +120,20 @@ class Updater:
         Args:
             stack: weights and state [L, ...] of all layers.
             index: index of the layer, an integer.
-            layer: the layer as returned by `layer_of`.
+            layer: the layer as returned by `get_layer`.
             gradient: gradient of the layer.
-            later: see `updated`.
+            later: see `apply_update`.
         """
-        new_layer, later = self.updated(layer, gradient, later)
+        new_layer, later = self.apply_update(layer, gradient, later)
         return with_layer(stack, new_layer, index), later
 
-    def _new(self, trained: Trained, gradient: Tree) -> Trained:
+    def _update_or_skip(self, trained: Trained, gradient: Tree) -> Trained:
         """Return the weights and state after the update, or unchanged if the update is skipped."""
         if not self.skip_nonfinite:
             return self._apply_rule(trained, gradient)
         is_finite = all_finite(gradient)
 
-        def selected(trained: Trained, gradient: Tree) -> Trained:
+        def update_with_where(trained: Trained, gradient: Tree) -> Trained:
             new = self._apply_rule(trained, gradient)
             return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
 
@@ -142,23 +142,23 @@ class Updater:
 
         # XLA for CPU drops barriers and would update the weights while it reads the state from the stack that it is
         # about to write, so it would copy whole stacks for every layer. It does not fuse across a branch.
-        return jax.lax.platform_dependent(trained, gradient, cpu=update_with_cond, default=selected)
+        return jax.lax.platform_dependent(trained, gradient, cpu=update_with_cond, default=update_with_where)
 
     def _apply_rule(self, trained: Trained, gradient: Tree) -> Trained:
         floats = trained.floats
         state = trained.state
         with jax.named_scope(f"update_{self.name}"):
             new_floats, new_state = self.rule.update(floats, gradient, state)
-            new_floats = self._alike(new_floats, floats, "weights")
-            new_state = self._alike(new_state, state, "state")
+            new_floats = self._cast_like(new_floats, floats, "weights")
+            new_state = self._cast_like(new_state, state, "state")
             new = Trained(
                 with_floats(trained.encoded_weights, new_floats),
-                encoded(new_state),
+                encode(new_state),
                 trained.name,
             )
             return new
 
-    def _alike(self, new: Tree, old: Tree, what: str) -> Tree:
+    def _cast_like(self, new: Tree, old: Tree, what: str) -> Tree:
         """Return the new tree in the dtypes of the old one.
 
         Raises:
@@ -170,7 +170,7 @@ class Updater:
                 f"given {jax.tree.structure(old)}"
             )
 
-        def alike(new_leaf: Any, old_leaf: Any) -> Any:
+        def cast_leaf(new_leaf: Any, old_leaf: Any) -> Any:
             if not hasattr(old_leaf, "dtype"):
                 return old_leaf
             new_array = jnp.asarray(new_leaf)
@@ -181,7 +181,7 @@ class Updater:
                 )
             return new_array.astype(old_leaf.dtype)
 
-        return jax.tree.map(alike, new, old)
+        return jax.tree.map(cast_leaf, new, old)
 
 
 def _with_arrays(state: Tree) -> Tree:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from plimsoll.framework.functions.cotangent_origins import CotangentOrigin, trace_origins
 from plimsoll.framework.functions.encoding import Tree
-from plimsoll.framework.functions.origins import Origin, origins_of
 from plimsoll.framework.functions.trained import Trained
-from plimsoll.framework.functions.uses import used_twice
+from plimsoll.framework.functions.use_tracker import describe_double_use
 
 
 def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
@@ -35,19 +35,19 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
-    def checked(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        def of_params(params: Tree) -> tuple[Any, Tree]:
+    def run_checked(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        def call_with_params(params: Tree) -> tuple[Any, Tree]:
             return value_and_grad(params, *args, **kwargs)
 
-        program, shapes = jax.make_jaxpr(of_params, return_shape=True)(params)
+        program, shapes = jax.make_jaxpr(call_with_params, return_shape=True)(params)
         num_params = len(jax.tree.leaves(params))
         # The value and auxiliary outputs come first.
-        origins = origins_of(program.jaxpr)[-num_params:]
+        origins = trace_origins(program.jaxpr)[-num_params:]
         _check(jax.tree.unflatten(jax.tree.structure(params), origins))
         results = jaxpr_as_fun(program)(*jax.tree.leaves(params))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return checked
+    return run_checked
 
 
 def _check(origins: Tree) -> None:
@@ -61,30 +61,30 @@ def _check(origins: Tree) -> None:
                 _check_leaf(node.name, origin)
 
 
-def _check_use(name: str, origins: list[Origin]) -> None:
+def _check_use(name: str, origins: list[CotangentOrigin]) -> None:
     """Raise ValueError if no leaf of a piece comes from an update."""
     if all(origin.is_zero for origin in origins):
         raise ValueError(
             f"the piece {name!r} is not used: the loss does not depend on it, and zeros would be returned for its "
             "weights; take it out of the parameters that are trained"
         )
-    if not any(origin.pieces for origin in origins):
+    if not any(origin.modules for origin in origins):
         raise ValueError(
             f"the piece {name!r} is not used by an eager call: its gradient comes from {_list_origins(origins)}; call "
             "the piece, or take the weights by eager_weights"
         )
 
 
-def _check_leaf(name: str, origin: Origin) -> None:
+def _check_leaf(name: str, origin: CotangentOrigin) -> None:
     """Raise ValueError if a leaf is not the result of exactly one update."""
     if origin.is_in_some_branches:
         raise ValueError(
             f"the piece {name!r} is used in some branches of a condition: where another one is taken, zeros would be "
             "returned for its weights; put the condition inside the piece"
         )
-    if len(origin.pieces) > 1:
-        raise ValueError(used_twice(name, set(origin.pieces)))
-    if origin.others or not origin.pieces:
+    if len(origin.modules) > 1:
+        raise ValueError(describe_double_use(name, set(origin.modules)))
+    if origin.others or not origin.modules:
         raise ValueError(
             f"the piece {name!r} is used beside its eager call: to the new weights JAX would add a gradient that comes "
             f"from {_list_origins([origin])}; take the weights once with eager_weights, and use them as "
@@ -92,6 +92,6 @@ def _check_leaf(name: str, origin: Origin) -> None:
         )
 
 
-def _list_origins(origins: list[Origin]) -> str:
+def _list_origins(origins: list[CotangentOrigin]) -> str:
     """Return the names of the operations that a gradient comes from."""
     return ", ".join(sorted({operation for origin in origins for operation in origin.others}))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.functions.adapters import Adapters, check_adapters
-from plimsoll.framework.functions.factored import Factored, factored
+from plimsoll.framework.functions.factored import FactoredMatrix, to_factored
 from plimsoll.framework.functions.interpreter import Interpreter
 from plimsoll.framework.functions.leaves import is_array
 from plimsoll.framework.functions.nf4 import QuantizedMatrix, is_quantized
@@ -82,7 +82,7 @@ def _interpret_call(
     values = [node for _, node in nodes]
     traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
 
-    def of_arrays(*arrays: jax.Array) -> Any:
+    def call_with_arrays(*arrays: jax.Array) -> Any:
         leaves = list(values)
         for position, array in zip(traced_positions, arrays, strict=True):
             leaves[position] = array
@@ -90,7 +90,7 @@ def _interpret_call(
         return function(inner_params, *inner_arguments, **inner_named)
 
     shapes = [_shape(values[position]) for position in traced_positions]
-    closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
+    closed, results = jax.make_jaxpr(call_with_arrays, return_shape=True)(*shapes)
     operands = []
     for position in traced_positions:
         keypath, value = nodes[position]
@@ -121,8 +121,8 @@ def _shape(value: Any) -> Any:
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_quantized(value) else value
 
 
-def _operand(path: str, value: Any, adapters: Adapters) -> Factored | jax.Array:
+def _operand(path: str, value: Any, adapters: Adapters) -> FactoredMatrix | jax.Array:
     if path in adapters or isinstance(value, QuantizedMatrix):
         weight = value if isinstance(value, QuantizedMatrix) else jnp.asarray(value)
-        return factored(path, weight, adapters.get(path))
+        return to_factored(path, weight, adapters.get(path))
     return value

@@ -13,21 +13,21 @@ from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """A user message and the model's answer."""
 
     question: str
     answer: str
 
 
-class Prompt(NamedTuple):
+class ChatPrompt(NamedTuple):
     """A conversation as model input: its tokens, and the number of oldest turns that did not fit."""
 
     tokens: list[int]
-    turns_left_out: int
+    num_dropped_turns: int
 
 
-class Form(Protocol):
+class ChatFormat(Protocol):
     """The format in which a conversation is encoded as tokens.
 
     Attributes:
@@ -41,12 +41,12 @@ class Form(Protocol):
     @property
     def stops(self) -> Sequence[str]: ...
 
-    def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
+    def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
         """Returns the tokens of a conversation, up to the start of the next answer."""
         ...
 
 
-class TemplateForm:
+class TemplateFormat:
     """The model's own chat template."""
 
     stops: Sequence[str] = ()
@@ -55,8 +55,8 @@ class TemplateForm:
         self._codec = codec
         self.stop_ids = codec.turn_end_ids()
 
-    def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
-        """See `Form`. Raises ValueError if the template cannot render this; some do not support a system message."""
+    def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
+        """See `ChatFormat`. Raises ValueError if the template cannot render this; some do not support a system message."""
         messages: list[Message] = []
         if system:
             messages.append({"role": "system", "content": system})
@@ -67,7 +67,7 @@ class TemplateForm:
         return self._codec.encode_question(messages)
 
 
-class TranscriptForm:
+class TranscriptFormat:
     """A plain transcript with "User:" and "Assistant:", for a base model without a chat template."""
 
     stop_ids: Sequence[int] = ()
@@ -76,7 +76,7 @@ class TranscriptForm:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode(self, system: str | None, turns: Sequence[Turn], question: str) -> list[int]:
+    def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
         """Returns the tokens of the transcript, which starts like a training document."""
         text = f"{system}\n\n" if system else ""
         for turn in turns:
@@ -86,7 +86,7 @@ class TranscriptForm:
         return self._tokenizer.encode_prompt(text)
 
 
-def form_of(tokenizer: Tokenizer, variables: dict[str, Any]) -> Form:
+def get_chat_format(tokenizer: Tokenizer, variables: dict[str, Any]) -> ChatFormat:
     """Returns the conversation format of a model: its chat template, or a transcript if it has none.
 
     Args:
@@ -95,11 +95,11 @@ def form_of(tokenizer: Tokenizer, variables: dict[str, Any]) -> Form:
     """
     if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_template is not None:
         codec = ChatCodec(tokenizer, variables)
-        return TemplateForm(codec)
-    return TranscriptForm(tokenizer)
+        return TemplateFormat(codec)
+    return TranscriptFormat(tokenizer)
 
 
-class Answer:
+class StreamedAnswer:
     """An answer in progress: iterating over it generates and yields the new text of each sample.
 
     Attributes:
@@ -114,18 +114,18 @@ class Answer:
         self._max_new_tokens = max_new_tokens
 
     def __iter__(self) -> Iterator[list[str]]:
-        whole_texts = list(self.texts)
-        for index, pieces in enumerate(self._steps):
-            new_pieces = []
-            for row, piece in enumerate(pieces):
+        full_texts = list(self.texts)
+        for index, chunks in enumerate(self._steps):
+            new_chunks = []
+            for row, chunk in enumerate(chunks):
                 # A space before the first word comes from the template or the tokenizer.
-                new_piece = piece if whole_texts[row] else piece.lstrip()
-                whole_texts[row] += new_piece
-                new_pieces.append(new_piece)
-            self.texts = [text.rstrip() for text in whole_texts]
+                new_chunk = chunk if full_texts[row] else chunk.lstrip()
+                full_texts[row] += new_chunk
+                new_chunks.append(new_chunk)
+            self.texts = [text.rstrip() for text in full_texts]
             # One more step follows the last token: it yields the text that was held back.
             self.at_limit = index == self._max_new_tokens
-            yield new_pieces
+            yield new_chunks
 
 
 class Chat:
@@ -144,7 +144,7 @@ class Chat:
         self,
         generator: Generator,
         tokenizer: Tokenizer,
-        form: Form,
+        form: ChatFormat,
         sampling: Sampling,
         *,
         context: int,
@@ -166,34 +166,34 @@ class Chat:
         except ValueError as error:
             raise ValueError(f"the system prompt cannot be used: {error}") from None
 
-    def prompt(self, system: str | None, turns: Sequence[Turn], question: str) -> Prompt:
+    def prompt(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> ChatPrompt:
         """Returns the model's input, dropping the oldest turns if they do not fit into the context.
 
         Raises:
             ValueError: the question itself does not fit, or it cannot be encoded.
         """
         _check_text(system or "", question, *(text for turn in turns for text in turn))
-        room = self.context - self._sampling.max_new_tokens
+        prompt_budget = self.context - self._sampling.max_new_tokens
         tokens = self._form.encode(system, turns, question)
         # Binary search for the smallest number of turns to drop: more than too_few, at most enough.
         too_few, enough = 0, len(turns)
-        if len(tokens) <= room:
-            return Prompt(tokens, 0)
+        if len(tokens) <= prompt_budget:
+            return ChatPrompt(tokens, 0)
         while too_few + 1 < enough:
             middle = (too_few + enough) // 2
-            if len(self._form.encode(system, turns[middle:], question)) <= room:
+            if len(self._form.encode(system, turns[middle:], question)) <= prompt_budget:
                 enough = middle
             else:
                 too_few = middle
         tokens = self._form.encode(system, turns[enough:], question)
-        if len(tokens) > room:
+        if len(tokens) > prompt_budget:
             raise ValueError(
                 f"the message makes a prompt of {len(tokens)} tokens, and the context of {self.context} (data.seq_len) "
-                f"has room for {room} beside max_new_tokens = {self._sampling.max_new_tokens}"
+                f"has room for {prompt_budget} beside max_new_tokens = {self._sampling.max_new_tokens}"
             )
-        return Prompt(tokens, enough)
+        return ChatPrompt(tokens, enough)
 
-    def answer(self, prompt: Prompt) -> Answer:
+    def answer(self, prompt: ChatPrompt) -> StreamedAnswer:
         """Starts an answer; the model generates it as the caller iterates over it."""
         prompts = [prompt.tokens] * self.num_samples
         seed = (self._sampling.seed + self._num_answers) % (1 << 32)
@@ -201,7 +201,7 @@ class Chat:
         self._num_answers += 1
         # Keep the cache, because the next prompt starts with this one and its answer.
         steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keep_cache=True)
-        return Answer(steps, self.num_samples, sampling.max_new_tokens)
+        return StreamedAnswer(steps, self.num_samples, sampling.max_new_tokens)
 
 
 def _check_text(*texts: str) -> None:

@@ -48,7 +48,7 @@ class _CachedPrompt:
     cache: Nested
 
 
-class Forward:
+class InferenceForward:
     """A model's forward pass that copies offloaded parameters to the device as needed.
 
     It holds no arrays, because compiled functions keep a reference to it and would keep the arrays alive.
@@ -75,7 +75,7 @@ class Forward:
         For an offloaded stack, the device holds the weights of one unit (period of the layer pattern) at a time.
         """
         params, buffers = arrays
-        x_BSD, outs = self.model.hidden(params, ctx, buffers, self._places)
+        x_BSD, outs = self.model.compute_hidden(params, ctx, buffers, self._places)
         head_weights = self.model.head_weights(params, ctx, self._places)
         return x_BSD, head_weights, outs
 
@@ -96,7 +96,7 @@ class Generator:
         self._program = program
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
-        forward = Forward(program, weights)
+        forward = InferenceForward(program, weights)
         # `_shard_cache` sets the sharding of the cache inside the functions.
         out_shardings = (program.replicated, None)
         jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
@@ -204,8 +204,8 @@ class Generator:
                 yield [value if runs else None for runs, value in zip(running, values, strict=True)]
         finally:
             # Keep the cache even if the caller stops early. If the program failed, the donated cache no longer exists.
-            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(cached.cache))
-            self._cached = cached if keep_cache and is_whole else None
+            is_intact = not any(leaf.is_deleted() for leaf in jax.tree.leaves(cached.cache))
+            self._cached = cached if keep_cache and is_intact else None
 
     def _read(
         self,
@@ -227,7 +227,7 @@ class Generator:
                 token_B = self._read_rest(cached, prompt, num_cached, sampling.max_new_tokens, kind, settings)
                 return token_B, cached, settings
         del cached
-        tokens_BS, first_B = self._padded(prompts)
+        tokens_BS, first_B = self._pad_prompts(prompts)
         num_rows, length = tokens_BS.shape
         # One cache slot per prompt token and per new token.
         capacity = bucket(length + sampling.max_new_tokens)
@@ -280,7 +280,7 @@ class Generator:
         cached.tokens = list(prompt)
         return token_B
 
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _pad_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Pad the prompts on the left; returns tokens int32 [B, S] and the first column of each prompt, int32 [B]."""
         mesh_shape = self._program.mesh.shape
         shards = batch_shards(mesh_shape)
@@ -321,13 +321,13 @@ def _settings(
     }
 
 
-def _context(forward: Forward, batch: Nested) -> Context:
+def _context(forward: InferenceForward, batch: Nested) -> Context:
     ctx = forward.program.evaluation_context(batch)
     return replace(ctx, cache=True)
 
 
 def _prefill(
-    forward: Forward,
+    forward: InferenceForward,
     static: tuple[str, int],
     arrays: Any,
     tokens_BS: Any,
@@ -342,7 +342,7 @@ def _prefill(
 
 
 def read_prompts(
-    forward: Forward, capacity: int, arrays: Any, tokens_BS: jax.Array, first_B: jax.Array
+    forward: InferenceForward, capacity: int, arrays: Any, tokens_BS: jax.Array, first_B: jax.Array
 ) -> tuple[jax.Array, Nested]:
     """Compute the logits_BV of the first new token of each row, and the cache of the prompts. Call it inside jit.
 
@@ -363,7 +363,7 @@ def read_prompts(
     }
     ctx = _context(forward, batch)
     x_BSD, head, outs = forward(arrays, ctx)
-    cache = _shard_cache(_with_room(_caches(outs), capacity - length), ctx)
+    cache = _shard_cache(_pad_cache(_collect_caches(outs), capacity - length), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
@@ -371,7 +371,7 @@ def read_prompts(
 
 
 def _decode(
-    forward: Forward,
+    forward: InferenceForward,
     static: Any,
     arrays: Any,
     cache: Nested,
@@ -387,7 +387,7 @@ def _decode(
 
 
 def _extend(
-    forward: Forward,
+    forward: InferenceForward,
     static: Any,
     arrays: Any,
     cache: Nested,
@@ -403,7 +403,7 @@ def _extend(
 
 
 def read_token(
-    forward: Forward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
+    forward: InferenceForward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, Nested]:
     """Compute the logits_BV after `token_B`, and the cache with the keys and values of `token_B`. Call it inside jit.
 
@@ -417,7 +417,7 @@ def read_token(
 
 
 def _read_tokens(
-    forward: Forward,
+    forward: InferenceForward,
     arrays: Any,
     cache: Nested,
     tokens_BS: jax.Array,
@@ -452,18 +452,18 @@ def _read_tokens(
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
 
     # All layers write the same slots in all rows, so this is one slice update instead of a scatter.
-    cache = _shard_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
+    cache = _shard_cache(jax.tree.map(write, cache, _collect_caches(outs)), ctx)
     last_B1D = x_BSD if count is None else jax.lax.dynamic_slice_in_dim(x_BSD, count - 1, 1, axis=1)
     logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
     return logits_B1V[:, 0], cache
 
 
-def _grow(forward: Forward, num_more: int, cache: Nested) -> Nested:
+def _grow(forward: InferenceForward, num_more: int, cache: Nested) -> Nested:
     """Grow the cache by `num_more` positions, and shard it over the mesh."""
-    return _shard_cache(_with_room(cache, num_more), _context(forward, {}))
+    return _shard_cache(_pad_cache(cache, num_more), _context(forward, {}))
 
 
-def _with_room(cache: Nested, num_more: int) -> Nested:
+def _pad_cache(cache: Nested, num_more: int) -> Nested:
     """Pad the cache with `num_more` positions."""
     pad = [(0, 0)] * 5
     pad[2] = (0, num_more)
@@ -480,7 +480,7 @@ def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
     return count
 
 
-def _caches(outs: dict[str, Out]) -> Nested:
+def _collect_caches(outs: dict[str, Out]) -> Nested:
     """Return the cache entries of each stack, by stage: [U, B, C, K, H].
 
     The axes are units, rows, positions, key heads and head width. Latents count as one head.
@@ -491,12 +491,12 @@ def _caches(outs: dict[str, Out]) -> Nested:
 def _shard_cache(cache: Nested, ctx: Context) -> Nested:
     """Shard the cache: rows over the batch axes, and heads over `model` if their number is divisible by it."""
 
-    def placed(x_UBCKH: jax.Array) -> jax.Array:
+    def shard_entry(x_UBCKH: jax.Array) -> jax.Array:
         num_heads = x_UBCKH.shape[3]
         is_cut = ctx.mesh is not None and num_heads % ctx.mesh.shape["model"] == 0
         return ctx.constrain(x_UBCKH, None, BATCH_AXES, None, "model" if is_cut else None, None)
 
-    return jax.tree.map(placed, cache)
+    return jax.tree.map(shard_entry, cache)
 
 
 def bucket(length: int) -> int:

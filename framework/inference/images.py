@@ -25,7 +25,7 @@ _GAP = 2
 _DARK_GRAY = 64
 
 
-class Images:
+class ImageSampler:
     """Generates images with a trained model; each method is compiled for the number of images it is called with.
 
     Args:
@@ -39,7 +39,7 @@ class Images:
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
         self._model: Any = program.experiment.model
-        if not self._model.draws_images:
+        if not self._model.generates_images:
             raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
         weights = program.weights(state, averaged=averaged)
         # The methods of the model use all weights at once, so offloaded weights are copied to the device.
@@ -79,7 +79,7 @@ class Images:
             first_latents = self._model.encode(params, first)
             last_latents = self._model.encode(params, last)
             parts = jnp.linspace(0.0, 1.0, steps)
-            latents = jax.tree.map(lambda a, b: _mixed(a, b, parts), first_latents, last_latents)
+            latents = jax.tree.map(lambda a, b: _interpolate(a, b, parts), first_latents, last_latents)
             images = self._model.decode(params, latents)
             return self._model.quantize(images)
 
@@ -88,7 +88,7 @@ class Images:
             return np.asarray(jitted(self._params, first, last))
 
 
-def _mixed(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
+def _interpolate(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
     """Interpolate linearly: (1 - t) a + t b as [N * T, ...], for a and b [N, ...] and t = parts [T]."""
     image_shape = a.shape[1:]
     # t is [1, T, 1, ..., 1], to broadcast over the images and their elements.

@@ -72,10 +72,10 @@ def choose(
     # One key per row and step, so that a row's samples do not depend on the other rows of the batch.
     fold = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))
     keys = fold(chosen["keys"])
-    draw = jax.vmap(jax.random.categorical)
+    sample = jax.vmap(jax.random.categorical)
     logits_BV = logits_BV / chosen["temperature"]
     if kind == "all":
-        return draw(keys, logits_BV).astype(jnp.int32)
+        return sample(keys, logits_BV).astype(jnp.int32)
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     # A mask instead of lax.top_k: k is an array, so one program serves all settings.
@@ -88,6 +88,6 @@ def choose(
     in_top_p_BV = before_BV < chosen["top_p"]
     candidates_BV = jnp.where(in_top_p_BV, sorted_BV, -jnp.inf)
     # A rank in the sorted row, which maps back to the token.
-    drawn_B = draw(keys, candidates_BV)
-    tokens_B1 = jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)
+    sampled_B = sample(keys, candidates_BV)
+    tokens_B1 = jnp.take_along_axis(order_BV, sampled_B[:, None], axis=-1)
     return tokens_B1[:, 0].astype(jnp.int32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from plimsoll.framework.data.packing import num_windows, pack
 from plimsoll.framework.data.tokenizers import Tokenizer
-from plimsoll.framework.inference.generation import Forward, bucket
+from plimsoll.framework.inference.generation import InferenceForward, bucket
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.program.program import Program
@@ -80,7 +80,7 @@ class Scorer:
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.
         self._rows = -(-batch_size // shards) * shards
-        forward = Forward(program, weights)
+        forward = InferenceForward(program, weights)
         score = functools.partial(_score, forward)
         self._score = program.jit(score, out_shardings=program.replicated)
 
@@ -149,7 +149,7 @@ class Scorer:
 
 
 def _score(
-    forward: Forward,
+    forward: InferenceForward,
     arrays: Any,
     batch: Nested,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

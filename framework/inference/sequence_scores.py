@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.inference.generation import Forward, bucket
+from plimsoll.framework.inference.generation import InferenceForward, bucket
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.program.program import Program
@@ -38,7 +38,7 @@ class SequenceScorer:
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.
         self._rows = -(-batch_size // shards) * shards
-        score = functools.partial(_score, Forward(program, weights))
+        score = functools.partial(_score, InferenceForward(program, weights))
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
@@ -63,7 +63,7 @@ class SequenceScorer:
             yield from scores_BC[: len(group)]
 
 
-def _score(forward: Forward, arrays: Any, batch: Nested, last_B: jax.Array) -> jax.Array:
+def _score(forward: InferenceForward, arrays: Any, batch: Nested, last_B: jax.Array) -> jax.Array:
     """Compute the scores at the last token of each row, [B, C]."""
     ctx = forward.program.evaluation_context(batch)
     x_BSD, weights, _ = forward(arrays, ctx)

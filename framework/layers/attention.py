@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.kernels_call import SplashBlocks
@@ -106,7 +106,7 @@ class Attention(Layer):
         self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=query_width)
         self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=key_width)
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the spec of `sinks` [N], sharded like the heads; {} without sinks."""
         if not self.sinks:
             return {}
@@ -211,7 +211,7 @@ class Attention(Layer):
     ) -> jax.Array:
         """Return softmax(QK)V as [B, S, N, H]; also attends to the cache if `layer_state` holds one."""
         if layer_state:
-            return cached_attention(
+            return attend_with_cache(
                 q_BSNH,
                 k_BSKH,
                 v_BSKH,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 
-def cached_attention(
+def attend_with_cache(
     query_BSNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,

@@ -163,7 +163,7 @@ class Context:
         # On one device there is nothing to shard, and the program stays the same as without a mesh.
         if self.mesh is None or self.mesh.size == 1:
             return x
-        return _placed(x, self.mesh, axes)
+        return _constrain(x, self.mesh, axes)
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
         """All-gather a weight stored with these mesh axes over fsdp; its gradient is reduce-scattered over fsdp."""
@@ -173,7 +173,7 @@ class Context:
         # The codes of a quantized weight are integers, which have no gradient to scatter.
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             return self.constrain(weight, *gathered_axes)
-        return _gathered(weight, self.mesh, mesh_axes, gathered_axes)
+        return _gather(weight, self.mesh, mesh_axes, gathered_axes)
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
         """Apply the sharding of activations between layers: batch over BATCH_AXES, positions over seq."""
@@ -213,7 +213,7 @@ class Out:
 
 
 class Layer:
-    """Base class of all layers. Subclasses override `children` and `own_specs`; `apply` or `__call__` computes."""
+    """Base class of all layers. Subclasses override `children` and `param_specs`; `apply` or `__call__` computes."""
 
     def children(self) -> dict[str, Layer]:
         """Return the sub-layers by name; a parameter's path is made of these names."""
@@ -236,11 +236,11 @@ class Layer:
     def check_platform(self, platform: str) -> None:
         """Raise ValueError if this layer itself requests a kernel for another platform (tpu, gpu or cpu)."""
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of the parameters that this layer itself uses."""
         return {}
 
-    def own_buffers(self) -> dict[str, TensorSpec]:
+    def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         """Return the specs of state without gradients, e.g. a running mean.
 
         It is initially zero, and passed to `apply` as layer_state.
@@ -253,23 +253,23 @@ class Layer:
 
         This is the case if a microbatch sees state that the previous one left behind.
         """
-        return bool(self.own_buffers())
+        return bool(self.layer_buffer_specs())
 
     def parameter_specs(self) -> Nested:
         """Return a nested dict of ParameterSpec: this layer's own parameters, and each child's under its name."""
-        layer_specs = self.own_specs()
+        layer_specs = self.param_specs()
         child_specs = {name: child.parameter_specs() for name, child in self.children().items()}
         return _nest(layer_specs, child_specs)
 
     def buffer_specs(self) -> Nested:
         """Return a nested dict of TensorSpec, in the structure of `Out.layer_state`."""
-        layer_specs = self.own_buffers()
+        layer_specs = self.layer_buffer_specs()
         child_specs = {name: child.buffer_specs() for name, child in self.children().items()}
         return _nest(layer_specs, child_specs)
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Return the parameters in the form that `apply` needs: in the compute dtype, gathered over fsdp."""
-        weights = prepare_own(self.own_specs(), params, ctx)
+        weights = prepare_params(self.param_specs(), params, ctx)
         for name, child in self.children().items():
             # Children without parameters have no entry in the tree, see `_nest`.
             if name in params:
@@ -304,7 +304,7 @@ def _nest(layer_specs: Mapping[str, Any], child_specs: dict[str, Nested]) -> Nes
     return nested
 
 
-def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
+def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
     """Cast a layer's own parameters to the compute dtype (quantized ones stay as they are) and gather them."""
     weights = {}
     for name, spec in specs.items():
@@ -319,13 +319,13 @@ def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     return ctx.gather(weight, spec.mesh_axes)
 
 
-def _placed(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
+def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(
+def _gather(
     weight: jax.Array,
     mesh: Mesh,
     stored_axes: MeshAxes,
@@ -335,24 +335,24 @@ def _gathered(
     # The transpose of a plain sharding constraint is the same constraint. It would require the whole gradient on
     # every device, which is an all-reduce; the slice that the update takes comes too late for XLA to turn both into a
     # reduce-scatter.
-    return _placed(weight, mesh, gathered_axes)
+    return _constrain(weight, mesh, gathered_axes)
 
 
 def _gather_forward(
     weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes
 ) -> tuple[jax.Array, None]:
-    return _placed(weight, mesh, gathered_axes), None
+    return _constrain(weight, mesh, gathered_axes), None
 
 
 def _gather_backward(
     mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
     # The cotangent gets the sharding of the stored weight, not that of the gathered one.
-    weight_grad = _placed(grad, mesh, stored_axes)
+    weight_grad = _constrain(grad, mesh, stored_axes)
     return (weight_grad,)
 
 
-_gathered.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:

@@ -1,6 +1,6 @@
 """Losses whose logits exist for one chunk of positions at a time, and log-probabilities of given tokens.
 
-Logits cost 4 V bytes per token, often more than everything else together. `chunked_loss` takes gradients in the
+Logits cost 4 V bytes per token, often more than everything else together. `compute_chunked_loss` takes gradients in the
 forward pass (the loss is a scalar, so its cotangent only scales them). Nothing is computed twice and no logits are
 saved. The gradient of the hidden states is computed chunk by chunk, the gradient of the table for a group of chunks
 at a time: a group saves the gradients of its logits in the compute dtype, so that the table's gradient is one
@@ -21,7 +21,7 @@ import numpy as np
 from plimsoll.framework.layers.base import BATCH_AXES, Context
 
 # The loss, an f32 scalar, and metrics by name.
-Loss = tuple[jax.Array, dict[str, jax.Array]]
+LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class Chunks(NamedTuple):
@@ -37,7 +37,7 @@ def logits_product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
     return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
 
 
-def capped(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
+def apply_softcap(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
     if softcap is None:
         return product_BSV
     return softcap * jnp.tanh(product_BSV / softcap)
@@ -45,7 +45,7 @@ def capped(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
 
 def token_loss(
     product_BSV: jax.Array, inputs: tuple[jax.Array, jax.Array], *, softcap: float | None, z_loss: float
-) -> Loss:
+) -> LossAndMetrics:
     """Compute the weighted cross-entropy of the next tokens, and the z-loss.
 
     Args:
@@ -58,7 +58,7 @@ def token_loss(
         (f32 scalar, metrics): sums over tokens of weight times loss. The metric "nll" excludes the z-loss.
     """
     targets_BS, weights_BS = inputs
-    logits_BSV = capped(product_BSV, softcap)
+    logits_BSV = apply_softcap(product_BSV, softcap)
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     picked_BS = _pick_target_logits(logits_BSV, targets_BS)
     nll = jnp.sum(weights_BS * (lse_BS - picked_BS))
@@ -95,23 +95,23 @@ def _pick_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tu
 _pick_target_logits.defvjp(_pick_forward, _pick_backward)
 
 
-def chunked_loss(
-    loss_of: Callable[..., Loss],
+def compute_chunked_loss(
+    compute_loss: Callable[..., LossAndMetrics],
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     inputs: Any,
-) -> Loss:
-    """Sum `loss_of(product of hidden states and table, inputs)` over interleaved slices of positions."""
+) -> LossAndMetrics:
+    """Sum `compute_loss(product of hidden states and table, inputs)` over interleaved slices of positions."""
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
-    run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
+    run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
 
     @jax.custom_vjp
-    def total(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+    def total(h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
         return run.loss(h, table, inputs)
 
-    def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
+    def forward(h: Any, table: Any, inputs: Any) -> tuple[LossAndMetrics, Any]:
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
@@ -119,11 +119,11 @@ def chunked_loss(
             h,
             table,
             inputs,
-            of_table=is_table_trained,
+            with_table=is_table_trained,
         )
         return loss, (h_grad, table_grad, inputs)
 
-    def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array | None, Any]:
+    def backward(saved: Any, cotangent: LossAndMetrics) -> tuple[jax.Array, jax.Array | None, Any]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
         loss_ct = cotangent[0]
         *grads, inputs = saved
@@ -146,11 +146,11 @@ def token_log_probs(
 
     The backward pass recomputes each chunk's logits, so nothing is saved in addition to the arguments.
     """
-    loss_of = partial(token_loss, softcap=softcap, z_loss=0.0)
-    run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
+    compute_loss = partial(token_loss, softcap=softcap, z_loss=0.0)
+    run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
 
     def chunk_log_probs(product: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = capped(product, softcap)
+        logits = apply_softcap(product, softcap)
         return _pick_target_logits(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
     @jax.custom_vjp
@@ -170,7 +170,7 @@ def token_log_probs(
         # The loss is the sum of weight times negative log-probability. With these weights, its gradient is that of
         # the sum of cotangent times log-probability.
         inputs = (targets, -log_probs_ct)
-        _, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, of_table=mark is not None)
+        _, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, with_table=mark is not None)
         return h_grad, table_grad, np.zeros(targets.shape, jax.dtypes.float0)
 
     log_probs.defvjp(forward, backward, symbolic_zeros=True)
@@ -178,19 +178,19 @@ def token_log_probs(
 
 
 def by_position(
-    values_of: Callable[[jax.Array], Any],
+    compute_values: Callable[[jax.Array], Any],
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     softcap: float | None = None,
 ) -> Any:
-    """Return `values_of(logits)` for each position, arrays [B, S, ...] in its structure; not differentiable."""
+    """Return `compute_values(logits)` for each position, arrays [B, S, ...] in its structure; not differentiable."""
 
     def chunk_values(product: jax.Array, _: tuple[()]) -> Any:
-        return values_of(capped(product, softcap))
+        return compute_values(apply_softcap(product, softcap))
 
-    def no_loss(product: jax.Array, _: tuple[()]) -> Loss:
+    def no_loss(product: jax.Array, _: tuple[()]) -> LossAndMetrics:
         raise AssertionError("positions have values and no loss")
 
     run = _ChunkedLoss(no_loss, chunks, Context(batch={}, mesh=ctx.mesh))
@@ -198,59 +198,61 @@ def by_position(
 
 
 class _ChunkedLoss:
-    """Computes the loss and its gradients one chunk of positions at a time; see `chunked_loss`."""
+    """Computes the loss and its gradients one chunk of positions at a time; see `compute_chunked_loss`."""
 
-    def __init__(self, loss_of: Callable[..., Loss], chunks: Chunks, ctx: Context):
-        self.loss_of = loss_of
+    def __init__(self, compute_loss: Callable[..., LossAndMetrics], chunks: Chunks, ctx: Context):
+        self.compute_loss = compute_loss
         self.chunks = chunks
         self.ctx = ctx
 
-    def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+    def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
         """Return the loss without gradients."""
 
-        def body(sums: Loss, chunk: Any) -> tuple[Loss, None]:
+        def body(sums: LossAndMetrics, chunk: Any) -> tuple[LossAndMetrics, None]:
             chunk_h, chunk_inputs = chunk
             product = logits_product(chunk_h, table)
-            return _add(sums, self.loss_of(product, chunk_inputs)), None
+            return _add(sums, self.compute_loss(product, chunk_inputs)), None
 
         if self.chunks.count == 1:
-            return self.loss_of(logits_product(h, table), inputs)
+            return self.compute_loss(logits_product(h, table), inputs)
         zeros = self._zeros(h, table, inputs)
         chunks = self._split((h, inputs))
         sums, _ = jax.lax.scan(body, zeros, chunks)
         return sums
 
     def by_position(
-        self, values_of: Callable[[jax.Array, Any], Any], h: jax.Array, table: jax.Array, inputs: Any
+        self, compute_values: Callable[[jax.Array, Any], Any], h: jax.Array, table: jax.Array, inputs: Any
     ) -> Any:
-        """Return `values_of(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
+        """Return `compute_values(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
         if self.chunks.count == 1:
-            return values_of(logits_product(h, table), inputs)
+            return compute_values(logits_product(h, table), inputs)
 
         def chunk_values(chunk: Any) -> Any:
             chunk_h, chunk_inputs = chunk
-            return values_of(logits_product(chunk_h, table), chunk_inputs)
+            return compute_values(logits_product(chunk_h, table), chunk_inputs)
 
         chunk_stack = jax.lax.map(chunk_values, self._split((h, inputs)))
         return jax.tree.map(self._join, chunk_stack)
 
     def loss_and_gradients(
-        self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool
-    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+        self, h: jax.Array, table: jax.Array, inputs: Any, *, with_table: bool
+    ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Return (loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
         count = self.chunks.count
         # Only the table's gradient needs groups. Without it, one group of all chunks is enough.
-        groups = self.chunks.groups if of_table else 1
+        groups = self.chunks.groups if with_table else 1
         zeros = self._zeros(h, table, inputs)
         chunks = self._split((h, inputs))
         if groups == 1:
-            grad_dtype = table.dtype if of_table else None
+            grad_dtype = table.dtype if with_table else None
             loss, h_grads, table_grad = self._group(zeros, chunks, table, grad_dtype)
             return loss, self._join(h_grads), table_grad
         # The sum is in float32. A loop cannot carry partial sums, so each group's gradient is reduced over the devices.
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
 
-        def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
+        def body(
+            sums: tuple[LossAndMetrics, jax.Array], group: Any
+        ) -> tuple[tuple[LossAndMetrics, jax.Array], jax.Array]:
             loss_sum, table_sum = sums
             loss, h_grads, table_grad = self._group(loss_sum, group, table, sum_dtype)
             assert table_grad is not None
@@ -266,11 +268,11 @@ class _ChunkedLoss:
 
     def _group(
         self,
-        loss: Loss,
+        loss: LossAndMetrics,
         chunks: Any,
         table: jax.Array,
         dtype: Any,
-    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+    ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
 
         Returns:
@@ -278,10 +280,10 @@ class _ChunkedLoss:
             `dtype` is None).
         """
 
-        def body(loss: Loss, chunk: Any) -> tuple[Loss, tuple[jax.Array, jax.Array | None]]:
+        def body(loss: LossAndMetrics, chunk: Any) -> tuple[LossAndMetrics, tuple[jax.Array, jax.Array | None]]:
             h, inputs = chunk
             product = logits_product(h, table)
-            loss_and_grad = jax.value_and_grad(self.loss_of, has_aux=True)
+            loss_and_grad = jax.value_and_grad(self.compute_loss, has_aux=True)
             chunk_loss, product_grad = loss_and_grad(product, inputs)
             # In the compute dtype, like the gradients of all activations.
             product_grad = product_grad.astype(h.dtype)
@@ -332,11 +334,11 @@ class _ChunkedLoss:
         strided = jnp.moveaxis(chunks, 0, 2)
         return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
 
-    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
-        """Return zeros in the structure of the result of `loss_of`."""
+    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
+        """Return zeros in the structure of the result of `compute_loss`."""
 
-        def whole(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
-            return self.loss_of(logits_product(h, table), inputs)
+        def whole(h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
+            return self.compute_loss(logits_product(h, table), inputs)
 
         # Only shapes are evaluated; none of this enters the program.
         shapes = jax.eval_shape(whole, h, table, inputs)

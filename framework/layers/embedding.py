@@ -41,7 +41,7 @@ class Embedding(Layer):
         self.dropout = dropout
         self._init = init.instantiate()
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of token [V, D] and, if there are learned positions, position [max_positions, D]."""
         specs = {
             "token": ParameterSpec(
@@ -70,7 +70,7 @@ class Embedding(Layer):
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Return the tables as they are stored, neither cast nor gathered."""
         # Casting and moving only the rows that are looked up is cheaper: they are fewer than the rows of the tables.
-        return {name: params[name] for name in self.own_specs()}
+        return {name: params[name] for name in self.param_specs()}
 
     def apply(
         self,

@@ -11,11 +11,11 @@ from functools import partial
 import jax
 
 from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_own
+from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_params
 from plimsoll.framework.layers.chunked_loss import (
     Chunks,
-    capped,
-    chunked_loss,
+    apply_softcap,
+    compute_chunked_loss,
     logits_product,
     token_log_probs,
     token_loss,
@@ -98,7 +98,7 @@ class LMHead(Layer):
             roles=("vocab", "in"),
         )
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the spec of table [V, D]; {} when tied: the model declares the tie and passes the embedding table."""
         if self.tied:
             return {}
@@ -106,24 +106,24 @@ class LMHead(Layer):
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Prepare a tied table in the same way as a separate one."""
-        # `own_specs` cannot be used here: it omits a tied table.
-        table = prepare_own({"table": self.table_spec()}, params, ctx)
+        # `param_specs` cannot be used here: it omits a tied table.
+        table = prepare_params({"table": self.table_spec()}, params, ctx)
         norm = self.norm.prepare(params["norm"], ctx)
         return {**table, "norm": norm}
 
-    def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+    def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the final norm's output, [B, S, D]."""
         return self.norm(weights["norm"], x_BSD, ctx)
 
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the float32 logits_BSV of x_BSD."""
-        h_BSD = self.normed(weights, x_BSD, ctx)
+        h_BSD = self.apply_norm(weights, x_BSD, ctx)
         product_BSV = logits_product(h_BSD, weights["table"])
-        return capped(product_BSV, self.softcap)
+        return apply_softcap(product_BSV, self.softcap)
 
     def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the log-probability of each of ctx.batch["targets"], f32[B, S]; differentiable."""
-        h_BSD = self.normed(weights, x_BSD, ctx)
+        h_BSD = self.apply_norm(weights, x_BSD, ctx)
         batch, length, _ = h_BSD.shape
         chunks = self.chunks(batch, length, ctx)
         return token_log_probs(chunks, ctx, h_BSD, weights["table"], ctx.batch["targets"], self.softcap)
@@ -143,14 +143,14 @@ class LMHead(Layer):
         if self.objective is not None:
             loss, metrics = self.objective.loss(self, weights, carry, ctx)
             return None, Out(loss=loss, metrics=metrics)
-        h_BSD = self.normed(weights, carry, ctx)
-        loss_of = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
+        h_BSD = self.apply_norm(weights, carry, ctx)
+        compute_loss = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
         batch, length, _ = h_BSD.shape
         chunks = self.chunks(batch, length, ctx)
         # Divided here by the targets of the global batch, so that the microbatches add up to its mean.
         token_weights_BS = ctx.batch["weights"] / ctx.num_targets
         inputs = (ctx.batch["targets"], token_weights_BS)
-        loss, metrics = chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
+        loss, metrics = compute_chunked_loss(compute_loss, chunks, ctx, h_BSD, weights["table"], inputs)
         return None, Out(loss=loss, metrics=metrics)
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:

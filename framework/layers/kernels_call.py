@@ -95,19 +95,19 @@ class AttentionCall:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def why_not_placed(self) -> str | None:
+    def why_not_sharded(self) -> str | None:
         """Return why the mesh axes do not divide the arrays into equal shards, or None if they do."""
         # Checking the key/value heads is enough: they divide the query heads.
-        cuts = [
+        splits = [
             ("sequences in a batch", self.batch, BATCH_AXES),
             ("positions", self.length, (LENGTH_AXIS,)),
             ("key/value heads", self.kv_heads, (HEADS_AXIS,)),
         ]
-        for what, size, axes in cuts:
+        for what, size, axes in splits:
             shards = self.shards(*axes)
             if size % shards:
-                cutting_axes = [axis for axis in axes if self.shards(axis) > 1]
-                return f"mesh {' x '.join(cutting_axes)} = {shards} does not divide the {size} {what}"
+                split_axes = [axis for axis in axes if self.shards(axis) > 1]
+                return f"mesh {' x '.join(split_axes)} = {shards} does not divide the {size} {what}"
         return None
 
 
@@ -188,7 +188,7 @@ def separate_padding(segments_BS: Array | None) -> Array | None:
     return jnp.where(is_padding, ids_S, segments_BS)
 
 
-def allowed_BST(
+def make_mask_BST(
     window: int | None,
     rows_S: Array,
     columns_T: Array,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from plimsoll.framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, on_each_device
+from plimsoll.framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, make_mask_BST, on_each_device
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -28,7 +28,7 @@ def why_not(call: AttentionCall) -> str | None:
     device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
     capability = float(getattr(device, "compute_capability", 0.0))
     max_channels = 256 if capability >= 9.0 else 128
-    misplaced = call.why_not_placed()
+    sharding_problem = call.why_not_sharded()
     # find_spec does not import the plugins: importing them would load CUDA.
     has_cuda = any(map(importlib.util.find_spec, _PLUGINS))
     reasons = [
@@ -65,8 +65,8 @@ def why_not(call: AttentionCall) -> str | None:
             f"with segments it takes an even number of positions, not {call.length}; pad by one",
         ),
         (
-            misplaced,
-            f"{misplaced}; change the mesh",
+            sharding_problem,
+            f"{sharding_problem}; change the mesh",
         ),
     ]
     # The first reason is the one to fix first: no length helps on the wrong platform.
@@ -105,7 +105,7 @@ def attend(
             first_row = jax.lax.axis_index(LENGTH_AXIS) * q.shape[1] if shards > 1 else 0
             rows = first_row + jnp.arange(q.shape[1])
             columns = jnp.arange(k.shape[1])
-            mask_BST = allowed_BST(call.window, rows, columns, row_ids, column_ids)
+            mask_BST = make_mask_BST(call.window, rows, columns, row_ids, column_ids)
             mask = mask_BST[:, None]
         elif call.window is not None:
             window = (call.window - 1, 0)

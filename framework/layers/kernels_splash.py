@@ -30,7 +30,7 @@ def why_not(call: AttentionCall) -> str | None:
     """Return why splash does not support this call and what would help, or None if it does."""
     length = call.length
     shards = call.shards(LENGTH_AXIS)
-    misplaced = call.why_not_placed()
+    sharding_problem = call.why_not_sharded()
     multiple = SPLASH_LANES * shards
     padded_length = -(-length // multiple) * multiple
     reasons = [
@@ -43,8 +43,8 @@ def why_not(call: AttentionCall) -> str | None:
             f"it takes bfloat16 or float32, not {call.dtype}; cast the inputs",
         ),
         (
-            misplaced,
-            f"{misplaced}; change the mesh",
+            sharding_problem,
+            f"{sharding_problem}; change the mesh",
         ),
         (
             length % multiple or length % shards**2,
@@ -79,7 +79,7 @@ def attend(
     # Importing Pallas takes a tenth of a second, which every command line would pay for a top-level import.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    q_BSNH = _scaled(q_BSNH, call.scale)
+    q_BSNH = _scale_queries(q_BSNH, call.scale)
 
     def local(
         q: Array,
@@ -123,7 +123,7 @@ def _attend_sequence(kernel: Any, q: Array, k: Array, v: Array, segment_ids: Any
     return kernel(q, k, v, segment_ids, sinks=sinks)
 
 
-def _scaled(q_BSNH: Array, scale: float) -> Array:
+def _scale_queries(q_BSNH: Array, scale: float) -> Array:
     # The result is rounded once: in bf16, a scale that is not a power of two would otherwise be rounded before the
     # product as well.
     scaled_BSNH = q_BSNH.astype(jnp.float32) * scale

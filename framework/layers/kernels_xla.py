@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from plimsoll.framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, separate_padding
+from plimsoll.framework.layers.kernels_call import (
+    LENGTH_AXIS,
+    SAVED_NAME,
+    AttentionCall,
+    make_mask_BST,
+    separate_padding,
+)
 from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 
@@ -85,7 +91,7 @@ def _attend_rows(
     if ids_BS is not None:
         row_ids_BR = jnp.tile(ids_BS[:, first:last], G)
         column_ids_BT = ids_BS[:, start:last]
-    mask_BRT = allowed_BST(call.window, rows_R, columns_T, row_ids_BR, column_ids_BT)
+    mask_BRT = make_mask_BST(call.window, rows_R, columns_T, row_ids_BR, column_ids_BT)
     # All heads share the mask.
     masked_logits = jnp.where(mask_BRT[:, None], logits, never)
     if sinks_N is None:

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.kernels_call import SplashBlocks
@@ -189,9 +189,9 @@ class LatentAttention(Layer):
                 heads_BSE = self.query_up(weights["query_up"], latent_BSQ, ctx)
             q_BSNH = heads_BSE.reshape(batch, length, self.num_heads, self.key_dim)
             q_BSNH = ctx.constrain(q_BSNH, BATCH_AXES, "seq", "model", None)
-            plain_BSNU, turned_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
-            turned_BSNP = self._turned(positions_BS, turned_BSNP)
-            q_BSNH = jnp.concatenate([plain_BSNU, turned_BSNP], axis=-1)
+            plain_BSNU, rotated_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
+            rotated_BSNP = self._rotate(positions_BS, rotated_BSNP)
+            q_BSNH = jnp.concatenate([plain_BSNU, rotated_BSNP], axis=-1)
         return checkpoint_name(q_BSNH, "query")
 
     def _latents(
@@ -202,17 +202,17 @@ class LatentAttention(Layer):
             both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
             latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
             latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
-            key_BS1P = self._turned(positions_BS, key_BSP[:, :, None])
+            key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
         return latent_BSR, key_BS1P
 
-    def _turned(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
+    def _rotate(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
         """Rotate the rotary channels of queries or keys; in the result, the members of each pair are P / 2 apart."""
         if self.interleaved:
             # The product of a query and a key does not depend on the order of channels, as long as both have the same
             # order.
             x_BSNP = jnp.concatenate([x_BSNP[..., 0::2], x_BSNP[..., 1::2]], axis=-1)
-        (turned_BSNP,) = self.rotary(positions_BS, x_BSNP)
-        return turned_BSNP
+        (rotated_BSNP,) = self.rotary(positions_BS, x_BSNP)
+        return rotated_BSNP
 
     def _attend(
         self,
@@ -266,10 +266,10 @@ class LatentAttention(Layer):
         """
         up_RNE = self._up_matrix(weights, ctx).reshape(self.kv_rank, self.num_heads, -1)
         key_up_RNU, value_up_RNV = jnp.split(up_RNE, [self.plain_dim], axis=-1)
-        plain_BSNU, turned_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
+        plain_BSNU, rotated_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
         latent_q_BSNR = jnp.einsum("bsnu,rnu->bsnr", plain_BSNU, key_up_RNU)
-        latents_BSNR = cached_attention(
-            jnp.concatenate([latent_q_BSNR, turned_BSNP], axis=-1),
+        latents_BSNR = attend_with_cache(
+            jnp.concatenate([latent_q_BSNR, rotated_BSNP], axis=-1),
             new_BS1C,
             new_BS1C[..., : self.kv_rank],
             {"key": layer_state["latent"], "value": layer_state["latent"][..., : self.kv_rank]},

@@ -46,7 +46,7 @@ class Linear(Layer):
         self._init = init.instantiate()
         self._scale = init_scale
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of weight [inputs, outputs] and bias [outputs]."""
 
         def initializer(key, shape, dtype):

@@ -48,7 +48,7 @@ def look_up(
     if ctx.kernels is not None:
         return ctx.kernels.look_up(table_VD, indices_BS, ctx, vocab_axis)
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
-    place = Context(batch={}, mesh=ctx.mesh)
+    mesh_ctx = Context(batch={}, mesh=ctx.mesh)
     dtype = ctx.compute_dtype
     mesh = ctx.mesh
     shape = table_VD.shape
@@ -56,18 +56,18 @@ def look_up(
 
     @jax.custom_vjp
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        table = place.constrain(table, vocab_axis, "fsdp")
-        indices = place.constrain(indices, *_TOKEN_AXES)
+        table = mesh_ctx.constrain(table, vocab_axis, "fsdp")
+        indices = mesh_ctx.constrain(indices, *_TOKEN_AXES)
         # The cast comes after the lookup: the tokens need fewer rows than the table has.
         rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
-        return place.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
+        return mesh_ctx.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
 
     def forward(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows(table, indices), indices
 
     def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, Any]:
-        summed = partial(table_gradient, shape=shape, dtype=table_dtype)
-        gradient = on_mesh(summed, mesh, vocab_axis)
+        compute_gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
+        gradient = on_mesh(compute_gradient, mesh, vocab_axis)
         with jax.named_scope("gradient"):
             grad = gradient(indices, rows_grad)
         # float0 is JAX's dtype for cotangents of integers.
@@ -78,15 +78,15 @@ def look_up(
 
 
 def on_mesh(
-    summed: Callable[..., jax.Array], mesh: Mesh | None, vocab_axis: str | None
+    compute_gradient: Callable[..., jax.Array], mesh: Mesh | None, vocab_axis: str | None
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Return `table_gradient` for each device's shard of the table."""
     if mesh is None or mesh.size == 1:
-        return summed
+        return compute_gradient
     token_spec = PartitionSpec(*_TOKEN_AXES)
     rows_spec = PartitionSpec(*_TOKEN_AXES, "fsdp")
     table_spec = PartitionSpec(vocab_axis, "fsdp")
-    local = partial(shard_gradient, summed, mesh=mesh, vocab_axis=vocab_axis)
+    local = partial(shard_gradient, compute_gradient, mesh=mesh, vocab_axis=vocab_axis)
     in_specs = (token_spec, rows_spec)
     return jax.shard_map(
         local,
@@ -98,19 +98,24 @@ def on_mesh(
 
 
 def shard_gradient(
-    summed: Callable[..., jax.Array], indices: jax.Array, rows_grad: jax.Array, *, mesh: Any, vocab_axis: str | None
+    compute_gradient: Callable[..., jax.Array],
+    indices: jax.Array,
+    rows_grad: jax.Array,
+    *,
+    mesh: Any,
+    vocab_axis: str | None,
 ) -> jax.Array:
     """Compute the gradient of one device's shard of the table, summed over the devices with other tokens.
 
     This runs inside shard_map.
 
     Args:
-        summed: `table_gradient` with the shape of the whole table.
+        compute_gradient: `table_gradient` with the shape of the whole table.
         indices: row indices of the tokens of the device's fsdp group.
         rows_grad: gradients of these tokens' rows, for the device's own columns.
         mesh, vocab_axis: see `look_up`.
     """
-    num_rows, num_columns = summed.keywords["shape"]  # type: ignore[attr-defined]
+    num_rows, num_columns = compute_gradient.keywords["shape"]  # type: ignore[attr-defined]
     vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
     shard = (num_rows // vocab_shards, num_columns // mesh.shape["fsdp"])
     if vocab_axis is not None:
@@ -119,9 +124,9 @@ def shard_gradient(
         indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
     token_axes = tuple(axis for axis in (*_TOKEN_AXES[0], "seq") if mesh.shape[axis] > 1)
     if not token_axes:
-        return summed(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)
+        return compute_gradient(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)
     over_devices = partial(jax.lax.psum, axis_name=token_axes)
-    return summed(indices, rows_grad, shape=shard, over_devices=over_devices)
+    return compute_gradient(indices, rows_grad, shape=shard, over_devices=over_devices)
 
 
 def table_gradient(

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer, add_shared
+from plimsoll.framework.layers.experts.expert_storage import StoredMatrix
 from plimsoll.framework.layers.experts.experts import Experts
-from plimsoll.framework.layers.experts.stored import StoredMatrix
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
+from plimsoll.framework.layers.quantize import Storage, dequantize, make_quantized_specs, matmul
 from plimsoll.framework.layout import Nested, ParameterSpec
 
 
@@ -76,9 +76,9 @@ class LoRA:
         for name, layer in layers.items():
             linears.extend(_linears(layer, name))
             experts.extend(_experts(layer, name))
-        means_experts = "experts" in self.targets.pattern
+        targets_experts = "experts" in self.targets.pattern
         target_paths = {linear.path for linear in linears if self.targets.search(linear.path)}
-        expert_paths = {site.path for site in experts if means_experts and self.targets.search(site.path)}
+        expert_paths = {site.path for site in experts if targets_experts and self.targets.search(site.path)}
         if not target_paths | expert_paths:
             paths = [site.path for site in (*linears, *experts)]
             pattern = self.targets.pattern
@@ -158,14 +158,14 @@ class FrozenLinear(Layer):
         self.lora = lora
         self.path = path
 
-    def own_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> dict[str, Any]:
         """Return the specs of the Linear; a quantized weight is a dict."""
-        specs: dict[str, Any] = self.linear.own_specs()
+        specs: dict[str, Any] = self.linear.param_specs()
         weight: ParameterSpec = specs["weight"]
         if self.lora.storage is not None:
-            specs["weight"] = quantized_specs(weight, self.lora.storage, self.path)
+            specs["weight"] = make_quantized_specs(weight, self.lora.storage, self.path)
         elif self.lora.base is not None:
-            specs["weight"] = replace(weight, dtype=self.lora.base, own_dtype=True)
+            specs["weight"] = replace(weight, dtype=self.lora.base, keeps_dtype=True)
         return specs
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
@@ -183,10 +183,10 @@ class FrozenLinear(Layer):
 class LoRALinear(FrozenLinear):
     """A FrozenLinear with an adapter. Only adapters have an axis with the role "rank", which marks them as trained."""
 
-    def own_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> dict[str, Any]:
         """Return the specs of the FrozenLinear, of lora_a [inputs, rank] and of lora_b [rank, outputs]."""
-        specs = super().own_specs()
-        weight: ParameterSpec = self.linear.own_specs()["weight"]
+        specs = super().param_specs()
+        weight: ParameterSpec = self.linear.param_specs()["weight"]
         # U(-1/sqrt(in), 1/sqrt(in)), as in the authors' code.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         inputs, outputs = weight.shape
@@ -200,14 +200,14 @@ class LoRALinear(FrozenLinear):
             mesh_axes=(in_axis, None),
             initializer=uniform,
             roles=(in_role, "rank"),
-            own_dtype=True,
+            keeps_dtype=True,
         )
         specs["lora_b"] = ParameterSpec(
             (rank, outputs),
             dtype=self.lora.dtype,
             mesh_axes=(None, out_axis),
             roles=("rank", out_role),
-            own_dtype=True,
+            keeps_dtype=True,
         )
         return specs
 
@@ -245,7 +245,7 @@ def merge_adapters(model: Any, params: Nested) -> Nested:
         if name.endswith(("lora_a", "lora_b")):
             continue
         if adapter[0] is not None or _is_quantized(leaf):
-            merged[name] = _merged(lora, leaf, *adapter).astype(model.param_dtype)
+            merged[name] = _merge_adapter(lora, leaf, *adapter).astype(model.param_dtype)
         else:
             merged[name] = merge_adapters(model, leaf)
     return merged
@@ -255,7 +255,7 @@ def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, dict) and "codes" in leaf
 
 
-def _merged(lora: LoRA, weight: Any, lora_a: jax.Array | None, lora_b: jax.Array | None) -> jax.Array:
+def _merge_adapter(lora: LoRA, weight: Any, lora_a: jax.Array | None, lora_b: jax.Array | None) -> jax.Array:
     """Return W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
     if _is_quantized(weight):
         assert lora.storage is not None

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
-from plimsoll.framework.layers.keeping import keeping_inputs
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested
 
 
@@ -92,15 +92,15 @@ class MLP(Layer):
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
         up_BSF = hidden(self.up, "up")
-        # The activation's intermediates would take more memory than its input, see `keeping_inputs`.
+        # The activation's intermediates would take more memory than its input, see `save_inputs`.
         if self.gate is None:
-            h_BSF = keeping_inputs(self.activation)(up_BSF)
+            h_BSF = save_inputs(self.activation)(up_BSF)
         else:
             gate_BSF = hidden(self.gate, "gate")
-            h_BSF = keeping_inputs(self._gated)(gate_BSF, up_BSF)
+            h_BSF = save_inputs(self._apply_gate)(gate_BSF, up_BSF)
         with jax.named_scope("down"):
             y_BSD = checkpoint_name(self.down(weights["down"], h_BSF, ctx), "mlp_down")
             return ctx.constrain_hidden(y_BSD), Out()
 
-    def _gated(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+    def _apply_gate(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
         return self.activation(gate_BSF) * up_BSF

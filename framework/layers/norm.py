@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer
-from plimsoll.framework.layers.keeping import keeping_inputs
+from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import ParameterSpec
 
 
@@ -37,7 +37,7 @@ class RMSNorm(Layer):
         # The amount to add to the stored scale.
         self.offset = int(zero_centered)
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the spec of scale [dim]: initially ones, or zeros if zero_centered."""
         initializer = jax.nn.initializers.constant(1 - self.offset)
         return {
@@ -56,7 +56,7 @@ class RMSNorm(Layer):
         ctx: Context,
     ) -> jax.Array:
         """Normalize x [..., dim]; the result has the same shape and dtype."""
-        return keeping_inputs(self._normalize)(x, weights["scale"])
+        return save_inputs(self._normalize)(x, weights["scale"])
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -88,7 +88,7 @@ class LayerNorm(Layer):
         self.eps = eps
         self.bias = bias
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of scale [dim], ones, and bias [dim], zeros."""
         ones = jax.nn.initializers.ones
         scale = ParameterSpec((self.dim,), "float32", initializer=ones, roles=("channel",))
@@ -104,7 +104,7 @@ class LayerNorm(Layer):
         ctx: Context,
     ) -> jax.Array:
         """Normalize x [..., dim]; the result has the same shape and dtype."""
-        normalize = keeping_inputs(self._normalize)
+        normalize = save_inputs(self._normalize)
         if not self.bias:
             return normalize(x, weights["scale"])
         return normalize(x, weights["scale"], weights["bias"])

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Chunks, Loss
+from plimsoll.framework.layers.chunked_loss import Chunks, LossAndMetrics
 from plimsoll.framework.layout import Nested
 
 
@@ -24,7 +24,7 @@ class Head(Protocol):
         """Return the log-probability of each target, f32[B, S]."""
         ...
 
-    def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+    def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the final norm's output, [B, S, D]."""
         ...
 
@@ -66,7 +66,7 @@ class Objective:
         """
         return {}
 
-    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the loss of ctx.batch, and metrics by name.
 
         Args:

@@ -40,7 +40,7 @@ class PullBack:
         residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
         return PullBack(sources, structure), residuals
 
-    def joined(self, arguments: Any, residuals: list[Any]) -> Callable[[Any], Any]:
+    def rebuild(self, arguments: Any, residuals: list[Any]) -> Callable[[Any], Any]:
         """Inverse of `split`."""
         argument_leaves = jax.tree.leaves(arguments)
         next_residual = iter(residuals)

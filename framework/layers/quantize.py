@@ -5,7 +5,7 @@ the blocks, in float32. The weight's mesh axes apply to both.
     int8   uint32 [..., in / 4, out], four codes round(127 w / scale) per word; a block is a column, one output channel
     nf4    uint32 [..., in / 8, out], eight codes of the nearest of 16 values per word; a block is 64 rows, which are
            stored in eight rows of words; scales are not quantized again
-`framework.layout.words` explains which rows share a word, and why the codes are packed into words.
+`framework.layout.bit_packing` explains which rows share a word, and why the codes are packed into words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested, ParameterSpec, words
+from plimsoll.framework.layout import Nested, ParameterSpec, bit_packing
 
 Storage = Literal["int8", "nf4"]
 # The number of weights that share a scale in nf4.
@@ -33,7 +33,7 @@ NF4 = (
 )  # fmt: skip
 
 
-def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[str, ParameterSpec]:
+def make_quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[str, ParameterSpec]:
     """Return the specs {"codes", "scales"} of the weight [..., in, out] at `path`, both using its own initializer.
 
     Raise ValueError if `in` is not a multiple of 64 for nf4, or of 4 for int8. The layout rejects a mesh that would
@@ -47,11 +47,11 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
     if storage == "int8" and inputs % _CODES_IN_WORD["int8"]:
         raise ValueError(f"int8 has four codes in a word, and 4 does not divide {inputs}, the inputs of {path}")
 
-    def part(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
+    def make_spec(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
         def initialize(key: jax.Array, *_: Any) -> jax.Array:
             # Codes and scales get the same key (see layout.initial), so both belong to the same random weight.
-            drawn = weight.initializer(key, weight.shape, jnp.float32)
-            return quantize(drawn, storage)[name]
+            initial_weight = weight.initializer(key, weight.shape, jnp.float32)
+            return quantize(initial_weight, storage)[name]
 
         # A single row of scales, or a single run of words, cannot be sharded.
         row_axes = in_axes if rows > run else None
@@ -61,14 +61,14 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
             (*stack_axes, row_axes, out_axes),
             initializer=initialize,
             roles=(*stack_roles, f"rows of {inputs * run // rows} inputs", "out"),
-            own_dtype=True,
+            keeps_dtype=True,
             quantized=True,
             indivisible=(*[1] * len(stack), run, 1),
         )
 
     num_words = inputs // _CODES_IN_WORD[storage]
-    codes = part("codes", "uint32", num_words, _tile_rows(num_words))
-    scales = part("scales", "float32", 1 if storage == "int8" else inputs // BLOCK, 1)
+    codes = make_spec("codes", "uint32", num_words, _tile_rows(num_words))
+    scales = make_spec("scales", "float32", 1 if storage == "int8" else inputs // BLOCK, 1)
     return {"codes": codes, "scales": scales}
 
 
@@ -77,7 +77,7 @@ def _tile_rows(num_words: int) -> int:
 
     A shard that consists of whole such groups has the same number.
     """
-    return math.gcd(num_words, words.TILE_ROWS)
+    return math.gcd(num_words, bit_packing.TILE_ROWS)
 
 
 def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
@@ -91,37 +91,37 @@ def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
     scales = jnp.max(jnp.abs(blocks), axis=-2)
     # The scale of a block of zeros is 0.
     divisors = jnp.where(scales == 0, 1, scales)
-    units = blocks / divisors[..., None, :]
+    normalized = blocks / divisors[..., None, :]
     if storage == "int8":
-        signed = jnp.round(127 * units).astype(jnp.int8)
+        signed = jnp.round(127 * normalized).astype(jnp.int8)
         codes = jax.lax.bitcast_convert_type(signed, jnp.uint8)
     else:
         # The index of the nearest value is the number of midpoints below.
         codes = jnp.uint8(0)
         for low, high in pairwise(NF4):
-            codes = codes + (units > (low + high) / 2).astype(jnp.uint8)
+            codes = codes + (normalized > (low + high) / 2).astype(jnp.uint8)
     num_words = inputs // _CODES_IN_WORD[storage]
-    packed = words.pack(codes.reshape(weight.shape), _BITS[storage], _tile_rows(num_words))
+    packed = bit_packing.pack(codes.reshape(weight.shape), _BITS[storage], _tile_rows(num_words))
     return {"codes": packed, "scales": scales}
 
 
-def unpacked_codes(packed: jax.Array, storage: Storage) -> jax.Array:
+def unpack_codes(packed: jax.Array, storage: Storage) -> jax.Array:
     """Unpack the codes [..., in, out] from words [..., in / 4 or in / 8, out]: int8, or for nf4 uint8 from 0 to 15."""
     num_words = packed.shape[-2]
     inputs = num_words * _CODES_IN_WORD[storage]
-    codes = words.unpack(packed, inputs, _BITS[storage], _tile_rows(num_words))
+    codes = bit_packing.unpack(packed, inputs, _BITS[storage], _tile_rows(num_words))
     return jax.lax.bitcast_convert_type(codes, jnp.int8) if storage == "int8" else codes
 
 
-def dequantize(parts: Nested, storage: Storage, dtype: Any) -> jax.Array:
+def dequantize(stored: Nested, storage: Storage, dtype: Any) -> jax.Array:
     """Inverse of `quantize`: returns [..., in, out], computed in float32 and cast to `dtype`."""
-    codes = unpacked_codes(parts["codes"], storage)
-    scales = parts["scales"]
+    codes = unpack_codes(stored["codes"], storage)
+    scales = stored["scales"]
     *stack, rows, outputs = codes.shape
     num_blocks = scales.shape[-2]
     codes = codes.reshape(*stack, num_blocks, rows // num_blocks, outputs)
-    units = codes.astype(jnp.float32) / 127 if storage == "int8" else _look_up(codes, NF4)
-    weight = units * scales[..., None, :]
+    normalized = codes.astype(jnp.float32) / 127 if storage == "int8" else _look_up(codes, NF4)
+    weight = normalized * scales[..., None, :]
     return weight.reshape(*stack, -1, outputs).astype(dtype)
 
 
@@ -140,13 +140,13 @@ def _look_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul(storage: Storage, x: jax.Array, parts: Nested) -> jax.Array:
-    """Multiply x [..., in] by the weight [in, out] that is stored in `parts`, in x's dtype."""
+def matmul(storage: Storage, x: jax.Array, stored: Nested) -> jax.Array:
+    """Multiply x [..., in] by the weight [in, out] that is stored in `stored`, in x's dtype."""
     # The backward pass dequantizes again, so nothing else is saved, regardless of memory.remat.
-    return x @ dequantize(parts, storage, x.dtype)
+    return x @ dequantize(stored, storage, x.dtype)
 
 
 matmul.defvjp(
-    lambda storage, x, parts: (matmul(storage, x, parts), parts),
-    lambda storage, parts, y_grad: (y_grad @ dequantize(parts, storage, y_grad.dtype).mT, None),
+    lambda storage, x, stored: (matmul(storage, x, stored), stored),
+    lambda storage, stored, y_grad: (y_grad @ dequantize(stored, storage, y_grad.dtype).mT, None),
 )

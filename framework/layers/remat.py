@@ -39,7 +39,7 @@ POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert"
 _WEIGHTS = "weights"
 
 
-class Span(NamedTuple):
+class PolicyRange(NamedTuple):
     """Consecutive layers with the same policy.
 
     Attributes:
@@ -51,33 +51,33 @@ class Span(NamedTuple):
     layers: int | None
 
 
-def spans(remat: str) -> list[Span]:
+def parse_policies(remat: str) -> list[PolicyRange]:
     """Parse a setting into the policies of consecutive layers; a single policy applies to all layers.
 
     Raises:
         ValueError: the setting is neither a policy nor a list of policies with numbers of layers.
     """
     if _is_policy(remat):
-        return [Span(remat, None)]
-    listed_spans = []
+        return [PolicyRange(remat, None)]
+    policy_ranges = []
     # Commas also separate the names within one policy, so words are collected until they form a policy and its number.
-    gathered = ""
+    pending = ""
     for word in remat.split(","):
-        gathered = f"{gathered},{word}" if gathered else word
-        policy, _, number = gathered.rpartition(":")
+        pending = f"{pending},{word}" if pending else word
+        policy, _, number = pending.rpartition(":")
         if re.fullmatch("[1-9][0-9]*", number) and _is_policy(policy):
-            listed_spans.append(Span(policy, int(number)))
-            gathered = ""
-    if listed_spans and _is_policy(gathered):
-        listed_spans.append(Span(gathered, None))
-        gathered = ""
-    if gathered:
+            policy_ranges.append(PolicyRange(policy, int(number)))
+            pending = ""
+    if policy_ranges and _is_policy(pending):
+        policy_ranges.append(PolicyRange(pending, None))
+        pending = ""
+    if pending:
         raise ValueError(
             f"expected {', '.join(POLICIES)}, sqrt:NUMBER, save:NAME,NAME, offload:NAME,NAME or save:NAME;offload:NAME "
             f"of {INPUT}, {', '.join(ACTIVATION_NAMES)}; or such policies with their numbers of layers, as in "
             f"full:20,dots:12; given {remat!r}"
         )
-    return listed_spans
+    return policy_ranges
 
 
 def _is_policy(remat: str) -> bool:
@@ -94,7 +94,7 @@ def _is_policy(remat: str) -> bool:
 
 def check_platform(remat: str, platform: str) -> None:
     """Raise ValueError if the policy would give wrong gradients on this platform (tpu, gpu or cpu)."""
-    offloads = any(_names(span.policy)[1] for span in spans(remat))
+    offloads = any(_names(span.policy)[1] for span in parse_policies(remat))
     if platform == "gpu" and offloads:
         raise ValueError(
             f"memory.remat = {remat}: what a loop offloads is silently wrong in the gradients of XLA's GPU compiler "
@@ -102,7 +102,7 @@ def check_platform(remat: str, platform: str) -> None:
         )
 
 
-def group_size(remat: str, num_units: int) -> int | None:
+def group_size(remat: str, num_repeats: int) -> int | None:
     """Return the number of units in a group that saves only its input; each unit is then recomputed as under `full`.
 
     Return None for policies without groups, and if a group would be one unit or all of them: both are the same as
@@ -117,14 +117,14 @@ def group_size(remat: str, num_units: int) -> int | None:
     if suffix:
         size = int(suffix)
     else:
-        divisors = nearest_divisors(num_units, math.isqrt(num_units))
-        size = min(divisors, key=lambda divisor: abs(divisor * divisor - num_units))
-    if num_units % size:
+        divisors = nearest_divisors(num_repeats, math.isqrt(num_repeats))
+        size = min(divisors, key=lambda divisor: abs(divisor * divisor - num_repeats))
+    if num_repeats % size:
         raise ValueError(
-            f"memory.remat = {remat}: groups of {size} do not divide the stack's {num_units} units; "
-            f"nearest that do: {nearest_divisors(num_units, size)}"
+            f"memory.remat = {remat}: groups of {size} do not divide the stack's {num_repeats} units; "
+            f"nearest that do: {nearest_divisors(num_repeats, size)}"
         )
-    return size if 1 < size < num_units else None
+    return size if 1 < size < num_repeats else None
 
 
 def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
@@ -155,12 +155,12 @@ def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..
     else:
         policy = policies.nothing_saveable
 
-    def named(carry: Any, *unit_args: Any) -> Any:
-        return unit(_tag(carry, INPUT), *unit_args)
+    def run_with_tagged_input(carry: Any, *layer_args: Any) -> Any:
+        return unit(_tag(carry, INPUT), *layer_args)
 
     # Without a loop, XLA would merge what the backward pass recomputes with the forward pass, and so save it, unless
     # barriers prevent that (prevent_cse). A loop needs no barriers.
-    function = named if INPUT in offloaded else unit
+    function = run_with_tagged_input if INPUT in offloaded else unit
     return jax.checkpoint(function, policy=policy, prevent_cse=unrolled)
 
 

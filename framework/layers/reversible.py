@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Layer, Out
-from plimsoll.framework.layout import Nested, filled, floats
+from plimsoll.framework.layout import Nested, fill_none, floats
 
 # Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits remain for the integer part.
 FRACTION_BITS = 12
@@ -65,7 +65,7 @@ class TwoStream(Reversible):
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
             # The inverse returns zeros without a sign.
-            x = drop_signed_zeros(rounded(x))
+            x = drop_signed_zeros(round_to_fixed(x))
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
@@ -90,7 +90,7 @@ class TwoStream(Reversible):
         h, out = self.block.branch(name, weights, x, ctx, state)
         h = h.astype(x.dtype)
         if self.fixed:
-            h = rounded(jax.lax.optimization_barrier(h))
+            h = round_to_fixed(jax.lax.optimization_barrier(h))
         return h, out
 
     def apply(
@@ -111,7 +111,7 @@ class TwoStream(Reversible):
             streams[target] = streams[target] + h
         out = Out.merge(outs)
         if self.fixed:
-            out_of_range = sum(_count_out_of_range(x) for x in streams)
+            out_of_range = sum(_count_overflow(x) for x in streams)
             metrics = {**out.metrics, "out_of_range": out_of_range}
             out = replace(out, metrics=metrics)
         return tuple(streams), out
@@ -142,24 +142,24 @@ class TwoStream(Reversible):
             # hold both. v5e's schedule also follows the order of this code (tests/tools/test_memory_vs_depth.py).
             barrier_inputs = (streams, stream_cts, floats(weights_ct))
             streams, stream_cts, float_cts = jax.lax.optimization_barrier(barrier_inputs)
-            grads |= filled(float_cts, weights_ct)
+            grads |= fill_none(float_cts, weights_ct)
         return tuple(streams), grads, tuple(stream_cts)
 
 
 @jax.custom_jvp
-def rounded(x: jax.Array) -> jax.Array:
+def round_to_fixed(x: jax.Array) -> jax.Array:
     """Round x to a multiple of 2^-12; the derivative is defined as 1."""
     units = jnp.round(x * 2.0**FRACTION_BITS)
     return units * 2.0**-FRACTION_BITS
 
 
-def _count_out_of_range(x: jax.Array) -> jax.Array:
+def _count_overflow(x: jax.Array) -> jax.Array:
     """Count the elements of magnitude 2^12 or more, whose sums in fixed point are not exact; f32 scalar."""
     bound = 2.0 ** (24 - FRACTION_BITS)
     return jnp.sum(jnp.abs(x) >= bound, dtype=jnp.float32)
 
 
-rounded.defjvps(lambda tangent, out, x: tangent)
+round_to_fixed.defjvps(lambda tangent, out, x: tangent)
 
 
 @jax.custom_jvp

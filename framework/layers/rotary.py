@@ -56,9 +56,9 @@ class Llama3Scaling(Scaling):
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """See `Scaling.__call__`."""
         wavelengths = 2 * math.pi / frequencies
-        turns = self.length / wavelengths
+        rotations = self.length / wavelengths
         # 0 for the low frequencies, which are divided by the factor, and 1 for the high ones.
-        smooth = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        smooth = np.clip((rotations - self.low) / (self.high - self.low), 0.0, 1.0)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
@@ -135,16 +135,16 @@ class Rotary:
             cos = cos * self.amplitude
             sin = sin * self.amplitude
 
-        def turn(x_BSNR: jax.Array) -> jax.Array:
+        def rotate(x_BSNR: jax.Array) -> jax.Array:
             a, b = jnp.split(x_BSNR.astype(dtype), 2, axis=-1)
-            turned_a = a * cos - b * sin
-            turned_b = b * cos + a * sin
-            return jnp.concatenate([turned_a, turned_b], axis=-1).astype(x_BSNR.dtype)
+            rotated_a = a * cos - b * sin
+            rotated_b = b * cos + a * sin
+            return jnp.concatenate([rotated_a, rotated_b], axis=-1).astype(x_BSNR.dtype)
 
-        def turn_first(x_BSNH: jax.Array) -> jax.Array:
+        def rotate_first_dims(x_BSNH: jax.Array) -> jax.Array:
             if self.rotary_dim == x_BSNH.shape[-1]:
-                return turn(x_BSNH)
-            turned, unturned = jnp.split(x_BSNH, [self.rotary_dim], axis=-1)
-            return jnp.concatenate([turn(turned), unturned], axis=-1)
+                return rotate(x_BSNH)
+            rotated, unrotated = jnp.split(x_BSNH, [self.rotary_dim], axis=-1)
+            return jnp.concatenate([rotate(rotated), unrotated], axis=-1)
 
-        return tuple(turn_first(x_BSNH) for x_BSNH in arrays_BSNH)
+        return tuple(rotate_first_dims(x_BSNH) for x_BSNH in arrays_BSNH)

@@ -67,7 +67,7 @@ class ScoreHead(Layer):
         """Return the final norm."""
         return {"norm": self.norm}
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of score [C, D] and, with a bias, score_bias [C]."""
         score = ParameterSpec(
             (self.num_labels, self.dim),
@@ -81,15 +81,15 @@ class ScoreHead(Layer):
             specs["score_bias"] = ParameterSpec((self.num_labels,), "float32", (None,), roles=(LABEL,))
         if self.dtype is None:
             return specs
-        return {name: replace(spec, dtype=self.dtype, own_dtype=True) for name, spec in specs.items()}
+        return {name: replace(spec, dtype=self.dtype, keeps_dtype=True) for name, spec in specs.items()}
 
-    def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+    def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the final norm's output, [B, S, D]."""
         return self.norm(weights["norm"], x_BSD, ctx)
 
     def scores(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the scores of all positions [B, S, C], float32 or wider; differentiable."""
-        h_BSD = self.normed(weights, x_BSD, ctx)
+        h_BSD = self.apply_norm(weights, x_BSD, ctx)
         scores_BSC = logits_product(h_BSD, weights["score"])
         if not self.bias:
             return scores_BSC

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.config import Config, PositiveInt, component
-from plimsoll.framework.layers import remat, sums
+from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.layer_pattern import LayerPattern
+from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.reversible import Reversible, TwoStream
-from plimsoll.framework.layers.section import Section
-from plimsoll.framework.layers.unit import Unit
-from plimsoll.framework.layout import Nested, TensorSpec, filled, floats
+from plimsoll.framework.layout import Nested, TensorSpec, fill_none, floats
 
 # The body of a loop: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
@@ -77,10 +77,10 @@ class Stack(Layer):
                 f"shared = {shared}: expected positions of the pattern, 0 to {len(pattern) - 1}, and not all of them"
             )
         self.shared = {f"block{i}" for i in shared}
-        self.num_units = num_layers // len(pattern)
-        if not 0 <= unroll <= self.num_units:
-            raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
-        self.unroll = unroll or self.num_units
+        self.num_repeats = num_layers // len(pattern)
+        if not 0 <= unroll <= self.num_repeats:
+            raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_repeats}")
+        self.unroll = unroll or self.num_repeats
         # Every layer adds to the residual stream, so without this factor its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
         self.is_first = is_first
@@ -96,32 +96,32 @@ class Stack(Layer):
         if streams != "one":
             layers = _two_streams(layers, streams)
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
-        self.unit = Unit(layers)
-        self._section: Section | None = None
+        self.pattern = LayerPattern(layers)
+        self._layer_range: LayerRange | None = None
 
-    def in_section(self, section: Section) -> Stack:
-        """Return a stack with the same layers for some of the units; see `framework.layers.section`."""
-        part = copy.copy(self)
-        part.num_units = section.count
+    def select_range(self, layer_range: LayerRange) -> Stack:
+        """Return a stack with the same layers for some of the units; see `framework.layers.layer_range`."""
+        selected = copy.copy(self)
+        selected.num_repeats = layer_range.count
         # If all units are in one iteration, they stay in one.
-        part.unroll = section.count if self.unroll == self.num_units else min(self.unroll, section.count)
-        part._section = section
-        return part
+        selected.unroll = layer_range.count if self.unroll == self.num_repeats else min(self.unroll, layer_range.count)
+        selected._layer_range = layer_range
+        return selected
 
     @property
-    def section(self) -> Section | None:
+    def layer_range(self) -> LayerRange | None:
         """The range of units of the whole stack that this is; None for a whole stack."""
-        return self._section
+        return self._layer_range
 
     @property
-    def _first_unit(self) -> int:
+    def _first_layer(self) -> int:
         """The index of the first unit in the whole stack."""
-        return 0 if self._section is None else self._section.first
+        return 0 if self._layer_range is None else self._layer_range.first
 
     def policy(self, remat: str) -> str:
         """Return the remat policy: the section's if there is one, else `remat`, the context's."""
-        if self._section is not None:
-            return self._section.remat
+        if self._layer_range is not None:
+            return self._layer_range.remat
         # Groups apply to the main stack. In the small stack before it, each unit is a group.
         return "full" if self.is_first and remat.startswith("sqrt") else remat
 
@@ -130,13 +130,13 @@ class Stack(Layer):
 
         A section uses the random stream of the whole stack.
         """
-        home = name if self._section is None else self._section.home
+        home = name if self._layer_range is None else self._layer_range.home
         return replace(ctx.fold(home), remat=self.policy(ctx.remat))
 
-    def unit_context(self, ctx: Context, index: jax.Array) -> Context:
+    def layer_context(self, ctx: Context, index: jax.Array) -> Context:
         """Return the context of the unit at `index` (among these units), derived from the stack's."""
-        if self._first_unit:
-            index = index + self._first_unit
+        if self._first_layer:
+            index = index + self._first_layer
         return ctx.fold_index(index)
 
     def children(self) -> dict[str, Layer]:
@@ -144,12 +144,12 @@ class Stack(Layer):
         return {}
 
     def parameter_specs(self) -> Nested:
-        """Return the specs of the parameters that each unit has separately, with a leading axis of num_units."""
-        unit_specs = {}
-        for name, specs in self.unit.parameter_specs().items():
+        """Return the specs of the parameters that each unit has separately, with a leading axis of num_repeats."""
+        layer_specs = {}
+        for name, specs in self.pattern.parameter_specs().items():
             if name not in self.shared:
-                unit_specs[name] = specs
-        return jax.tree.map(lambda spec: spec.stacked(self.num_units), unit_specs)
+                layer_specs[name] = specs
+        return jax.tree.map(lambda spec: spec.stacked(self.num_repeats), layer_specs)
 
     def shared_specs(self) -> Nested:
         """Return the specs of the parameters that all units share, by layer.
@@ -157,28 +157,28 @@ class Stack(Layer):
         They are passed separately from the stack's parameters, as `shared`.
         """
         shared_specs = {}
-        for name, specs in self.unit.parameter_specs().items():
+        for name, specs in self.pattern.parameter_specs().items():
             if name in self.shared:
                 shared_specs[name] = specs
         return shared_specs
 
     def buffer_specs(self) -> Nested:
-        """Return the specs of the unit's buffers, with a leading axis of num_units."""
+        """Return the specs of the unit's buffers, with a leading axis of num_repeats."""
 
         def stacked(spec: TensorSpec) -> TensorSpec:
-            shape = (self.num_units, *spec.shape)
+            shape = (self.num_repeats, *spec.shape)
             mesh_axes = (None, *spec.mesh_axes)
             return replace(spec, shape=shape, mesh_axes=mesh_axes)
 
-        return jax.tree.map(stacked, self.unit.buffer_specs())
+        return jax.tree.map(stacked, self.pattern.buffer_specs())
 
     def check_remat(self, policy: str) -> None:
         """Raise ValueError if the stack does not support the remat policy, one for all units."""
         # Called for its check of sqrt:G; it returns None for policies without groups.
-        remat.group_size(policy, self.num_units)
+        remat.group_size(policy, self.num_repeats)
         if policy != "invert":
             return
-        for i, layer in enumerate(self.unit.layers.values()):
+        for i, layer in enumerate(self.pattern.layers.values()):
             if not isinstance(layer, Reversible):
                 raise ValueError(
                     f"memory.remat = invert: pattern.{i}, {type(layer).__name__}, cannot be run backwards; expected "
@@ -188,27 +188,27 @@ class Stack(Layer):
     def is_unrolled(self, remat: str) -> bool:
         """Return whether there is no loop under this remat policy of the context."""
         remat = self.policy(remat)
-        if self.unroll != self.num_units:
+        if self.unroll != self.num_repeats:
             return False
         # Without a loop, XLA would merge the recomputation with the forward pass, and save nothing.
-        return remat == "none" or (self.num_units == 1 and remat != "invert")
+        return remat == "none" or (self.num_repeats == 1 and remat != "invert")
 
     def enter(self, x: Any) -> Any:
         """Create the carry of the units from the input of the stack."""
         # The carry between sections is the same as between units.
-        is_inner = self._first_unit > 0
+        is_inner = self._first_layer > 0
         return x if self.streams is None or is_inner else self.streams.enter(x)
 
     def leave(self, carry: Any, ctx: Context) -> Any:
         """Create the output of the stack from the carry of the units."""
-        is_inner = self._section is not None and self._section.end < self._section.total
+        is_inner = self._layer_range is not None and self._layer_range.end < self._layer_range.total
         return carry if self.streams is None or is_inner else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
         """Split stacked parameters into a list with the parameters of each unit."""
         # Outside of the differentiated function, this makes each unit's gradient a separate array. The gradient of a
         # slice would be added into zeros of the size of the stack.
-        return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_units)]
+        return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_repeats)]
 
     def forward(
         self,
@@ -216,13 +216,13 @@ class Stack(Layer):
         carry: Any,
         ctx: Context,
         layer_state: Nested,
-        fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
+        fetch: Callable[[Nested], Nested] = lambda layer_params: layer_params,
         shared: Nested | None = None,
     ) -> tuple[Any, Out]:
         """Run all units in order; each prepares its weights just before it runs.
 
         Args:
-            params: stacked parameters, each [num_units, ...], or the list that `split` returns.
+            params: stacked parameters, each [num_repeats, ...], or the list that `split` returns.
             carry: the input of the stack, x_BSD.
             ctx: the context; the unit's index is folded into its random stream.
             layer_state: stacked buffers.
@@ -231,17 +231,17 @@ class Stack(Layer):
         """
         carry = self.enter(carry)
         if ctx.training and ctx.remat == "invert":
-            run = self._inverting(fetch, ctx, layer_state)
+            run = self._make_invertible(fetch, ctx, layer_state)
             carry, outs = run(params, carry, shared or {})
             return self.leave(carry, ctx), self.combine(outs)
-        unit = self.unit_function(params, ctx, fetch)
+        unit = self.layer_function(params, ctx, fetch)
         # The gradient of a shared parameter is a sum over units; taps compute this sum in float32.
-        taps = sums.taps(shared or {})
+        taps = grad_accumulation.make_taps(shared or {})
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-            index, unit_params, unit_state = xs
-            shared_params = sums.tapped(shared or {}, taps)
-            return unit(carry, unit_params, shared_params, unit_state, self.unit_context(ctx, index))
+            index, layer_params, unit_state = xs
+            shared_params = grad_accumulation.attach_taps(shared or {}, taps)
+            return unit(carry, layer_params, shared_params, unit_state, self.layer_context(ctx, index))
 
         if isinstance(params, list):
             carry, outs = _unroll_layers(body, params, carry, layer_state)
@@ -261,8 +261,8 @@ class Stack(Layer):
 
         With groups, a loop over units runs inside a loop over groups.
         """
-        xs = (jnp.arange(self.num_units), params, layer_state)
-        group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
+        xs = (jnp.arange(self.num_repeats), params, layer_state)
+        group = remat.group_size(ctx.remat, self.num_repeats) if ctx.training else None
         if group is None:
             unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
             return jax.lax.scan(body, carry, xs, unroll=unroll)
@@ -270,10 +270,10 @@ class Stack(Layer):
         # Only a group's input is saved: the backward pass runs the inner loop forward once more.
         run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
         carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
-        outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
+        outs = jax.tree.map(lambda x: x.reshape(self.num_repeats, *x.shape[2:]), outs)
         return carry, outs
 
-    def _inverting(
+    def _make_invertible(
         self,
         fetch: Callable[[Nested], Nested],
         ctx: Context,
@@ -283,21 +283,21 @@ class Stack(Layer):
 
         Its backward pass runs the units backwards. All of its arguments are differentiated, and nothing else is.
         """
-        indices = jnp.arange(self.num_units)
+        indices = jnp.arange(self.num_repeats)
 
-        def whole(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
-            unit = self.unit_function(params, ctx, fetch)
+        def run_all(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
+            unit = self.layer_function(params, ctx, fetch)
 
             def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-                index, unit_params, state = xs
-                return unit(carry, unit_params, shared, state, self.unit_context(ctx, index))
+                index, layer_params, state = xs
+                return unit(carry, layer_params, shared, state, self.layer_context(ctx, index))
 
             xs = (indices, params, layer_state)
             return jax.lax.scan(body, carry, xs, unroll=self._loop_unroll)
 
         def forward(*args: Any) -> Any:
             params, _, shared = args
-            y, outs = whole(*args)
+            y, outs = run_all(*args)
             # The output is saved instead of the input, which the backward pass computes from it.
             return (y, outs), (params, y, shared)
 
@@ -305,13 +305,13 @@ class Stack(Layer):
             params, y, shared = residuals
             ct_y, ct_outs = cts
             xs = (indices, params, layer_state, ct_outs.loss)
-            return self._reverse_units(y, ct_y, shared, xs, fetch, ctx)
+            return self._reverse_layers(y, ct_y, shared, xs, fetch, ctx)
 
-        run = jax.custom_vjp(whole)
+        run = jax.custom_vjp(run_all)
         run.defvjp(forward, backward)
         return run
 
-    def _reverse_units(
+    def _reverse_layers(
         self,
         y: Any,
         ct: Any,
@@ -335,31 +335,31 @@ class Stack(Layer):
 
         def body(carry: Any, xs: Any) -> Any:
             y, ct, shared_sum = carry
-            index, unit_params, state, loss_ct = xs
+            index, layer_params, state, loss_ct = xs
 
             # Only floats are differentiated. Integers, such as codes of quantized weights, are filled in again.
-            def join(unit_floats: Nested, shared_floats: Nested) -> Nested:
-                return fetch({**filled(unit_floats, unit_params), **filled(shared_floats, shared)})
+            def join(layer_floats: Nested, shared_floats: Nested) -> Nested:
+                return fetch({**fill_none(layer_floats, layer_params), **fill_none(shared_floats, shared)})
 
-            trained = (floats(unit_params), floats(shared))
-            unit_ctx = self.unit_context(ctx, index)
-            y, grads, ct = self.reverse_unit(y, trained, join, state, unit_ctx, (ct, loss_ct))
-            unit_grads, shared_grads = grads
-            return (y, ct, sums.add(shared_sum, shared_grads)), unit_grads
+            trained = (floats(layer_params), floats(shared))
+            layer_ctx = self.layer_context(ctx, index)
+            y, grads, ct = self.reverse_layer(y, trained, join, state, layer_ctx, (ct, loss_ct))
+            layer_grads, shared_grads = grads
+            return (y, ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
 
         # The sum over units is in float32: see `sums`.
-        start = (y, ct, sums.zeros(floats(shared)))
+        start = (y, ct, grad_accumulation.zeros(floats(shared)))
         end, grads = jax.lax.scan(body, start, xs, reverse=True, unroll=self._loop_unroll)
         _, ct, shared_sum = end
-        return grads, ct, sums.rounded(shared_sum, floats(shared))
+        return grads, ct, grad_accumulation.cast_sums(shared_sum, floats(shared))
 
     @property
     def _loop_unroll(self) -> int:
         """The number of units per iteration where a loop is required."""
         # With all units in one iteration, there would be no loop.
-        return 1 if self.unroll == self.num_units else self.unroll
+        return 1 if self.unroll == self.num_repeats else self.unroll
 
-    def reverse_unit(
+    def reverse_layer(
         self,
         carry: Any,
         trained: tuple[Nested, Nested],
@@ -378,12 +378,12 @@ class Stack(Layer):
             cts: the cotangents of the output and of the loss (None for no loss).
         """
 
-        def prepared(*trained: Nested) -> Nested:
-            return self.unit.prepare(join(*trained), ctx)
+        def prepare_joined(*trained: Nested) -> Nested:
+            return self.pattern.prepare(join(*trained), ctx)
 
         # The unit returns gradients of prepared weights; `pull` takes them through casts and gathers.
-        weights, pull = jax.vjp(prepared, *trained)
-        carry, grads, ct = self.unit.reverse(weights, carry, cts, ctx, state)
+        weights, pull = jax.vjp(prepare_joined, *trained)
+        carry, grads, ct = self.pattern.reverse(weights, carry, cts, ctx, state)
         return carry, pull(grads), ct
 
     @staticmethod
@@ -393,7 +393,7 @@ class Stack(Layer):
         metrics = {name: jnp.mean(values) for name, values in outs.metrics.items()}
         return Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
 
-    def unit_function(
+    def layer_function(
         self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
     ) -> Callable[..., tuple[Any, Out]]:
         """Return the function of one unit, wrapped in the remat policy in training.
@@ -409,25 +409,25 @@ class Stack(Layer):
 
         def unit(
             carry: Any,
-            unit_params: Nested,
+            layer_params: Nested,
             shared: Nested,
             state: Nested,
             ctx: Context,
         ) -> tuple[Any, Out]:
-            weights = self.unit.prepare(fetch({**unit_params, **shared}), ctx)
-            if weights_are_made:
+            weights = self.pattern.prepare(fetch({**layer_params, **shared}), ctx)
+            if makes_weights:
                 weights = remat.tag_weights(weights)
-            return self.unit.apply(weights, carry, ctx, state)
+            return self.pattern.apply(weights, carry, ctx, state)
 
-        weights_are_made = _makes_weights(params, ctx)
+        makes_weights = _makes_weights(params, ctx)
         # "none" needs a policy too, or casts and gathered weights would be saved for the backward pass.
-        if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or weights_are_made):
+        if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or makes_weights):
             unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
         return unit
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the operations of all units."""
-        return self.num_units * self.unit.flops_per_token(seq_len)
+        return self.num_repeats * self.pattern.flops_per_token(seq_len)
 
 
 def _makes_weights(params: Any, ctx: Context) -> bool:
@@ -443,14 +443,14 @@ def _unroll_layers(
     layer_state: Nested,
 ) -> tuple[Any, Out]:
     """Run the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
-    unit_outs = []
-    for index, unit_params in enumerate(params):
+    layer_outs = []
+    for index, layer_params in enumerate(params):
         unit_state = jax.tree.map(lambda s, i=index: s[i], layer_state)
         # The index is an array, as in a loop, so that folding it into a key is the same operation.
-        xs = (jnp.asarray(index), unit_params, unit_state)
+        xs = (jnp.asarray(index), layer_params, unit_state)
         carry, out = body(carry, xs)
-        unit_outs.append(out)
-    outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *unit_outs)
+        layer_outs.append(out)
+    outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)
     return carry, outs
 
 

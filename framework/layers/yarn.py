@@ -84,12 +84,12 @@ class YarnScaling(Scaling):
     def _ramp_ends(self, rotary_dim: int, theta: float) -> tuple[float, float]:
         """Return the indices of the frequencies at which the ramp starts and ends."""
 
-        def index_of(turns: float) -> float:
+        def find_index(rotations: float) -> float:
             """Return the fractional index of the frequency that turns this often within the original length."""
-            return rotary_dim * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            return rotary_dim * math.log(self.length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        start = index_of(self.beta_fast)
-        end = index_of(self.beta_slow)
+        start = find_index(self.beta_fast)
+        end = find_index(self.beta_slow)
         if self.truncate:
             start = math.floor(start)
             end = math.ceil(end)

@@ -73,7 +73,7 @@ class ParameterSpec(TensorSpec):
         roles: the meaning of each axis: "layer", "in", "out", "heads", "vocab", "position", "label", "channel", ...
         num_heads: number of heads on the axis with the role "heads", in queries and keys whose heads are independent.
         trainable: whether the parameter is trained; otherwise it is frozen, as by a rule of the learner.
-        own_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
+        keeps_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
         quantized: whether the leaf is one of several that store a weight (codes, scales). No layer casts such leaves.
             They share the key of the path above them, so that all come from one draw.
         indivisible: for each axis, how many consecutive elements belong together, so that no mesh may split them; ()
@@ -84,7 +84,7 @@ class ParameterSpec(TensorSpec):
     roles: tuple[str, ...] = ()
     num_heads: int | None = None
     trainable: bool = True
-    own_dtype: bool = False
+    keeps_dtype: bool = False
     quantized: bool = False
     indivisible: tuple[int, ...] = ()
 
@@ -162,12 +162,12 @@ def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
         problem = f"matches none of {len(paths)} paths, such as {paths[:3]}"
         raise ValueError(f"copy_partition: pattern {pattern!r} {problem}")
 
-    def tagged(keypath: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
+    def tag(keypath: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
         if re.search(pattern, path_name(keypath)):
             return replace(spec, memory_kind=memory_kind)
         return spec
 
-    return jax.tree_util.tree_map_with_path(tagged, specs)
+    return jax.tree_util.tree_map_with_path(tag, specs)
 
 
 def move_to_host(
@@ -189,11 +189,11 @@ def move_to_host(
         min_bytes: a leaf with fewer bytes in total stays on the device.
     """
 
-    def tagged(spec: TensorSpec) -> TensorSpec:
+    def tag(spec: TensorSpec) -> TensorSpec:
         # `stacked`, used as a number, skips the leading axis.
         dims = [dim for dim in spec.shape[stacked:] if dim > 1]
         if len(dims) >= 2 and spec.num_bytes >= min_bytes:
             return replace(spec, memory_kind=memory_kind)
         return spec
 
-    return jax.tree.map(tagged, specs)
+    return jax.tree.map(tag, specs)

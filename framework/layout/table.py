@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout.moves import fetch_leaf, store_leaf
 from plimsoll.framework.layout.specs import (
     GROUPS,
     Group,
@@ -25,11 +24,12 @@ from plimsoll.framework.layout.specs import (
     ParameterSpec,
     TensorSpec,
 )
+from plimsoll.framework.layout.transfers import fetch_leaf, store_leaf
 from plimsoll.framework.layout.trees import Nested, flatten
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StateLeaf:
     """One row of the layout."""
 
     path: str
@@ -53,7 +53,7 @@ class StateLayout:
         unknown_groups = set(specs) - set(GROUPS)
         assert not unknown_groups, f"unknown groups {unknown_groups}"
         self.mesh = mesh
-        self.specs: Nested = jax.tree.map(self._fitting, specs)
+        self.specs: Nested = jax.tree.map(self._fit_spec, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
         spec_by_path = flatten(self.specs)
@@ -64,7 +64,7 @@ class StateLayout:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
         return math.prod(self.mesh.shape[name] for name in _axis_names(axes))
 
-    def _fitting(self, spec: TensorSpec) -> TensorSpec:
+    def _fit_spec(self, spec: TensorSpec) -> TensorSpec:
         """Replicate the axes of an optimizer state leaf that the mesh does not divide.
 
         Such a leaf has its parameter's mesh axes, but not always its sizes (a scale per block).
@@ -77,7 +77,7 @@ class StateLayout:
             fitting_axes.append(axes if divides else None)
         return replace(spec, mesh_axes=tuple(fitting_axes))
 
-    def _leaf(self, path: str, spec: TensorSpec) -> Leaf:
+    def _leaf(self, path: str, spec: TensorSpec) -> StateLeaf:
         # Only parameters declare what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
         indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
@@ -94,13 +94,13 @@ class StateLayout:
                 )
             shard_shape.append(dim // num_shards)
         shard_bytes = math.prod(shard_shape) * spec.dtype.itemsize
-        return Leaf(path, _group(path), spec, shard_bytes)
+        return StateLeaf(path, _group(path), spec, shard_bytes)
 
-    def __iter__(self) -> Iterator[Leaf]:
+    def __iter__(self) -> Iterator[StateLeaf]:
         return iter(self.leaves)
 
     @property
-    def kept(self) -> Nested:
+    def checkpoint_specs(self) -> Nested:
         """Return the specs of a checkpoint's leaves: everything except the gradient buffers in host memory."""
         return {group: specs for group, specs in self.specs.items() if group != "gradient"}
 

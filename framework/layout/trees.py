@@ -71,11 +71,11 @@ def floats(tree: Any) -> Any:
     return jax.tree.map(float_or_none, tree)
 
 
-def filled(part: Any, tree: Any) -> Any:
+def fill_none(part: Any, tree: Any) -> Any:
     """Fill in the leaves that are None in `part` from `tree`; the inverse of `floats`."""
 
-    def replaced(new: Any, old: Any) -> Any:
+    def choose(new: Any, old: Any) -> Any:
         return old if new is None else new
 
     # None counts as a leaf, so that both trees have the same structure.
-    return jax.tree.map(replaced, part, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)

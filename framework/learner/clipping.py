@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.learner.optimizer_instances import LearningRate
 from plimsoll.framework.optimizers.clipping import limit_norm_growth, limit_update_rms
-from plimsoll.framework.optimizers.reach import Reach
+from plimsoll.framework.optimizers.update_locality import UpdateLocality
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 # Modes that clip a layer with values known during its update. All other modes first need the norm of all gradients.
-_MODES_OF_ONE_UNIT: tuple[ClipMode, ...] = ("previous_norm", "update_rms", "norm_growth")
+_LAYERWISE_MODES: tuple[ClipMode, ...] = ("previous_norm", "update_rms", "norm_growth")
 
 
 class ClippedGradients(NamedTuple):
@@ -48,18 +48,18 @@ class Clipping:
     @property
     def needs_all_gradients(self) -> bool:
         """Return whether no layer can be clipped before the gradients of all layers are known."""
-        return self.mode is not None and self.mode not in _MODES_OF_ONE_UNIT
+        return self.mode is not None and self.mode not in _LAYERWISE_MODES
 
-    def widened(self, reach: Reach) -> Reach:
+    def adjust_locality(self, update_locality: UpdateLocality) -> UpdateLocality:
         """Return the smallest part of a layer that can be updated independently.
 
         Args:
-            reach: update locality of the optimizer itself, without clipping.
+            update_locality: update locality of the optimizer itself, without clipping.
         """
         # These two modes bound a norm of a tensor, which a smaller part of the tensor cannot compute.
-        if self.mode in ("update_rms", "norm_growth") and reach in ("element", "row"):
+        if self.mode in ("update_rms", "norm_growth") and update_locality in ("element", "row"):
             return "tensor"
-        return reach
+        return update_locality
 
     def factor(self, norm: jax.Array, counter: Nested) -> jax.Array:
         """Return the factor that multiplies all gradients; 1 in the modes that clip each tensor separately.

@@ -10,7 +10,7 @@ import optax
 
 from plimsoll.framework.layout import Nested, TensorSpec
 from plimsoll.framework.learner.clipping import Clipping
-from plimsoll.framework.learner.units import Decision
+from plimsoll.framework.learner.update_types import Decision
 from plimsoll.framework.optimizers.rounding import fold
 
 # Names of the counters that hold the moving averages of the loss and of its square.
@@ -29,7 +29,7 @@ def global_norm(grads: Nested) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Spikes:
+class SpikeDetector:
     """Detection of losses far above the average of previous updates.
 
     Attributes:
@@ -59,7 +59,7 @@ class Spikes:
             averages[name] = jnp.where(ok, average, counter[name])
         return averages
 
-    def passed(
+    def check_spike(
         self,
         ok: jax.Array,
         loss: jax.Array,
@@ -89,7 +89,7 @@ def decide(
     counter: Nested,
     *,
     clipping: Clipping,
-    spikes: Spikes,
+    spikes: SpikeDetector,
     draws: bool,
 ) -> Decision:
     """Make the decision that depends on all gradients; see `Learner.decide`.
@@ -103,7 +103,7 @@ def decide(
     factor = clipping.factor(norm, counter)
     ok = jnp.isfinite(norm) & jnp.isfinite(loss)
     count = counter["step"] - counter["skipped"]
-    ok = spikes.passed(ok, loss, counter, count)
+    ok = spikes.check_spike(ok, loss, counter, count)
     seed = fold(*counter["rng"]) if draws else jnp.uint32(0)
     return Decision(norm, factor, ok, count, seed, jnp.int32(0))
 

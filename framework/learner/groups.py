@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layout import Nested, ParameterSpec, flatten, unflatten
 from plimsoll.framework.learner.rules import FROZEN
-from plimsoll.framework.learner.units import ALL_STAGES, Group
+from plimsoll.framework.learner.update_types import ALL_STAGES, ParamGroup
 
 
-class DividedSpecs(NamedTuple):
+class SplitSpecs(NamedTuple):
     """The parameter specs of a model, split into trainable and frozen ones."""
 
     trainable: Nested
     frozen: Nested
 
 
-def divide(specs: Nested, labels: dict[str, str]) -> DividedSpecs:
+def split_frozen(specs: Nested, labels: dict[str, str]) -> SplitSpecs:
     """Split the parameter specs into trainable and frozen ones.
 
     Args:
@@ -38,15 +38,15 @@ def divide(specs: Nested, labels: dict[str, str]) -> DividedSpecs:
             frozen[path] = flat_specs[path]
         else:
             trainable[path] = flat_specs[path]
-    return DividedSpecs(unflatten(trainable), unflatten(frozen))
+    return SplitSpecs(unflatten(trainable), unflatten(frozen))
 
 
-def groups_of(
+def make_groups(
     trained: Nested,
     labels: dict[str, str],
     *,
     across_stages: bool,
-) -> list[Group]:
+) -> list[ParamGroup]:
     """Group the trainable parameters.
 
     Args:
@@ -67,22 +67,22 @@ def groups_of(
         lengths = {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
         # One vmap over the layers updates the group, so its parameters must all be stacked alike.
         assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
-        stage_groups.append(Group(stage, group_label, tuple(paths), lengths.pop()))
+        stage_groups.append(ParamGroup(stage, group_label, tuple(paths), lengths.pop()))
     return stage_groups
 
 
-def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Group]:
+def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[ParamGroup]:
     """Return one group per label, with the parameters of all stages."""
     # A dict keeps the order of the labels; a set would not.
     group_labels = dict.fromkeys(labels[path] for path in labels if path in flat_specs)
     model_groups = []
     for group_label in group_labels:
         paths = tuple(path for path in labels if labels[path] == group_label)
-        model_groups.append(Group(ALL_STAGES, group_label, paths, None))
+        model_groups.append(ParamGroup(ALL_STAGES, group_label, paths, None))
     return model_groups
 
 
-def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
+def restrict_groups(all_groups: list[ParamGroup], paths: Container[str]) -> list[ParamGroup]:
     """Restrict groups to the parameters with the given paths in the model, and drop groups that become empty."""
     parts = []
     for group in all_groups:
@@ -92,36 +92,36 @@ def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
     return parts
 
 
-def in_sections(specs: Nested, sections: Iterable[Section]) -> Nested:
+def split_into_ranges(specs: Nested, layer_ranges: Iterable[LayerRange]) -> Nested:
     """Return the parameter specs of a model, by stage, with stacks replaced by their layer ranges."""
-    homes = {section.home for section in sections}
+    homes = {layer_range.home for layer_range in layer_ranges}
     cut_specs = {stage: tree for stage, tree in specs.items() if stage not in homes}
-    for section in sections:
+    for layer_range in layer_ranges:
         # A completely frozen stack has no trainable parameters.
-        if section.home in specs:
-            of_section = partial(_slice_spec, section)
-            cut_specs[section.name] = jax.tree.map(of_section, specs[section.home])
+        if layer_range.home in specs:
+            slice_spec = partial(_slice_spec, layer_range)
+            cut_specs[layer_range.name] = jax.tree.map(slice_spec, specs[layer_range.home])
     return cut_specs
 
 
-def _slice_spec(section: Section, spec: ParameterSpec) -> ParameterSpec:
-    return replace(spec, shape=(section.count, *spec.shape[1:]))
+def _slice_spec(layer_range: LayerRange, spec: ParameterSpec) -> ParameterSpec:
+    return replace(spec, shape=(layer_range.count, *spec.shape[1:]))
 
 
-def groups_in_sections(all_groups: list[Group], sections: Iterable[Section]) -> list[Group]:
+def split_groups(all_groups: list[ParamGroup], layer_ranges: Iterable[LayerRange]) -> list[ParamGroup]:
     """Return the parameter groups, with each group of a stack repeated for each of its layer ranges."""
     cut_groups = []
     for group in all_groups:
-        group_sections = [section for section in sections if section.home == group.stage]
-        if not group_sections:
+        group_ranges = [layer_range for layer_range in layer_ranges if layer_range.home == group.stage]
+        if not group_ranges:
             cut_groups.append(group)
-        for section in group_sections:
-            section_group = replace(group, stage=section.name, length=section.count, section=section)
-            cut_groups.append(section_group)
+        for layer_range in group_ranges:
+            range_group = replace(group, stage=layer_range.name, length=layer_range.count, layer_range=layer_range)
+            cut_groups.append(range_group)
     return cut_groups
 
 
-def select(tree: Nested, group: Group, specs: Nested) -> Nested:
+def select(tree: Nested, group: ParamGroup, specs: Nested) -> Nested:
     """Return a group's part of a tree, without the stage; with separate layers if the group spans all stages.
 
     Args:
@@ -132,12 +132,12 @@ def select(tree: Nested, group: Group, specs: Nested) -> Nested:
     if group.spans_stages:
         leaves = flatten(tree)
         flat_specs = flatten(specs)
-        return unflatten({path: _apart(flat_specs[path], leaves[path]) for path in group.paths})
+        return unflatten({path: _split_layers(flat_specs[path], leaves[path]) for path in group.paths})
     leaves = flatten(tree[group.stage])
     return unflatten({path: leaves[path] for path in group.paths})
 
 
-def unselect(tree: Nested, group: Group, specs: Nested) -> dict[str, Any]:
+def unselect(tree: Nested, group: ParamGroup, specs: Nested) -> dict[str, Any]:
     """Return {path in the model: leaf}; the inverse of `select`.
 
     An empty tree, of averages that the learner does not keep, has no leaves.
@@ -168,7 +168,7 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     )
 
 
-def _apart(spec: ParameterSpec, leaf: Any) -> Any:
+def _split_layers(spec: ParameterSpec, leaf: Any) -> Any:
     """Split a stacked leaf, an array or a spec, into its layers by number; return an unstacked leaf unchanged."""
     length = spec.num_layers
     if length is None:

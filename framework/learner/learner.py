@@ -1,7 +1,7 @@
 """The learner turns gradients into new parameters. Configs name this component, and schedules call it.
 
 Each update unit (one layer of a stacked stage, or a stage that is not stacked) has its own optimizer instance.
-`unit_update` returns the update of one unit (`update.py`), which works on its weights, gradients, optimizer state
+`make_layer_update` returns the update of one unit (`update.py`), which works on its weights, gradients, optimizer state
 (`state.py`) and average. Updating a whole stage is a vmap of that update, so every schedule that updates layers in
 another order computes the same numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are
 made first, in `decide` (`decisions.py`), and are passed to the updates as scalars.
@@ -24,7 +24,7 @@ from plimsoll.framework.config import (
     PositiveInt,
     component,
 )
-from plimsoll.framework.layers.section import Section
+from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layout import (
     Nested,
     ParameterSpec,
@@ -33,27 +33,27 @@ from plimsoll.framework.layout import (
     move_to_host,
     unflatten,
 )
-from plimsoll.framework.learner import decisions, groups, initial, instances
+from plimsoll.framework.learner import decisions, groups, initialization, optimizer_instances
 from plimsoll.framework.learner.clipping import ClipMode, Clipping
 from plimsoll.framework.learner.precision import Precision
-from plimsoll.framework.learner.reaches import check_parameters_apart, reach_of
 from plimsoll.framework.learner.rules import (
     Optimizer,
     label,
 )
-from plimsoll.framework.learner.state import GroupState, spec_like, unit_specs
-from plimsoll.framework.learner.units import (
-    Bundle,
-    Decision,
-    Group,
-    UnitUpdate,
-    Update,
-    all_units,
-    in_structure,
-)
+from plimsoll.framework.learner.state import GroupState, layer_specs, spec_like
 from plimsoll.framework.learner.update import GroupUpdate
-from plimsoll.framework.optimizers.reach import Reach
+from plimsoll.framework.learner.update_locality import check_independent_updates, measure_update_locality
+from plimsoll.framework.learner.update_types import (
+    Decision,
+    LayerTrainState,
+    LayerUpdate,
+    LayerUpdateFn,
+    ParamGroup,
+    unflatten_like,
+    update_all_layers,
+)
 from plimsoll.framework.optimizers.rounding import Rounding, check_dtypes
+from plimsoll.framework.optimizers.update_locality import UpdateLocality
 
 
 @component
@@ -138,9 +138,9 @@ class Learner:
             None if moment_dtype is None else jnp.dtype(moment_dtype),
         )
         self.clipping = Clipping(clip, self.clip_mode)
-        self._spikes = decisions.Spikes(spike)
+        self._spikes = decisions.SpikeDetector(spike)
         labels, configs = label(specs, optimizer, [rule.instantiate() for rule in rules])
-        divided = groups.divide(specs, labels)
+        divided = groups.split_frozen(specs, labels)
         self.specs = divided.trainable
         self.frozen_specs = divided.frozen
         self._set_optimizers(labels, configs)
@@ -155,34 +155,34 @@ class Learner:
         Raises:
             ValueError: no parameter is trainable, or weights of their dtype cannot be rounded as requested.
         """
-        learning_rates = {name: instances.learning_rate_of(config) for name, config in configs.items()}
+        learning_rates = {name: optimizer_instances.get_learning_rate(config) for name, config in configs.items()}
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
         rounding = self._precision.rounding
         check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
-        self.groups = groups.groups_of(self.specs, labels, across_stages=self.scope == "model")
+        self.groups = groups.make_groups(self.specs, labels, across_stages=self.scope == "model")
         labels_in_use = {group.label for group in self.groups}
-        self.learning_rates = instances.distinct_learning_rates(configs, learning_rates, labels_in_use)
-        specs_of_units = {(group.stage, group.label): self.unit_specs(group) for group in self.groups}
-        self._instances = instances.instances_of(configs, learning_rates, specs_of_units)
+        self.learning_rates = optimizer_instances.distinct_learning_rates(configs, learning_rates, labels_in_use)
+        specs_by_group = {(group.stage, group.label): self.layer_specs(group) for group in self.groups}
+        self._instances = optimizer_instances.make_instances(configs, learning_rates, specs_by_group)
         draws = any(instance.optimizer.draws for instance in self._instances.values())
         self.draws = self._precision.draws or draws
 
-    def in_sections(self, sections: Iterable[Section]) -> Learner:
+    def split_into_ranges(self, layer_ranges: Iterable[LayerRange]) -> Learner:
         """Return the learner for stacks that are split into layer ranges, which keep the stack's optimizers.
 
         Args:
-            sections: the layer ranges; those of one stack are in order.
+            layer_ranges: the layer ranges; those of one stack are in order.
         """
         learner = copy.copy(self)
-        learner.specs = groups.in_sections(self.specs, sections)
-        learner.frozen_specs = groups.in_sections(self.frozen_specs, sections)
-        learner.groups = groups.groups_in_sections(self.groups, sections)
+        learner.specs = groups.split_into_ranges(self.specs, layer_ranges)
+        learner.frozen_specs = groups.split_into_ranges(self.frozen_specs, layer_ranges)
+        learner.groups = groups.split_groups(self.groups, layer_ranges)
         learner._instances = dict(self._instances)
-        for section in sections:
+        for layer_range in layer_ranges:
             for (stage, group_label), instance in self._instances.items():
-                if stage == section.home:
-                    learner._instances[section.name, group_label] = instance
+                if stage == layer_range.home:
+                    learner._instances[layer_range.name, group_label] = instance
         return learner
 
     # --- state: specs and initialization -----------------------------------------------------------------------------
@@ -191,13 +191,13 @@ class Learner:
         """Return the dtype in which gradients are summed over microbatches: that of the update, at least float32."""
         return self._precision.gradient_dtype(spec)
 
-    def gradient_specs(self, hosted: Container[str] = ()) -> Nested:
+    def gradient_specs(self, offloaded: Container[str] = ()) -> Nested:
         """Return the specs of buffers for all gradients.
 
         Without gradient accumulation nothing is summed, and the buffers have the dtypes of the parameters.
 
         Args:
-            hosted: names of the stages whose large buffers are in host memory.
+            offloaded: names of the stages whose large buffers are in host memory.
         """
 
         def buffer(spec: ParameterSpec) -> TensorSpec:
@@ -205,42 +205,42 @@ class Learner:
             return TensorSpec(spec.shape, dtype, spec.mesh_axes)
 
         buffers = unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
-        return self._placed(buffers, hosted)
+        return self._offload_stages(buffers, offloaded)
 
-    def _placed(self, tree: Nested, hosted: Container[str]) -> Nested:
+    def _offload_stages(self, tree: Nested, offloaded: Container[str]) -> Nested:
         """Move the large leaves of some stages to host memory.
 
         Args:
             tree: specs by stage, in the structure of the parameters.
-            hosted: names of the stages to offload.
+            offloaded: names of the stages to offload.
         """
         placed = {}
         for stage, specs in tree.items():
-            if stage in hosted:
+            if stage in offloaded:
                 is_stack = any(spec.num_layers is not None for spec in jax.tree.leaves(self.specs[stage]))
                 specs = move_to_host(specs, "pinned_host", stacked=is_stack)
             placed[stage] = specs
         return placed
 
-    def optimizer_specs(self, hosted: Container[str] = ()) -> Nested:
+    def optimizer_specs(self, offloaded: Container[str] = ()) -> Nested:
         """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}.
 
         Args:
-            hosted: names of the stages whose large leaves are in host memory.
+            offloaded: names of the stages whose large leaves are in host memory.
         """
         tree: Nested = {}
         for group in self.groups:
-            specs = self.state_of(group).entry_specs()
-            if group.stage in hosted:
+            specs = self.get_group_state(group).entry_specs()
+            if group.stage in offloaded:
                 specs = move_to_host(specs, "pinned_host", stacked=group.length is not None)
             tree.setdefault(group.stage, {})[group.label] = specs
         return tree
 
-    def ema_specs(self, hosted: Container[str] = ()) -> Nested:
+    def ema_specs(self, offloaded: Container[str] = ()) -> Nested:
         """Return the specs of the averages of trainable parameters; {} without `ema`.
 
         Args:
-            hosted: names of the stages whose large averages are in host memory.
+            offloaded: names of the stages whose large averages are in host memory.
         """
         if self.ema is None:
             return {}
@@ -248,9 +248,9 @@ class Learner:
         def average(spec: ParameterSpec) -> TensorSpec:
             return spec_like(spec, self._precision.average_dtype(spec))
 
-        return self._placed(jax.tree.map(average, self.specs), hosted)
+        return self._offload_stages(jax.tree.map(average, self.specs), offloaded)
 
-    def state_of(self, group: Group) -> GroupState:
+    def get_group_state(self, group: ParamGroup) -> GroupState:
         """Return the optimizer state of a group, or of some of a group's parameters."""
         return GroupState(
             group,
@@ -260,70 +260,72 @@ class Learner:
             self.clipping.keeps_norms,
         )
 
-    def init(self, precise: Nested) -> Update:
+    def init(self, precise: Nested) -> LayerUpdate:
         """Return (trainable parameters, optimizer state, averages).
 
         Args:
             precise: freshly initialized trainable parameters, not cast.
         """
         leaves = self.init_part(flatten(precise))
-        params = in_structure(self.specs, leaves["parameter"])
-        optimizer = in_structure(self.optimizer_specs(), leaves["optimizer"])
-        ema = in_structure(self.ema_specs(), leaves["ema"])
+        params = unflatten_like(self.specs, leaves["parameter"])
+        optimizer = unflatten_like(self.optimizer_specs(), leaves["optimizer"])
+        ema = unflatten_like(self.ema_specs(), leaves["ema"])
         return params, optimizer, ema
 
-    def init_part(self, precise: dict[str, jax.Array], *, unit: bool = False) -> dict[str, dict[str, jax.Array]]:
+    def init_part(
+        self, precise: dict[str, jax.Array], *, single_layer: bool = False
+    ) -> dict[str, dict[str, jax.Array]]:
         """Initialize the state of some of the parameters, as `init` does.
 
         Args:
             precise: initial values by path, for one of the parts of `init_parts` or for all parameters.
-            unit: whether the arrays are one layer's, without the leading axis.
+            single_layer: whether the arrays are one layer's, without the leading axis.
 
         Returns:
             {"parameter": ..., "optimizer": ..., "ema": ...}, each by path.
         """
-        parts = groups.restricted(self.groups, precise)
-        return initial.init_part(
+        parts = groups.restrict_groups(self.groups, precise)
+        return initialization.init_part(
             precise,
-            [self.state_of(group) for group in parts],
+            [self.get_group_state(group) for group in parts],
             self.specs,
             self._precision,
             keeps_averages=self.ema is not None,
-            unit=unit,
+            single_layer=single_layer,
         )
 
     def init_parts(self) -> list[tuple[str, ...]]:
         """Return the paths of trainable parameters for calls of `init_part`, in the smallest possible parts."""
-        return initial.init_parts([self.state_of(group) for group in self.groups])
+        return initialization.init_parts([self.get_group_state(group) for group in self.groups])
 
     # --- groups and their parts --------------------------------------------------------------------------------------
 
-    def select(self, tree: Nested, group: Group) -> Nested:
+    def select(self, tree: Nested, group: ParamGroup) -> Nested:
         """Return a group's part of a tree of all trainable parameters, without the stage.
 
         For scope = model, stacks are split into separate layers.
         """
         return groups.select(tree, group, self.specs)
 
-    def unit_specs(self, group: Group) -> Nested:
+    def layer_specs(self, group: ParamGroup) -> Nested:
         """Return the parameter specs of one layer of a group, in the dtype in which the update is computed."""
-        return unit_specs(self.select(self.specs, group), group, self._precision)
+        return layer_specs(self.select(self.specs, group), group, self._precision)
 
-    def reach(self, group: Group) -> Reach:
+    def update_locality(self, group: ParamGroup) -> UpdateLocality:
         """Return the smallest part of a layer of the group that can be updated independently; measured on first use."""
         instance = self._instances[group.stage, group.label]
-        return self.clipping.widened(reach_of(instance, self.unit_specs(group)))
+        return self.clipping.adjust_locality(measure_update_locality(instance, self.layer_specs(group)))
 
-    def try_reach(self) -> None:
+    def measure_localities(self) -> None:
         """Measure the update locality of each optimizer, for schedules that split a layer into chunks.
 
         These schedules need it again while a step is traced. A measurement at that point would compile each of its
         operations separately.
         """
         for group in self.groups:
-            self.reach(group)
+            self.update_locality(group)
 
-    def check_reach(self) -> None:
+    def check_update_locality(self) -> None:
         """Check that no optimizer mixes parameters: with an instance per layer, its updates would be silently wrong.
 
         Raises:
@@ -333,7 +335,7 @@ class Learner:
             return
         for group in self.groups:
             instance = self._instances[group.stage, group.label]
-            check_parameters_apart(group.label, instance, self.unit_specs(group))
+            check_independent_updates(group.label, instance, self.layer_specs(group))
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -386,9 +388,9 @@ class Learner:
         optimizer: Nested,
         ema: Nested,
         decision: Decision,
-        run: Callable[[Group, UnitUpdate, Bundle, Decision], Update] | None = None,
+        run: Callable[[ParamGroup, LayerUpdateFn, LayerTrainState, Decision], LayerUpdate] | None = None,
         stage: str | None = None,
-    ) -> Update:
+    ) -> LayerUpdate:
         """Return (parameters, optimizer state, averages), unchanged if the decision is not ok.
 
         Args:
@@ -398,14 +400,14 @@ class Learner:
                 stacked; by default to all layers at once.
             stage: update only this stage; the gradients of other stages may be missing.
         """
-        run = run or all_units
+        run = run or update_all_layers
         new_params = flatten(params)
         new_ema = flatten(ema)
         new_optimizer = dict(optimizer)
         for group in self.groups:
             if stage not in (None, group.stage):
                 continue
-            bundle = (
+            train_state = (
                 self.select(params, group),
                 self.select(grads, group),
                 optimizer[group.stage][group.label],
@@ -413,30 +415,30 @@ class Learner:
             )
             weights, state, average = run(
                 group,
-                self.unit_update(group),
-                bundle,
+                self.make_layer_update(group),
+                train_state,
                 self._at_first_layer(decision, group),
             )
             new_params |= groups.unselect(weights, group, self.specs)
             new_ema |= groups.unselect(average, group, self.specs)
             # Copied, so that the caller's dict of the stage does not change.
             new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
-        return in_structure(params, new_params), new_optimizer, in_structure(ema, new_ema)
+        return unflatten_like(params, new_params), new_optimizer, unflatten_like(ema, new_ema)
 
     @staticmethod
-    def _at_first_layer(decision: Decision, group: Group) -> Decision:
+    def _at_first_layer(decision: Decision, group: ParamGroup) -> Decision:
         """Return the decision for a group, with layers counted from the first layer of the whole stack."""
         if not group.first_layer:
             return decision
         return decision._replace(layer=decision.layer + group.first_layer)
 
-    def unit_update(self, group: Group) -> UnitUpdate:
+    def make_layer_update(self, group: ParamGroup) -> LayerUpdateFn:
         """Return the update of one layer: (weights, grads, optimizer entry, average, decision) -> new values.
 
         The new values are those of weights, optimizer entry and average.
         """
         return GroupUpdate(
-            self.state_of(group),
+            self.get_group_state(group),
             self._instances[group.stage, group.label].learning_rate,
             self.clipping,
             self.ema,

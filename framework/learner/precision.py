@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
 from plimsoll.framework.optimizers.partition import mirrors_parameter
-from plimsoll.framework.optimizers.rounding import Origin, Rounding, fold_name, noise, round_stochastically
+from plimsoll.framework.optimizers.rounding import BlockOrigin, Rounding, fold_name, noise, round_stochastically
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Precision:
             return False
         return any(spec.dtype != self.update_dtype(spec) for spec in specs)
 
-    def stored(self, spec: OptStateSpec) -> OptStateSpec:
+    def in_storage(self, spec: OptStateSpec) -> OptStateSpec:
         """Return the spec of an optimizer state leaf between steps: moments are stored in `moment_dtype`."""
         if self.moment_dtype is not None and mirrors_parameter(spec):
             return replace(spec, dtype=self.moment_dtype)
         return spec
 
-    def widened(self, state: Any, weights: Nested) -> Any:
+    def widen(self, state: Any, weights: Nested) -> Any:
         """Return a stored optimizer state in the dtypes in which its update is computed.
 
         Args:
@@ -85,29 +85,29 @@ class Precision:
         """Return whether updates draw noise: for weights, or for moments in bfloat16."""
         return self.rounding == "stochastic" or self.moment_dtype == jnp.bfloat16
 
-    def narrowed(self, state: Any, stored: Any, seed: jax.Array, origin: Origin | None) -> Any:
+    def narrow(self, state: Any, in_storage: Any, seed: jax.Array, origin: BlockOrigin | None) -> Any:
         """Return an optimizer state after its update, in the dtypes in which it is stored.
 
         Moments in bfloat16 are rounded stochastically. An average that moves by less than 1/512 of itself, as with b2
         = 0.999, would not move at all if it were rounded to nearest.
 
         Args:
-            state: the state after the update, in the dtypes that `widened` returns.
-            stored: the state before the update, as it is stored; only its dtypes are used.
+            state: the state after the update, in the dtypes that `widen` returns.
+            in_storage: the state before the update, as it is stored; only its dtypes are used.
             seed: uint32 scalar, of this update of the layer.
             origin: positions of blocks in their tensors; None for whole tensors.
         """
         if self.moment_dtype != jnp.bfloat16:
-            return jax.tree.map(lambda new, old: new.astype(old.dtype), state, stored)
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), state, in_storage)
 
-        def rounded(keypath: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+        def round_leaf(keypath: Any, new: jax.Array, old: jax.Array) -> jax.Array:
             if old.dtype != jnp.bfloat16 or new.dtype == old.dtype:
                 return new.astype(old.dtype)
             # "moment" is folded in because the weights of the same name draw from the same seed.
             leaf_seed = fold_name(fold_name(seed, "moment"), path_name(keypath))
             return round_stochastically(new, old.dtype, noise(leaf_seed, new.shape, origin))
 
-        return jax.tree_util.tree_map_with_path(rounded, state, stored)
+        return jax.tree_util.tree_map_with_path(round_leaf, state, in_storage)
 
 
 def _wide(dtype: Any) -> Any:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, unflatten
 from plimsoll.framework.learner.groups import unstack
 from plimsoll.framework.learner.precision import Precision
-from plimsoll.framework.learner.units import Group, in_structure
+from plimsoll.framework.learner.update_types import ParamGroup, unflatten_like
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
-from plimsoll.framework.optimizers.rounding import cut_off
+from plimsoll.framework.optimizers.rounding import split_rounding_error
 
 # The parts of an entry, under the names that checkpoints use.
 STATE = "state"
@@ -27,7 +27,7 @@ COMPENSATION = "compensation"
 NORM = "norm"
 
 
-def unit_specs(specs: Nested, group: Group, precision: Precision) -> Nested:
+def layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Nested:
     """Return the parameter specs of one layer of a group, in the dtype in which the update is computed.
 
     Args:
@@ -37,8 +37,8 @@ def unit_specs(specs: Nested, group: Group, precision: Precision) -> Nested:
     """
 
     def precise(spec: ParameterSpec) -> ParameterSpec:
-        unit_spec = unstack(spec, group.length)
-        return replace(unit_spec, dtype=precision.update_dtype(spec))
+        layer_spec = unstack(spec, group.length)
+        return replace(layer_spec, dtype=precision.update_dtype(spec))
 
     return jax.tree.map(precise, specs)
 
@@ -64,19 +64,19 @@ class GroupState:
         keeps_norms: whether the state has gradient norms, one per tensor and layer.
     """
 
-    group: Group
+    group: ParamGroup
     specs: Nested
     optimizer: PartitionedGradientTransformation
     precision: Precision
     keeps_norms: bool
 
-    def unit_specs(self) -> Nested:
+    def layer_specs(self) -> Nested:
         """Return the parameter specs of one layer, in the dtype in which the update is computed."""
-        return unit_specs(self.specs, self.group, self.precision)
+        return layer_specs(self.specs, self.group, self.precision)
 
     def _optimizer_specs(self) -> Any:
         """Return the OptStateSpecs of the optimizer's own state for one layer, in the structure of that state."""
-        return self.optimizer.partition(self.unit_specs())
+        return self.optimizer.partition(self.layer_specs())
 
     def counters(self) -> frozenset[str]:
         """Return the paths of update counters in the entry, which are the same in all layers."""
@@ -86,7 +86,7 @@ class GroupState:
     def entry_specs(self) -> Nested:
         """Return the specs of the group's entry, all on the device, with layers stacked along the first axis."""
         flat_specs = flatten(self.specs)
-        entry = {STATE: jax.tree.map(self._stored, self._optimizer_specs())}
+        entry = {STATE: jax.tree.map(self._storage_spec, self._optimizer_specs())}
         if self._keeps_master():
             masters = {}
             for path, spec in flat_specs.items():
@@ -104,9 +104,9 @@ class GroupState:
             entry[NORM] = unflatten(norms)
         return entry
 
-    def _stored(self, spec: OptStateSpec) -> OptStateSpec:
+    def _storage_spec(self, spec: OptStateSpec) -> OptStateSpec:
         """Return the spec, for all layers, with which a leaf of one layer's state is stored between steps."""
-        stored_spec = self.precision.stored(spec)
+        stored_spec = self.precision.in_storage(spec)
         length = self.group.length
         if length is None:
             return stored_spec
@@ -132,12 +132,14 @@ class GroupState:
         Raises:
             KeyError: the optimizer names its state differently when it sees only these parameters.
         """
-        unit = flatten(self.unit_specs())
-        abstract = {path: jax.ShapeDtypeStruct(unit[path].shape, unit[path].dtype) for path in paths}
+        flat_layer_specs = flatten(self.layer_specs())
+        abstract = {
+            path: jax.ShapeDtypeStruct(flat_layer_specs[path].shape, flat_layer_specs[path].dtype) for path in paths
+        }
         state_of_paths = jax.eval_shape(self.optimizer.init, unflatten(abstract))
         state = flatten(entry[STATE])
         state_leaves = {path: state[path] for path in flatten(state_of_paths)}
-        part: Nested = {STATE: in_structure(state_of_paths, state_leaves)}
+        part: Nested = {STATE: unflatten_like(state_of_paths, state_leaves)}
         # Everything but the optimizer's own state has the structure of the parameters.
         for name in entry.keys() - {STATE}:
             leaves = flatten(entry[name])
@@ -170,7 +172,9 @@ class GroupState:
         if self._keeps_master():
             entry[MASTER] = weights
         if self._compensates():
-            entry[COMPENSATION] = jax.tree.map(lambda x, spec: cut_off(x, spec.dtype)[1], weights, self.specs)
+            entry[COMPENSATION] = jax.tree.map(
+                lambda x, spec: split_rounding_error(x, spec.dtype)[1], weights, self.specs
+            )
         if self.keeps_norms:
             num_layer_axes = int(stacked)
             entry[NORM] = jax.tree.map(lambda x: jnp.zeros(x.shape[:num_layer_axes]), weights)

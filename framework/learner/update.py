@@ -16,10 +16,10 @@ import optax
 
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.learner.clipping import Clipping
-from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.learner.optimizer_instances import LearningRate
 from plimsoll.framework.learner.state import COMPENSATION, MASTER, NORM, STATE, GroupState
-from plimsoll.framework.learner.units import Decision, Update, chosen
-from plimsoll.framework.optimizers.rounding import fold, fold_name, rounded, upcast
+from plimsoll.framework.learner.update_types import Decision, LayerUpdate, select_updated
+from plimsoll.framework.optimizers.rounding import fold, fold_name, round_weights, upcast
 
 
 class _NewWeights(NamedTuple):
@@ -28,7 +28,7 @@ class _NewWeights(NamedTuple):
     Attributes:
         precise: weights in the dtype of the update.
         stored: weights in the parameters' dtype.
-        cut_off: rounding error of the stored weights; {} if it is not kept.
+        split_rounding_error: rounding error of the stored weights; {} if it is not kept.
     """
 
     precise: Nested
@@ -38,7 +38,7 @@ class _NewWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupUpdate:
-    """The update of one layer of a group; see `UnitUpdate`.
+    """The update of one layer of a group; see `LayerUpdateFn`.
 
     Attributes:
         state: describes the group's optimizer state.
@@ -56,7 +56,7 @@ class GroupUpdate:
 
     @property
     def counters(self) -> frozenset[str]:
-        """Return the paths of update counters; see `UnitUpdate`."""
+        """Return the paths of update counters; see `LayerUpdateFn`."""
         return self.state.counters()
 
     def __call__(
@@ -66,7 +66,7 @@ class GroupUpdate:
         entry: Nested,
         average: Nested,
         decision: Decision,
-    ) -> Update:
+    ) -> LayerUpdate:
         """Update one layer; if the decision is not ok, everything keeps its old value."""
         optimizer = self.state.optimizer
         precision = self.state.precision
@@ -77,7 +77,7 @@ class GroupUpdate:
         seed = self._seed(decision)
         precise_grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, precise_weights)
         clipped_grads, new_norms = self.clipping.clip_gradients(precise_grads, entry.get(NORM, {}), decision.factor)
-        optimizer_state = precision.widened(entry[STATE], precise_weights)
+        optimizer_state = precision.widen(entry[STATE], precise_weights)
         extra = {"seed": seed} if optimizer.draws else {}
         updates, new_state = optimizer.update(clipped_grads, optimizer_state, precise_weights, **extra)
         updates = self.clipping.clip_updates(updates, self.learning_rate, decision.count)
@@ -89,7 +89,7 @@ class GroupUpdate:
             seed,
             decision,
         )
-        new_state = precision.narrowed(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
+        new_state = precision.narrow(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
         new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
         if MASTER in entry:
             # `_new_weights` has already selected between the old and the new master.
@@ -125,20 +125,20 @@ class GroupUpdate:
         if rounding == "nearest":
             # Select between old and new master weights, then cast. If the cast weights were selected separately, XLA
             # would compute the update twice, and read gradients and moments once more.
-            chosen_weights = chosen(decision.ok, updated_weights, precise_weights)
+            chosen_weights = select_updated(decision.ok, updated_weights, precise_weights)
             stored_weights = jax.tree.map(lambda c, w: c.astype(w.dtype), chosen_weights, weights)
             return _NewWeights(chosen_weights, stored_weights, {})
         # A layer's seed is the same in every step; folding in the number of updates makes the noise differ between
         # steps.
         noise_seed = fold(seed, decision.count)
-        rounded_weights, left_out = rounded(
+        rounded_weights, left_out = round_weights(
             rounding,
             updated_weights,
             weights,
             noise_seed,
             decision.origin,
         )
-        stored_weights = chosen(decision.ok, rounded_weights, weights)
+        stored_weights = select_updated(decision.ok, rounded_weights, weights)
         return _NewWeights(updated_weights, stored_weights, left_out)
 
     def _new_average(
@@ -152,7 +152,7 @@ class GroupUpdate:
             return average
         rate = 1.0 - self.ema
         moved_average = jax.tree.map(lambda a, w: a + rate * (w.astype(a.dtype) - a), average, precise_weights)
-        return chosen(ok, moved_average, average)
+        return select_updated(ok, moved_average, average)
 
 
 def _new_entry(
@@ -177,4 +177,4 @@ def _new_entry(
     if new_norms is not None:
         new_entry[NORM] = new_norms
     old_entry = {name: entry[name] for name in new_entry}
-    return chosen(ok, new_entry, old_entry)
+    return select_updated(ok, new_entry, old_entry)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.files import durable
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -43,7 +43,7 @@ def plot_losses(
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_jsonl)
-    rates = _points(rows, RATE)
+    rates = _collect_points(rows, RATE)
     has_rates = len({rate for _, rate in rates}) > 1
     figure = Figure(figsize=(9, 6.4 if has_rates else 5.2), dpi=130, layout="constrained")
     if has_rates:
@@ -53,7 +53,7 @@ def plot_losses(
     else:
         loss_axes = figure.add_subplot()
         all_axes = [loss_axes]
-    _draw_losses(loss_axes, loss_curves(rows))
+    _draw_losses(loss_axes, collect_loss_curves(rows))
     loss_axes.set(title=title, ylabel=f"loss ({unit})")
     all_axes[-1].set_xlabel("step")
     for axes in all_axes:
@@ -111,7 +111,7 @@ def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, P
         kind = _SIDES.sub("", metric)
         evaluated = [name for row in rows for name in row if name.startswith("eval/") and name.endswith(f"/{metric}")]
         for name in dict.fromkeys([training_name, *evaluated]):
-            panels.setdefault(kind, {})[name] = _points(rows, name)
+            panels.setdefault(kind, {})[name] = _collect_points(rows, name)
     return panels
 
 
@@ -128,22 +128,22 @@ def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: s
     loads_by_layer = expert_loads(rows)
     if not loads_by_layer:
         return "nothing was reported of it"
-    beside = ["entropy"]
+    side_metrics = ["entropy"]
     if any(f"{layer}/dropped" in row for row in rows for layer in loads_by_layer):
-        beside.append("dropped")
+        side_metrics.append("dropped")
     num_layers = len(loads_by_layer)
     figure = Figure(figsize=(11, 3.4 * num_layers + 0.6), dpi=130, layout="constrained")
     figure.suptitle(title)
-    widths = (2, *[1] * len(beside))
+    widths = (2, *[1] * len(side_metrics))
     grid = figure.subplots(num_layers, len(widths), squeeze=False, sharex=True, width_ratios=widths)
     labels = {"entropy": "entropy of the router, nats", "dropped": "share of dropped choices"}
     for layer_axes, (layer, loads) in zip(grid, loads_by_layer.items(), strict=True):
         _draw_loads(layer_axes[0], layer, loads, rows)
-        for axes, name, color in zip(layer_axes[1:], beside, _COLORS, strict=False):
-            points = _points(rows, f"{layer}/{name}")
+        for axes, name, color in zip(layer_axes[1:], side_metrics, _COLORS, strict=False):
+            points = _collect_points(rows, f"{layer}/{name}")
             _draw_line(axes, points, color=color, linewidth=1.2)
             axes.set_ylabel(labels[name])
-            axes.set_ylim(0.0, 1.1 * _highest([points]))
+            axes.set_ylim(0.0, 1.1 * _find_highest([points]))
         for axes in layer_axes:
             _finish(axes, rows)
     for axes in grid[-1]:
@@ -158,7 +158,7 @@ def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Point
     for name in names:
         match = _EXPERT_LOAD.fullmatch(name)
         if match is not None:
-            loads.setdefault(match[1], {})[int(match[2])] = _points(rows, name)
+            loads.setdefault(match[1], {})[int(match[2])] = _collect_points(rows, name)
     return {layer: dict(sorted(of_experts.items())) for layer, of_experts in loads.items()}
 
 
@@ -166,8 +166,8 @@ def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequen
     """Draw the load of each expert of a layer, and the area between their minimum and maximum."""
     from matplotlib import colormaps
 
-    most_points = _points(rows, f"{layer}/load_max")
-    extremes = zip(_points(rows, f"{layer}/load_min"), most_points, strict=False)
+    most_points = _collect_points(rows, f"{layer}/load_max")
+    extremes = zip(_collect_points(rows, f"{layer}/load_min"), most_points, strict=False)
     bounds = [(step, least, most) for (step, least), (_, most) in extremes]
     if bounds:
         label = f"load_min to load_max  {bounds[-1][2]:.4g}"
@@ -180,13 +180,13 @@ def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequen
         _draw_line(axes, points, color=color, linewidth=1.0 if names_experts else 0.6, label=label)
     axes.axhline(1.0, color=_RATE_COLOR, linestyle=":", linewidth=1.0)
     # Leave room for the legend above the curves.
-    axes.set_ylim(0.0, 1.35 * _highest([most_points, *loads.values()]))
+    axes.set_ylim(0.0, 1.35 * _find_highest([most_points, *loads.values()]))
     axes.set_ylabel("load of an expert / even share")
     axes.set_title(f"{layer.removeprefix('train/')}: {len(loads)} experts", fontsize=9)
     axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper left")
 
 
-def _highest(curves: Iterable[Points]) -> float:
+def _find_highest(curves: Iterable[Points]) -> float:
     """Return the highest finite value of some curves; 1 if it is 0 or if there is none."""
     values = [value for points in curves for _, value in points if math.isfinite(value)]
     return max(values, default=0.0) or 1.0
@@ -228,7 +228,7 @@ def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
         steps, losses = np.array(points).T
         if name == TRAIN and len(steps) > _MIN_SMOOTHED:
             axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.8)
-            losses = smoothed(losses)
+            losses = smooth(losses)
             name = f"{name}, smoothed"
         # An evaluation may have few points, so mark them. Markers on many points would look like a thick line.
         is_few = len(steps) < 40 and not name.startswith(TRAIN)
@@ -256,22 +256,22 @@ def _draw_rates(axes: Any, rates: Points) -> None:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 
-def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+def collect_loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """Return [(step, value)], sorted by step, for each metric whose name ends in "loss".
 
     The metrics are in the order of their first appearance.
     """
     names = [name for row in rows for name in row if name.endswith("loss")]
     # Use a dict instead of a set to keep the order.
-    return {name: _points(rows, name) for name in dict.fromkeys(names)}
+    return {name: _collect_points(rows, name) for name in dict.fromkeys(names)}
 
 
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
+def _collect_points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
     """Return (step, value) of each row that has the metric, sorted by step."""
     return sorted((row["step"], row[name]) for row in rows if name in row)
 
 
-def smoothed(losses: Any) -> Any:
+def smooth(losses: Any) -> Any:
     """Smooth a curve: f64[n] -> f64[n].
 
     Each value becomes the mean of the finite values in a window around it: 1/50 of all points, at least 5. A non-finite

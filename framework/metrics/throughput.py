@@ -51,7 +51,7 @@ class Throughput:
         self._ends.append(self._clock() - self._paused_seconds)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time of the context: `with throughput.paused(): evaluate()`"""
         start = self._clock()
         try:

@@ -27,7 +27,7 @@ from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
-from plimsoll.framework.models.chain import Chain, Places
+from plimsoll.framework.models.chain import Chain, StageSpecs
 
 
 @component
@@ -83,8 +83,8 @@ class CausalLM(Chain):
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
             # A stack has no children; its layers are those of its unit.
-            units = {name: stack.unit for name, stack in self._stacks().items()}
-            self.lora.wrap({**self.stages, **units})
+            patterns = {name: stack.pattern for name, stack in self._stacks().items()}
+            self.lora.wrap({**self.stages, **patterns})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
 
     @property
@@ -124,7 +124,7 @@ class CausalLM(Chain):
         vocab_size = data.tokenizer.vocab_size
         self.embed.check_length(seq_len)
         for stack in self._stacks().values():
-            for layer in stack.unit.walk():
+            for layer in stack.pattern.walk():
                 if isinstance(layer, Attention | LatentAttention | MoE):
                     layer.check_mesh(mesh)
         for rotary in self._rotaries():
@@ -171,12 +171,12 @@ class CausalLM(Chain):
     def _rotaries(self) -> Iterator[Rotary]:
         """Yield the rotary positions of all attention layers, of every stack."""
         for stack in self._stacks().values():
-            for layer in stack.unit.walk():
+            for layer in stack.pattern.walk():
                 if isinstance(layer, Attention | LatentAttention) and layer.rotary is not None:
                     yield layer.rotary
 
-    def hidden(
-        self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None
+    def compute_hidden(
+        self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
     ) -> tuple[jax.Array, dict[str, Out]]:
         """Run everything before the head; returns x_BSD, and the Out of each stage. For `specs` see `run`."""
         outs: dict[str, Out] = {}
@@ -189,7 +189,7 @@ class CausalLM(Chain):
         self,
         params: Nested,
         ctx: Context,
-        specs: Places | None = None,
+        specs: StageSpecs | None = None,
     ) -> Nested:
         """Return the head's prepared weights. For `specs` see `run`."""
         head_params = self.stage_params(params, "head")
@@ -199,11 +199,11 @@ class CausalLM(Chain):
 
     def logits(self, params: Nested, ctx: Context, buffers: Nested) -> jax.Array:
         """Return the float32 logits_BSV of ctx.batch["tokens"], for sampling and tests; training never holds them."""
-        carry, _ = self.hidden(params, ctx, buffers)
+        carry, _ = self.compute_hidden(params, ctx, buffers)
         weights = self.head_weights(params, ctx)
         return self.language_head.logits(weights, carry, ctx)
 
-    def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> jax.Array:
+    def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None) -> jax.Array:
         """Return the log-probability of each of ctx.batch["targets"], f32[B, S]. For `specs` see `run`."""
         carry = None
         for name in self.stages:

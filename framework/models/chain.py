@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.score_head import LABEL
-from plimsoll.framework.layers.section import Section
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
 
 # {stage: {path: spec}}; instead of a spec, anything with a memory_kind works.
-Places = dict[str, dict[str, Any]]
+StageSpecs = dict[str, dict[str, Any]]
 
 
 class Chain:
@@ -40,7 +40,7 @@ class Chain:
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
         calibrates: whether it has `calibrate`, which initializes parameters from the first batch (a flow's ActNorm).
-        draws_images: whether it has `sample`, `encode`, `decode` and `quantize` (a flow).
+        generates_images: whether it has `sample`, `encode`, `decode` and `quantize` (a flow).
     """
 
     stages: dict[str, Layer]
@@ -49,7 +49,7 @@ class Chain:
     param_dtype: Any
     compute_dtype: Any
     calibrates: bool = False
-    draws_images: bool = False
+    generates_images: bool = False
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
@@ -60,7 +60,7 @@ class Chain:
                 stacks[name] = stage
         return stacks
 
-    def in_sections(self, sections: Iterable[Section]) -> Chain:
+    def split_into_ranges(self, layer_ranges: Iterable[LayerRange]) -> Chain:
         """Return the same model with sections instead of stacks, each as a stage.
 
         The sections of a stack are given in order.
@@ -69,31 +69,31 @@ class Chain:
         # The cached property of the whole stacks must be recomputed.
         chain.__dict__.pop("stacks", None)
         chain.stages = {}
-        sections_by_home: dict[str, list[Section]] = {}
-        for section in sections:
-            sections_by_home.setdefault(section.home, []).append(section)
+        ranges_by_stack: dict[str, list[LayerRange]] = {}
+        for layer_range in layer_ranges:
+            ranges_by_stack.setdefault(layer_range.home, []).append(layer_range)
         for name, stage in self.stages.items():
-            if isinstance(stage, Stack) and name in sections_by_home:
-                for section in sections_by_home[name]:
-                    chain.stages[section.name] = stage.in_section(section)
+            if isinstance(stage, Stack) and name in ranges_by_stack:
+                for layer_range in ranges_by_stack[name]:
+                    chain.stages[layer_range.name] = stage.select_range(layer_range)
             else:
                 chain.stages[name] = stage
         return chain
 
-    def merged(self, outs: dict[str, Out]) -> Out:
+    def merge_outs(self, outs: dict[str, Out]) -> Out:
         """Merge the Outs of the stages into that of the model. The metrics of sections become those of their stack."""
         out = Out.merge(outs)
         metrics: dict[str, jax.Array] = {}
         for name, stage_out in outs.items():
             stage = self.stages[name]
-            section = stage.section if isinstance(stage, Stack) else None
+            layer_range = stage.layer_range if isinstance(stage, Stack) else None
             for key, value in stage_out.metrics.items():
-                if section is None:
+                if layer_range is None:
                     metrics[f"{name}/{key}"] = value
                     continue
                 # A stack's metrics are means over its units.
-                share = value * (section.count / section.total)
-                metric = f"{section.home}/{key}"
+                share = value * (layer_range.count / layer_range.total)
+                metric = f"{layer_range.home}/{key}"
                 metrics[metric] = metrics[metric] + share if metric in metrics else share
         return replace(out, metrics=metrics)
 
@@ -104,7 +104,7 @@ class Chain:
     def check_platform(self, platform: str) -> None:
         """Raise ValueError if a layer requests a kernel for another platform (tpu, gpu or cpu) than this one."""
         for stack in self.stacks.values():
-            for layer in stack.unit.walk():
+            for layer in stack.pattern.walk():
                 layer.check_platform(platform)
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
@@ -133,7 +133,7 @@ class Chain:
         """
 
         def in_model(spec: ParameterSpec) -> ParameterSpec:
-            if not spec.own_dtype:
+            if not spec.keeps_dtype:
                 spec = replace(spec, dtype=self.param_dtype)
             if self.lora is None:
                 return spec
@@ -148,7 +148,7 @@ class Chain:
         specs = {name: stage.buffer_specs() for name, stage in self.stages.items()}
         return {name: spec for name, spec in specs.items() if spec}
 
-    def split_units(self, params: Nested, remat: str) -> Nested:
+    def unstack_layers(self, params: Nested, remat: str) -> Nested:
         """Split the parameters of unrolled stacks into lists per unit, the best form for differentiation."""
         split = {}
         for name, stack in self.stacks.items():
@@ -157,15 +157,15 @@ class Chain:
                 split[name] = stack.split(params[name])
         return {**params, **split}
 
-    def join_units(self, grads: Nested) -> Nested:
-        """Inverse of `split_units`, for gradients."""
+    def stack_layers(self, grads: Nested) -> Nested:
+        """Inverse of `unstack_layers`, for gradients."""
 
-        def joined(stage: Any) -> Any:
+        def join_stage(stage: Any) -> Any:
             if not isinstance(stage, list):
                 return stage
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stage)
 
-        return {name: joined(stage) for name, stage in grads.items()}
+        return {name: join_stage(stage) for name, stage in grads.items()}
 
     def stage_params(self, params: Nested, stage: str) -> Nested:
         """Return a stage's parameters, including those that it reads through a tie."""
@@ -178,7 +178,7 @@ class Chain:
                 stage_params = {**stage_params, name: tied_param}
         return stage_params
 
-    def stage_specs(self, *groups: Nested) -> Places:
+    def stage_specs(self, *groups: Nested) -> StageSpecs:
         """Return {stage: {path: spec}} of all parameters that each stage reads, from the specs of some groups.
 
         The groups are, for example, trained and frozen parameters.
@@ -193,7 +193,7 @@ class Chain:
     # --- execution ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested, specs: Places | None = None
+        self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
     ) -> tuple[Any, Out]:
         """Run one stage and return (carry, Out).
 
@@ -214,7 +214,7 @@ class Chain:
                 return stage.apply(weights, carry, ctx.fold(name), state)
 
             # Shared parameters are fetched once, outside of the loop over units.
-            def fetch_unit(unit: Nested) -> Nested:
+            def fetch_layer(unit: Nested) -> Nested:
                 unshared = {key: unit[key] for key in unit if key not in stage.shared}
                 return {**unit, **fetch(name, unshared)}
 
@@ -224,7 +224,7 @@ class Chain:
                 carry,
                 stage.context(name, ctx),
                 state,
-                fetch_unit,
+                fetch_layer,
                 shared,
             )
 
@@ -240,7 +240,7 @@ class Chain:
         params: Nested,
         ctx: Context,
         buffers: Nested,
-        specs: Places | None = None,
+        specs: StageSpecs | None = None,
     ) -> tuple[jax.Array, Out]:
         """Return the objective for ctx.batch, and everything else that the model returns.
 
@@ -257,7 +257,7 @@ class Chain:
         outs = {}
         for name in self.stages:
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
-        out = self.merged(outs)
+        out = self.merge_outs(outs)
         assert out.loss is not None
         return out.loss, out
 

@@ -41,7 +41,7 @@ class Flow(Chain):
     """
 
     calibrates = True
-    draws_images = True
+    generates_images = True
 
     def __init__(
         self,
@@ -168,19 +168,19 @@ class Flow(Chain):
         """Return (the stack's output, its parameters with each ActNorm calibrated)."""
 
         def body(carry: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, Nested]:
-            index, unit_params = xs
-            unit_ctx = ctx.fold_index(index)
-            for name, layer in stack.unit.layers.items():
-                if isinstance(layer, ActNorm) and name in unit_params:
-                    calibrated = layer.calibrate(unit_params[name], carry["x"])
-                    unit_params = {**unit_params, name: calibrated}
+            index, repeat_params = xs
+            layer_ctx = ctx.fold_index(index)
+            for name, layer in stack.pattern.layers.items():
+                if isinstance(layer, ActNorm) and name in repeat_params:
+                    calibrated = layer.calibrate(repeat_params[name], carry["x"])
+                    repeat_params = {**repeat_params, name: calibrated}
                 # A layer's parameters are either the unit's own or shared by all units.
-                layer_params = {**unit_params, **shared}.get(name, {})
-                weights = layer.prepare(layer_params, unit_ctx)
-                carry, _ = layer.apply(weights, carry, unit_ctx.fold(name), {})
-            return carry, unit_params
+                layer_params = {**repeat_params, **shared}.get(name, {})
+                weights = layer.prepare(layer_params, layer_ctx)
+                carry, _ = layer.apply(weights, carry, layer_ctx.fold(name), {})
+            return carry, repeat_params
 
-        xs = (jnp.arange(stack.num_units), params)
+        xs = (jnp.arange(stack.num_repeats), params)
         return jax.lax.scan(body, carry, xs)
 
     # --- latents and images ------------------------------------------------------------------------------------------
@@ -244,15 +244,15 @@ class Flow(Chain):
         """Compute the input x of the stack from its output."""
 
         def body(x: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, None]:
-            index, unit_params = xs
-            unit_ctx = ctx.fold_index(index)
-            weights = stack.unit.prepare({**unit_params, **shared}, unit_ctx)
-            for name, layer in reversed(stack.unit.layers.items()):
+            index, repeat_params = xs
+            layer_ctx = ctx.fold_index(index)
+            weights = stack.pattern.prepare({**repeat_params, **shared}, layer_ctx)
+            for name, layer in reversed(stack.pattern.layers.items()):
                 layer_weights = weights.get(name, {})
-                x, _ = layer.inverse(layer_weights, x, unit_ctx.fold(name))
+                x, _ = layer.inverse(layer_weights, x, layer_ctx.fold(name))
             return x, None
 
-        xs = (jnp.arange(stack.num_units), params)
+        xs = (jnp.arange(stack.num_repeats), params)
         x, _ = jax.lax.scan(body, x, xs, reverse=True)
         return x
 
@@ -284,7 +284,7 @@ class Flow(Chain):
 
 def _check_layers(stack: Stack, index: int) -> None:
     """Raise ValueError if a layer of the stack with this index is not invertible."""
-    for k, layer in enumerate(stack.unit.layers.values()):
+    for k, layer in enumerate(stack.pattern.layers.values()):
         if not isinstance(layer, Invertible):
             name = type(layer).__name__
             raise ValueError(

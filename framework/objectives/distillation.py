@@ -1,6 +1,6 @@
 """Distillation: a student learns the distribution of a teacher, given by the most likely tokens at each position.
 
-`framework.companions.teacher` adds the teacher's arrays to a batch:
+`framework.batch_transforms.teacher` adds the teacher's arrays to a batch:
 
     teacher_ids        int32[B, S, K]    the teacher's K most likely tokens at each position, in descending order
     teacher_log_probs  float32[B, S, K]  their log-probabilities, in nats
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import PositiveFloat, Probability, component
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Loss, capped, chunked_loss
+from plimsoll.framework.layers.chunked_loss import LossAndMetrics, apply_softcap, compute_chunked_loss
 from plimsoll.framework.layers.objective import Head, Objective
 from plimsoll.framework.layout import Nested
 
@@ -91,11 +91,11 @@ class Distillation(Objective):
         self.temperature = temperature
         self.alpha = alpha
 
-    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over counted targets; see `distillation_loss` for the metrics."""
         assert ctx.num_targets is not None
         batch = ctx.batch
-        h_BSD = head.normed(weights, x_BSD, ctx)
+        h_BSD = head.apply_norm(weights, x_BSD, ctx)
         batch_size, length, _ = h_BSD.shape
         chunks = head.chunks(batch_size, length, ctx)
         inputs = TokenInputs(
@@ -106,10 +106,10 @@ class Distillation(Objective):
             log_probs_BSK=batch["teacher_log_probs"],
             tail_BS=batch["teacher_tail"],
         )
-        loss_of = partial(distillation_loss, objective=self, softcap=head.softcap)
-        return chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
+        compute_loss = partial(distillation_loss, objective=self, softcap=head.softcap)
+        return compute_chunked_loss(compute_loss, chunks, ctx, h_BSD, weights["table"], inputs)
 
-    def between(self, teacher_BSJ: jax.Array, student_BSJ: jax.Array) -> jax.Array:
+    def compute_divergence(self, teacher_BSJ: jax.Array, student_BSJ: jax.Array) -> jax.Array:
         """Return D at each position, [B, S], from log-probabilities of the parts at temperature T."""
         if self.divergence == "forward":
             return _kl(teacher_BSJ, student_BSJ)
@@ -130,7 +130,7 @@ class Distillation(Objective):
 
 def distillation_loss(
     product_BSV: jax.Array, inputs: TokenInputs, *, objective: Distillation, softcap: float | None
-) -> Loss:
+) -> LossAndMetrics:
     """Compute the weighted loss of positions from their logits.
 
     Args:
@@ -144,17 +144,17 @@ def distillation_loss(
         KL(teacher || student) over the parts at T = 1, regardless of the divergence that is minimized; "nll" of the
         next token; "agreement", whether both have the same most likely token.
     """
-    logits_BSV = capped(product_BSV, softcap)
+    logits_BSV = apply_softcap(product_BSV, softcap)
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     targets_BS1 = inputs.targets_BS[..., None]
     nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, targets_BS1, axis=-1)[..., 0]
-    student_BSJ = _student_parts(logits_BSV, lse_BS, inputs.ids_BSK)
-    teacher_BSJ = _teacher_parts(inputs, logits_BSV)
+    student_BSJ = _compute_student_log_probs(logits_BSV, lse_BS, inputs.ids_BSK)
+    teacher_BSJ = _compute_teacher_log_probs(inputs, logits_BSV)
     # Both are normalized again, so that rounding errors of the stored numbers do not contribute to the divergence.
     temperature = objective.temperature
     tempered_teacher_BSJ = jax.nn.log_softmax(teacher_BSJ / temperature, axis=-1)
     tempered_student_BSJ = jax.nn.log_softmax(student_BSJ / temperature, axis=-1)
-    divergence_BS = temperature**2 * objective.between(tempered_teacher_BSJ, tempered_student_BSJ)
+    divergence_BS = temperature**2 * objective.compute_divergence(tempered_teacher_BSJ, tempered_student_BSJ)
     kl_BS = _kl(jax.nn.log_softmax(teacher_BSJ, axis=-1), student_BSJ)
     agreement_BS = jnp.argmax(logits_BSV, axis=-1) == inputs.ids_BSK[..., 0]
     alpha = objective.alpha
@@ -168,20 +168,20 @@ def distillation_loss(
     return loss, jax.lax.stop_gradient(metrics)
 
 
-def _student_parts(logits_BSV: jax.Array, lse_BS: jax.Array, ids_BSK: jax.Array) -> jax.Array:
+def _compute_student_log_probs(logits_BSV: jax.Array, lse_BS: jax.Array, ids_BSK: jax.Array) -> jax.Array:
     """Return the student's log-probabilities of the parts, [B, S, K + 1]; [B, S, V] if every token is a part."""
     picked_BSK = jnp.take_along_axis(logits_BSV, ids_BSK, axis=-1)
     if ids_BSK.shape[-1] == logits_BSV.shape[-1]:
-        parts_BSJ = picked_BSK
+        bucket_logits_BSJ = picked_BSK
     else:
         # This sums over the other tokens: 1 minus the sum of the K would have no accurate digits where it is small.
         others_BSV = jnp.put_along_axis(logits_BSV, ids_BSK, -jnp.inf, axis=-1, inplace=False)
         tail_BS1 = jax.nn.logsumexp(others_BSV, axis=-1, keepdims=True)
-        parts_BSJ = jnp.concatenate([picked_BSK, tail_BS1], axis=-1)
-    return parts_BSJ - lse_BS[..., None]
+        bucket_logits_BSJ = jnp.concatenate([picked_BSK, tail_BS1], axis=-1)
+    return bucket_logits_BSJ - lse_BS[..., None]
 
 
-def _teacher_parts(inputs: TokenInputs, logits_BSV: jax.Array) -> jax.Array:
+def _compute_teacher_log_probs(inputs: TokenInputs, logits_BSV: jax.Array) -> jax.Array:
     """Return the teacher's log-probabilities of the parts, as stored, in the logits' dtype."""
     log_probs_BSK = inputs.log_probs_BSK.astype(logits_BSV.dtype)
     if log_probs_BSK.shape[-1] == logits_BSV.shape[-1]:

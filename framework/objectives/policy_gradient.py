@@ -1,6 +1,6 @@
 """Policy-gradient losses over answers that the model itself sampled, each with its reward.
 
-`framework.companions.rollouts` samples the answers and completes a batch. At every column whose target is a token of
+`framework.batch_transforms.rollouts` samples the answers and completes a batch. At every column whose target is a token of
 an answer, `advantages` is the answer's advantage relative to the others of its group, and `behavior` is the
 log-probability of that token when it was sampled. It is NaN if unknown; the answer is then treated as the current
 model's own. At the last column of an answer, `rewards` is its reward, and `spreads` the standard deviation of its
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import NonNegativeFloat, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.chunked_loss import LossAndMetrics
 from plimsoll.framework.layers.objective import Head, Objective
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.objectives.sequences import sequence_sums
+from plimsoll.framework.objectives.sequences import sum_sequences
 
 # Rewards of a group whose standard deviation is below this are equal up to rounding.
 _NO_SPREAD = 1e-6
@@ -77,14 +77,14 @@ class GRPO(Objective):
         arrays = ("ends", "segments", "advantages", "behavior", "rewards", "spreads")
         self.arrays = (*arrays, "reference") if beta else arrays
 
-    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over the tokens of all answers, according to `normalization`."""
         batch = ctx.batch
         log_probs_BS = head.log_probs(weights, x_BSD, ctx)
         token_weights_BS = batch["weights"]
         advantages_BS = batch["advantages"]
         is_counted_BS = token_weights_BS > 0
-        behavior_BS = _known_behavior(batch["behavior"], log_probs_BS)
+        behavior_BS = _fill_unknown_behavior(batch["behavior"], log_probs_BS)
         # After an answer, `behavior` is 0 and the target is padding: the exponential of their difference could be
         # infinite.
         log_ratios_BS = jnp.where(is_counted_BS, log_probs_BS - behavior_BS, 0.0)
@@ -112,7 +112,7 @@ class GRPO(Objective):
         if self.answer_tokens is not None:
             return token_weights_BS / (ctx.num_sequences * self.answer_tokens)
         segments_BS = ctx.batch["segments"]
-        lengths_BN = sequence_sums(token_weights_BS, segments_BS)
+        lengths_BN = sum_sequences(token_weights_BS, segments_BS)
         # Padding has the number 0; its weight is 0, so its length does not matter.
         indices_BS = jnp.maximum(segments_BS - 1, 0)
         lengths_BS = jnp.take_along_axis(lengths_BN, indices_BS, axis=1)
@@ -150,10 +150,10 @@ class GRPO(Objective):
         return {"loss": -reward, "reward": reward, "length": totals["length"] / answers, "answers": totals["sequences"]}
 
 
-def _known_behavior(behavior_BS: jax.Array, log_probs_BS: jax.Array) -> jax.Array:
+def _fill_unknown_behavior(behavior_BS: jax.Array, log_probs_BS: jax.Array) -> jax.Array:
     """Return the log-probabilities under the sampling policy; if those of an answer are unknown, the current model's.
 
     The ratio is 1 there, and its gradient that of the log-probability.
     """
-    own_BS = jax.lax.stop_gradient(log_probs_BS)
-    return jnp.where(jnp.isnan(behavior_BS), own_BS, behavior_BS)
+    current_BS = jax.lax.stop_gradient(log_probs_BS)
+    return jnp.where(jnp.isnan(behavior_BS), current_BS, behavior_BS)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import Fraction, NonNegativeFloat, PositiveFloat, component
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.chunked_loss import LossAndMetrics
 from plimsoll.framework.layers.objective import Head, Objective
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.objectives.sequences import Answers, Pairs, pairs_of, per_token, sequence_sums
+from plimsoll.framework.objectives.sequences import AnswerPairs, Pairs, per_token, split_pairs, sum_sequences
 
 # Sums of an evaluation that are not metrics of pairs.
-_NOT_OF_PAIRS = ("loss", "tokens", "sequences", "sft", "sft_targets")
+_NON_PAIR_SUMS = ("loss", "tokens", "sequences", "sft", "sft_targets")
 
 
 class PairLoss(Objective):
@@ -47,11 +47,11 @@ class PairLoss(Objective):
     sft: float = 0.0
     sft_prompt: bool = False
 
-    def rewards(self, answers: Answers) -> Pairs:
+    def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return the rewards of the answers that the loss implies; their differences are the margins."""
         raise NotImplementedError
 
-    def pair_losses(self, answers: Answers) -> jax.Array:
+    def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair, [B, P]; that of a missing pair is finite."""
         raise NotImplementedError
 
@@ -61,18 +61,20 @@ class PairLoss(Objective):
             return {}
         return {"sft_targets": jnp.sum(self._sft_weights(batch))}
 
-    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over pairs, plus the weighted cross-entropy, a mean over tokens."""
         assert ctx.num_sequences is not None
         batch = ctx.batch
         log_probs_BS = head.log_probs(weights, x_BSD, ctx)
-        answers = _answers(log_probs_BS, batch)
+        answers = _sum_answers(log_probs_BS, batch)
         # A sequence counts with the weight at its end; both of a pair have the same.
-        counted_BP = pairs_of(sequence_sums(batch["ends"], batch["segments"])).chosen
-        pair_values = {"preference": self.pair_losses(answers), **self._observed(answers)}
+        pair_weights_BP = split_pairs(sum_sequences(batch["ends"], batch["segments"])).chosen
+        pair_values = {"preference": self.pair_losses(answers), **self._compute_metrics(answers)}
         # A pair is two sequences. The division comes after the sum, which may have more digits than the number of
         # sequences.
-        means = {name: 2 * jnp.sum(counted_BP * values) / ctx.num_sequences for name, values in pair_values.items()}
+        means = {
+            name: 2 * jnp.sum(pair_weights_BP * values) / ctx.num_sequences for name, values in pair_values.items()
+        }
         loss = means["preference"]
         if self.sft > 0:
             nll = -jnp.sum(self._sft_weights(batch) * log_probs_BS)
@@ -84,7 +86,7 @@ class PairLoss(Objective):
         """Return means over pairs: "loss" and all metrics."""
         # Each pair counts as two sequences, also in the sums.
         num_sequences = max(totals["sequences"], 1.0)
-        pair_metrics = [name for name in totals if name not in _NOT_OF_PAIRS]
+        pair_metrics = [name for name in totals if name not in _NON_PAIR_SUMS]
         summary = {name: totals[name] / num_sequences for name in pair_metrics}
         # Computed from its parts: the sum of losses mixes terms per pair with terms per token.
         loss = summary["preference"]
@@ -99,7 +101,7 @@ class PairLoss(Objective):
         is_chosen_BS = (segments_BS % 2 == 1).astype(jnp.float32)
         return is_chosen_BS if self.sft_prompt else is_chosen_BS * batch["weights"]
 
-    def _observed(self, answers: Answers) -> dict[str, jax.Array]:
+    def _compute_metrics(self, answers: AnswerPairs) -> dict[str, jax.Array]:
         """Return the metrics of each pair, [B, P]."""
         rewards = self.rewards(answers)
         margins_BP = rewards.chosen - rewards.rejected
@@ -144,11 +146,11 @@ class DPO(PairLoss):
         self.label_smoothing = label_smoothing
         self.sft = sft
 
-    def rewards(self, answers: Answers) -> Pairs:
+    def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta (log pi - log ref)."""
-        return _scaled(self.beta, answers.log_ratios)
+        return _scale_pairs(self.beta, answers.log_ratios)
 
-    def pair_losses(self, answers: Answers) -> jax.Array:
+    def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
         rewards = self.rewards(answers)
         return _logistic(rewards.chosen - rewards.rejected, self.label_smoothing)
@@ -177,11 +179,11 @@ class IPO(PairLoss):
         self.per_token = per_token
         self.sft = sft
 
-    def rewards(self, answers: Answers) -> Pairs:
+    def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta (log pi - log ref), with sums over tokens as in DPO, so that the two are comparable."""
-        return _scaled(self.beta, answers.log_ratios)
+        return _scale_pairs(self.beta, answers.log_ratios)
 
-    def pair_losses(self, answers: Answers) -> jax.Array:
+    def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
         log_ratios = answers.log_ratios
         if self.per_token:
@@ -211,11 +213,11 @@ class ORPO(PairLoss):
         self.beta = beta
         self.sft_prompt = sft_prompt
 
-    def rewards(self, answers: Answers) -> Pairs:
+    def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta times the log-probability per token."""
-        return _scaled(self.beta, answers.mean_log_probs)
+        return _scale_pairs(self.beta, answers.mean_log_probs)
 
-    def pair_losses(self, answers: Answers) -> jax.Array:
+    def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the odds ratio term of each pair."""
         log_odds = Pairs(*map(_log_odds, answers.mean_log_probs))
         return self.beta * _logistic(log_odds.chosen - log_odds.rejected)
@@ -247,35 +249,35 @@ class SimPO(PairLoss):
         self.label_smoothing = label_smoothing
         self.sft = sft
 
-    def rewards(self, answers: Answers) -> Pairs:
+    def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta times the log-probability per token; gamma is only in the loss."""
-        return _scaled(self.beta, answers.mean_log_probs)
+        return _scale_pairs(self.beta, answers.mean_log_probs)
 
-    def pair_losses(self, answers: Answers) -> jax.Array:
+    def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
         rewards = self.rewards(answers)
         return _logistic(rewards.chosen - rewards.rejected - self.gamma, self.label_smoothing)
 
 
-def _answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> Answers:
+def _sum_answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> AnswerPairs:
     """Return the sums over answers; without a reference, the log-ratios are zeros."""
     token_weights_BS = batch["weights"]
     segments_BS = batch["segments"]
 
     def sums(values_BS: jax.Array) -> Pairs:
-        return pairs_of(sequence_sums(token_weights_BS * values_BS, segments_BS))
+        return split_pairs(sum_sequences(token_weights_BS * values_BS, segments_BS))
 
     log_ratios_BS = jnp.zeros_like(log_probs_BS)
     if "reference" in batch:
         log_ratios_BS = log_probs_BS - batch["reference"]
-    return Answers(
+    return AnswerPairs(
         log_probs=sums(log_probs_BS),
         log_ratios=sums(log_ratios_BS),
         lengths=sums(jnp.ones_like(log_probs_BS)),
     )
 
 
-def _scaled(factor: float, values: Pairs) -> Pairs:
+def _scale_pairs(factor: float, values: Pairs) -> Pairs:
     return Pairs(factor * values.chosen, factor * values.rejected)
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import NonNegativeFloat, component
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Loss
+from plimsoll.framework.layers.chunked_loss import LossAndMetrics
 from plimsoll.framework.layers.objective import Objective
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.objectives.sequences import pairs_of, sequence_sums
+from plimsoll.framework.objectives.sequences import split_pairs, sum_sequences
 
 
 class ScoreObjective(Objective):
@@ -22,7 +22,7 @@ class ScoreObjective(Objective):
 
     reads_scores = True
 
-    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the loss and metrics like `Objective.loss`, for a score head."""
         raise NotImplementedError
 
@@ -52,19 +52,19 @@ class PairwiseReward(ScoreObjective):
         if num_labels != 1:
             raise ValueError(f"num_labels = {num_labels}: PairwiseReward compares one number a sequence; expected 1")
 
-    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over pairs of ctx.batch; metrics: accuracy, margin, and the rewards of both sequences."""
         assert ctx.num_sequences is not None
         ends_BS, segments_BS = ctx.batch["ends"], ctx.batch["segments"]
         scores_BS = head.scores(weights, x_BSD, ctx)[..., 0]
         end_scores_BS = jnp.where(ends_BS > 0, scores_BS, 0.0)
-        rewards = pairs_of(sequence_sums(end_scores_BS, segments_BS))
+        rewards = split_pairs(sum_sequences(end_scores_BS, segments_BS))
         margins_BP = rewards.chosen - rewards.rejected
         losses_BP = -jax.nn.log_sigmoid(margins_BP - self.margin)
         if self.centering:
             losses_BP += self.centering * jnp.square(rewards.chosen + rewards.rejected)
         # A sequence counts with the weight at its end; both of a pair have the same.
-        pair_weights_BP = pairs_of(sequence_sums(ends_BS, segments_BS)).chosen * (2 / ctx.num_sequences)
+        pair_weights_BP = split_pairs(sum_sequences(ends_BS, segments_BS)).chosen * (2 / ctx.num_sequences)
         metrics = {
             "accuracy": jnp.sum(pair_weights_BP * (margins_BP > 0)),
             "margin": jnp.sum(pair_weights_BP * margins_BP),
@@ -97,7 +97,7 @@ class Classification(ScoreObjective):
         if num_labels < 2:
             raise ValueError(f"num_labels = {num_labels}: Classification chooses between classes; expected at least 2")
 
-    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+    def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over sequences of ctx.batch; metrics: accuracy."""
         assert ctx.num_sequences is not None
         ends_BS = ctx.batch["ends"]

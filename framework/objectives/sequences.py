@@ -21,7 +21,7 @@ class Pairs(NamedTuple):
     rejected: jax.Array
 
 
-class Answers(NamedTuple):
+class AnswerPairs(NamedTuple):
     """Inputs of a loss over pairs.
 
     Attributes:
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
         return per_token(self.log_probs, self.lengths)
 
 
-def sequence_sums(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
+def sum_sequences(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
     """Sum values over each sequence, [B, N]; entry n is that of segment n + 1, and N is even and at least S."""
     length = values_BS.shape[1]
     num_sequences = length + length % 2
@@ -50,7 +50,7 @@ def sequence_sums(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
     return sums_BN[:, 1:]
 
 
-def pairs_of(values_BN: jax.Array) -> Pairs:
+def split_pairs(values_BN: jax.Array) -> Pairs:
     """Split the values of all sequences into those of chosen and of rejected sequences."""
     return Pairs(chosen=values_BN[:, 0::2], rejected=values_BN[:, 1::2])
 

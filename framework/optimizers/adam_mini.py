@@ -22,8 +22,8 @@ from plimsoll.framework.layout import (
     flatten,
     path_name,
 )
-from plimsoll.framework.optimizers.kinds import TABLE_ROLES, kind
 from plimsoll.framework.optimizers.offload import partitioned_chain
+from plimsoll.framework.optimizers.parameter_kinds import TABLE_ROLES, classify_parameter
 from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 
@@ -60,12 +60,12 @@ class _Blocks(NamedTuple):
 def _blocks(spec: ParameterSpec) -> _Blocks:
     """Return the blocks of a parameter, based on the roles of its axes."""
     roles = spec.roles
-    if kind(spec) == "table":
+    if classify_parameter(spec) == "table":
         table_axes = tuple(axis for axis, role in enumerate(roles) if role in TABLE_ROLES)
         return _Blocks(table_axes)
     if spec.num_heads is not None:
         return _Blocks((roles.index("heads"),), spec.num_heads)
-    if kind(spec) in ("matrix", "experts"):
+    if classify_parameter(spec) in ("matrix", "experts"):
         # Weights are [in, out] here. Without roles, an output neuron is a column.
         output_axis = roles.index("out") if "out" in roles else len(roles) - 1
         # Each expert has its own output neurons.
@@ -99,15 +99,15 @@ def _scale_by_adam_mini(
 ) -> PartitionedGradientTransformation:
     """Adam-mini's update direction; if `blocks_by_path` lacks a path, the number of axes determines the blocks."""
 
-    def blocks_of(keypath: Any, ndim: int) -> _Blocks:
+    def get_blocks(keypath: Any, ndim: int) -> _Blocks:
         default = _Blocks((1,) if ndim == 2 else ())
         return blocks_by_path.get(path_name(keypath), default)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        return _zero_state(params, blocks_of)
+        return _zero_state(params, get_blocks)
 
     def partition(specs: Nested) -> optax.ScaleByAdamState:
-        return _state_specs(specs, blocks_of)
+        return _state_specs(specs, get_blocks)
 
     def update(
         updates: Any,
@@ -117,36 +117,36 @@ def _scale_by_adam_mini(
     ) -> Any:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        mean_squares = tree_map_with_path(lambda k, g: blocks_of(k, g.ndim).mean(jnp.square(g)), updates)
+        mean_squares = tree_map_with_path(lambda k, g: get_blocks(k, g.ndim).mean(jnp.square(g)), updates)
         # Order 1, because the squares are taken already, before the mean of each block.
         nu = optax.tree.update_moment(mean_squares, state.nu, b2, 1)
         means = optax.tree.bias_correction(mu, b1, count)
         squares = optax.tree.bias_correction(nu, b2, count)
 
-        def scaled(keypath: Any, mean: jax.Array, square: jax.Array) -> jax.Array:
+        def scale_leaf(keypath: Any, mean: jax.Array, square: jax.Array) -> jax.Array:
             # The root is taken of one number per block, before expanding it to the elements.
             denominator = jnp.sqrt(square) + eps
-            return mean / blocks_of(keypath, mean.ndim).spread(denominator, mean.shape)
+            return mean / get_blocks(keypath, mean.ndim).spread(denominator, mean.shape)
 
-        return tree_map_with_path(scaled, means, squares), optax.ScaleByAdamState(count, mu, nu)
+        return tree_map_with_path(scale_leaf, means, squares), optax.ScaleByAdamState(count, mu, nu)
 
-    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        unit_blocks = {path: _blocks(spec) for path, spec in flatten(specs).items()}
-        return _scale_by_adam_mini(b1, b2, eps, unit_blocks)
+    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
+        layer_blocks = {path: _blocks(spec) for path, spec in flatten(specs).items()}
+        return _scale_by_adam_mini(b1, b2, eps, layer_blocks)
 
     return PartitionedGradientTransformation(
         init,
         update,
         partition,
-        of_specs=of_specs,
+        fit_to_specs=fit_to_specs,
     )
 
 
-def _zero_state(params: Any, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """Return the initial state; `blocks_of` returns the blocks for a parameter's keypath and number of axes."""
+def _zero_state(params: Any, get_blocks: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
+    """Return the initial state; `get_blocks` returns the blocks for a parameter's keypath and number of axes."""
 
     def zeros(keypath: Any, param: jax.Array) -> jax.Array:
-        shape = blocks_of(keypath, param.ndim).shape(param.shape)
+        shape = get_blocks(keypath, param.ndim).shape(param.shape)
         return jnp.zeros(shape, param.dtype)
 
     nu = tree_map_with_path(zeros, params)
@@ -155,8 +155,8 @@ def _zero_state(params: Any, blocks_of: Callable[[Any, int], _Blocks]) -> optax.
     return optax.ScaleByAdamState(count, mu, nu)
 
 
-def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """Return the specs of the state; `blocks_of` returns the blocks for a parameter's keypath and number of axes."""
+def _state_specs(specs: Nested, get_blocks: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
+    """Return the specs of the state; `get_blocks` returns the blocks for a parameter's keypath and number of axes."""
 
     def moment_spec(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
         mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
@@ -173,7 +173,7 @@ def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> opt
         return moment_spec(keypath, spec, _Blocks(axes))
 
     def nu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
-        blocks = blocks_of(keypath, len(spec.shape))
+        blocks = get_blocks(keypath, len(spec.shape))
         return moment_spec(keypath, spec, blocks)
 
     mu = tree_map_with_path(mu_spec, specs)

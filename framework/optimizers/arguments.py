@@ -16,8 +16,8 @@ from typing import Any
 from plimsoll.framework.config import (
     Config,
     ConfigError,
-    schema_of,
-    target_of,
+    get_schema,
+    get_target,
 )
 from plimsoll.framework.config.names import join, show
 
@@ -92,7 +92,7 @@ def check_arguments(config: Config, path: str) -> None:
 
 def _numbers(node: Config) -> Iterator[tuple[str, Any, Range]]:
     """Yield (name, value, range) for the numeric arguments of one component that have a known range."""
-    package = target_of(node).__module__.partition(".")[0]
+    package = get_target(node).__module__.partition(".")[0]
     for name, value in node.items():
         if value is None or isinstance(value, Config | str | dict):
             continue
@@ -100,7 +100,7 @@ def _numbers(node: Config) -> Iterator[tuple[str, Any, Range]]:
         # which the learner reports.
         if package != "optax" and name != "learning_rate":
             continue
-        default = schema_of(node)[name].default
+        default = get_schema(node)[name].default
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         if name in RANGES and (not is_number or RANGES[name].has(default)):
             yield name, value, RANGES[name]

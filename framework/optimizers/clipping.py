@@ -20,7 +20,7 @@ def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | floa
         learning_rate: learning rate of this step.
     """
 
-    def clipped(u: jax.Array) -> jax.Array:
+    def clip(u: jax.Array) -> jax.Array:
         squares = jnp.square(u.astype(_wide(u)))
         rms = jnp.sqrt(jnp.mean(squares))
         bound = limit * learning_rate
@@ -28,7 +28,7 @@ def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | floa
         factor = jnp.where(rms > bound, bound / jnp.where(rms > 0, rms, 1), 1)
         return u * factor.astype(u.dtype)
 
-    return jax.tree.map(clipped, updates)
+    return jax.tree.map(clip, updates)
 
 
 def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
         is_over = (old_norm > 0) & (norm > bound)
         return jnp.where(is_over, bound / jnp.where(norm > 0, norm, 1), 1)
 
-    def multiplied(g: jax.Array, grad_factor: jax.Array) -> jax.Array:
+    def multiply(g: jax.Array, grad_factor: jax.Array) -> jax.Array:
         return g * grad_factor.astype(g.dtype)
 
     def compute_new_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
         return (_norm(g) * grad_factor).astype(old_norm.dtype)
 
     factors = jax.tree.map(factor, grads, norms)
-    limited = jax.tree.map(multiplied, grads, factors)
+    limited = jax.tree.map(multiply, grads, factors)
     new_norms = jax.tree.map(compute_new_norm, grads, factors, norms)
     return limited, new_norms
 

@@ -31,8 +31,8 @@ from plimsoll.framework.layout import (
     unflatten,
 )
 from plimsoll.framework.optimizers.clipping import limit_norm_growth
-from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
-from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 from plimsoll.framework.optimizers.per_matrix import per_matrix
 
 
@@ -122,7 +122,7 @@ def _build_apollo(
     core: _Apollo,
     decay: optax.GradientTransformation,
     rate: optax.GradientTransformation,
-    kind_by_path: dict[str, Kind],
+    kind_by_path: dict[str, ParameterKind],
 ) -> PartitionedGradientTransformation:
     """Return APOLLO for parameters of these kinds.
 
@@ -134,18 +134,18 @@ def _build_apollo(
     """
     fitted_core = replace(core, kind_by_path=kind_by_path)
     scale_by_apollo = _scale_by_apollo(fitted_core, kind_by_path)
-    derived = partitioned(optax.chain(scale_by_apollo, decay, rate))
+    derived = add_partition(optax.chain(scale_by_apollo, decay, rate))
 
     def partition(specs: Nested) -> Any:
         return fitted_core.partition(derived.partition(specs), specs)
 
-    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _build_apollo(core, decay, rate, kinds(specs))
+    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return _build_apollo(core, decay, rate, classify_parameters(specs))
 
-    return derived._replace(partition=partition, of_specs=of_specs, draws=True)
+    return derived._replace(partition=partition, fit_to_specs=fit_to_specs, draws=True)
 
 
-def _scale_by_apollo(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
+def _scale_by_apollo(core: _Apollo, kind_by_path: dict[str, ParameterKind]) -> Any:
     """Return APOLLO's update, applied to each expert's matrix separately. Factored tables get Adafactor's update, with
     a second moment of one number per row and column."""
     parts: Any = {"apollo": optax.GradientTransformationExtraArgs(core.init, core.update)}
@@ -163,7 +163,7 @@ def _scale_by_apollo(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
         return parts["apollo"]
 
     def label(keypath: Any, param: Any) -> str:
-        kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
+        kind = get_kind(kind_by_path, path_name(keypath), len(param.shape))
         return kind if kind in parts else "apollo"
 
     return optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
@@ -180,11 +180,11 @@ class _Apollo:
     per: str
     tables: str
     adam: optax.GradientTransformation
-    kind_by_path: dict[str, Kind] = field(default_factory=dict)
+    kind_by_path: dict[str, ParameterKind] = field(default_factory=dict)
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
         """Return the axis to project, the shorter one; None if the full gradient goes through Adam."""
-        kind = kind_of(self.kind_by_path, path, len(shape))
+        kind = get_kind(self.kind_by_path, path, len(shape))
         if len(shape) != 2 or kind == "other" or (kind == "table" and self.tables == "adam"):
             return None
         return int(shape[0] > shape[1])
@@ -209,7 +209,7 @@ class _Apollo:
     def partition(self, state: Any, specs: Nested) -> Any:
         """Give moments their parameter's mesh axes: r is sharded like the axis it replaces, if the mesh divides it."""
 
-        def cut(leaf: OptStateSpec) -> OptStateSpec:
+        def fit_axes(leaf: OptStateSpec) -> OptStateSpec:
             if leaf.owner is None or len(leaf.shape) != 2:
                 return leaf
             owner = flatten(specs)[leaf.owner]
@@ -218,7 +218,7 @@ class _Apollo:
             mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
             return replace(leaf, mesh_axes=mesh_axes)
 
-        return jax.tree.map(cut, state)
+        return jax.tree.map(fit_axes, state)
 
     def update(
         self,
@@ -250,7 +250,7 @@ class _Apollo:
         directions = dict(zip(projected, jax.tree.leaves(adam_updates), strict=True))
         scaled = {}
         for path, axis in projected_axes.items():
-            scaled[path] = self._scaled(
+            scaled[path] = self._scale_gradient(
                 axis,
                 grads[path],
                 projected[path],
@@ -274,13 +274,13 @@ class _Apollo:
         axis: int,
     ) -> jax.Array:
         """Return R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) for this parameter and interval."""
-        drawn_key = jax.random.fold_in(fold_in_name(key, path), period)
+        sample_key = jax.random.fold_in(fold_in_name(key, path), period)
         size = g.shape[axis]
         rank = min(self.rank, size)
-        projection = jax.random.normal(drawn_key, (rank, size), g.dtype) * rank**-0.5
+        projection = jax.random.normal(sample_key, (rank, size), g.dtype) * rank**-0.5
         return jnp.tensordot(projection, g, axes=(1, axis))
 
-    def _scaled(
+    def _scale_gradient(
         self,
         axis: int,
         g: jax.Array,

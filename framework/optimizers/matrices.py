@@ -22,8 +22,8 @@ from plimsoll.framework.layout import (
     flatten,
     path_name,
 )
-from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
-from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 from plimsoll.framework.optimizers.per_matrix import per_matrix
 
 
@@ -111,8 +111,8 @@ def galore(
 def _by_kind(
     matrix_optimizer: Any,
     other_optimizer: Any,
-    kind_by_path: dict[str, Kind],
-    matrix_kinds: tuple[Kind, ...],
+    kind_by_path: dict[str, ParameterKind],
+    matrix_kinds: tuple[ParameterKind, ...],
     expert_optimizer: Any = None,
 ) -> PartitionedGradientTransformation:
     """Combine a transformation for matrices and one for all other parameters; neither keeps state for the other's.
@@ -127,7 +127,7 @@ def _by_kind(
     has_experts = expert_optimizer is not None and "experts" in kind_by_path.values()
 
     def label(keypath: Any, param: jax.Array) -> str:
-        kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
+        kind = get_kind(kind_by_path, path_name(keypath), len(param.shape))
         # The labels name parts of the state, also in checkpoints.
         if kind == "experts" and has_experts:
             return "experts"
@@ -136,12 +136,12 @@ def _by_kind(
     optimizers: Any = {"matrix": matrix_optimizer, "rest": other_optimizer}
     if has_experts:
         optimizers["experts"] = expert_optimizer
-    derived = partitioned(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
+    derived = add_partition(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
 
     def partition(specs: Nested) -> Any:
         flat_specs = flatten(specs)
 
-        def cut(keypath: Any, leaf: OptStateSpec) -> OptStateSpec:
+        def fit_axes(keypath: Any, leaf: OptStateSpec) -> OptStateSpec:
             # Factors have their matrix's mesh axes: r is sharded like the axis it replaces, if the mesh divides it.
             if leaf.owner is None or len(leaf.shape) != 2:
                 return leaf
@@ -151,9 +151,9 @@ def _by_kind(
             mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
             return replace(leaf, mesh_axes=mesh_axes)
 
-        return tree_map_with_path(cut, derived.partition(specs))
+        return tree_map_with_path(fit_axes, derived.partition(specs))
 
-    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs), matrix_kinds, expert_optimizer)
+    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return _by_kind(matrix_optimizer, other_optimizer, classify_parameters(specs), matrix_kinds, expert_optimizer)
 
-    return derived._replace(partition=partition, of_specs=of_specs)
+    return derived._replace(partition=partition, fit_to_specs=fit_to_specs)

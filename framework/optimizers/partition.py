@@ -41,9 +41,9 @@ class PartitionedGradientTransformation(NamedTuple):
     An explicit partition must use NUMBER_OF_UPDATES for the leaf that counts updates, so that layers can share it.
 
     Attributes:
-        at_rest: the same transformation for one layer and without its own transfers, if `update` moves state between
+        without_transfers: the same transformation for one layer and without its own transfers, if `update` moves state between
             memories.
-        of_specs: function that fits the transformation to the parameters of one update unit, if it treats them by the
+        fit_to_specs: function that fits the transformation to the parameters of one update unit, if it treats them by the
             roles of their axes.
         draws: whether `update` takes `seed`, a uint32 scalar that differs between layers and stays the same in every
             step.
@@ -52,12 +52,12 @@ class PartitionedGradientTransformation(NamedTuple):
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     partition: Callable[[Nested], Any]
-    at_rest: PartitionedGradientTransformation | None = None
-    of_specs: Callable[[Nested], PartitionedGradientTransformation] | None = None
+    without_transfers: PartitionedGradientTransformation | None = None
+    fit_to_specs: Callable[[Nested], PartitionedGradientTransformation] | None = None
     draws: bool = False
 
 
-def partitioned(
+def add_partition(
     optimizer: optax.GradientTransformation | PartitionedGradientTransformation,
 ) -> PartitionedGradientTransformation:
     """Return an optax transformation with a derived partition; one that has its own is returned unchanged."""
@@ -88,7 +88,7 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
 
     def make_spec(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
         name = _name(keypath)
-        owner = owner_of(name, owners)
+        owner = find_owner(name, owners)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
                 f"learner.optimizer: {'/'.join(name)} of its state is a PRNG key. Each layer has an optimizer of its "
@@ -135,7 +135,7 @@ def _abstract(specs: Nested, *, unique: bool = False) -> Any:
     return jax.tree.map(abstract_param, specs)
 
 
-def owner_of(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
+def find_owner(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
     """Return the path of the parameter that a state leaf belongs to; None for a counter.
 
     Args:

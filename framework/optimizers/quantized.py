@@ -33,9 +33,9 @@ from plimsoll.framework.layout import (
     ParameterSpec,
     path_name,
 )
-from plimsoll.framework.layout.words import pack, packed_shape, unpack
-from plimsoll.framework.optimizers.kinds import Kind, kind_of, kinds
+from plimsoll.framework.layout.bit_packing import compute_packed_shape, pack, unpack
 from plimsoll.framework.optimizers.offload import partitioned_chain
+from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
 from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 # Upper ends of the decades, from 1e-6 to 1.
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     """A quantized moment.
 
     Attributes:
-        codes: uint8 in the parameter's shape, packed four to a 32-bit word (`framework.layout.words`).
+        codes: uint8 in the parameter's shape, packed four to a 32-bit word (`framework.layout.bit_packing`).
         scale: the largest magnitude of each block.
     """
 
@@ -72,7 +72,7 @@ def _levels(signed: bool) -> _Levels:
     return _Levels([2 ** (i + 1) for i in decades], 0)
 
 
-def _steps(
+def _evaluate_steps(
     x: jax.Array,
     starts: Iterable[float],
     values: Iterable[float],
@@ -109,8 +109,8 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
     to_first = borders[0]
     to_one = borders[-1]
     starts = [0.0, *borders[1:-1]]
-    scale = _steps(size, starts, _SCALES)
-    count = _steps(size, starts, counts)
+    scale = _evaluate_steps(size, starts, _SCALES)
+    count = _evaluate_steps(size, starts, counts)
     # Near a border of decades, a number may lie outside of the decade that it is rounded into.
     cell = jnp.floor((size / scale - 0.1) / 0.9 * count)
     cell = jnp.clip(cell, 0, count - 1)
@@ -130,11 +130,11 @@ def decode(codes: jax.Array, dtype: Any, *, signed: bool) -> jax.Array:
     counts, zero = _levels(signed)
     rank = codes.astype(dtype) - zero
     # Number of parts in the decade plus the index of the part within it (see `encode`).
-    place = jnp.abs(rank) - 1 + counts[0]
-    part = (place + 0.5) * _steps(place, counts, [1 / n for n in counts]) - 1
-    value = _steps(place, counts, _SCALES) * (0.1 + 0.9 * part)
+    position = jnp.abs(rank) - 1 + counts[0]
+    part = (position + 0.5) * _evaluate_steps(position, counts, [1 / n for n in counts]) - 1
+    value = _evaluate_steps(position, counts, _SCALES) * (0.1 + 0.9 * part)
     # A rank past the last decade stands for 1.
-    return jnp.sign(rank) * jnp.where(place < 2 * counts[-1], value, 1)
+    return jnp.sign(rank) * jnp.where(position < 2 * counts[-1], value, 1)
 
 
 class _Blocks(NamedTuple):
@@ -237,11 +237,11 @@ class _BlockRule:
     block: int
     min_size: int
     tables: bool
-    kind_by_path: dict[str, Kind]
+    kind_by_path: dict[str, ParameterKind]
 
-    def blocks_of(self, keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:
+    def get_blocks(self, keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:
         """Return the blocks of a parameter; None for precise moments."""
-        kind = kind_of(self.kind_by_path, path_name(keypath), len(shape))
+        kind = get_kind(self.kind_by_path, path_name(keypath), len(shape))
         if len(shape) < 2 or math.prod(shape) < self.min_size:
             return None
         if kind != "table":
@@ -252,10 +252,10 @@ class _BlockRule:
         """Return the moment of a parameter (array or spec), built from arrays or specs `make(shape, dtype)`."""
         # Scales and precise moments are in float32, even for bfloat16 parameters.
         dtype = jnp.promote_types(param.dtype, jnp.float32)
-        blocks = self.blocks_of(keypath, param.shape)
+        blocks = self.get_blocks(keypath, param.shape)
         if blocks is None:
             return make(param.shape, dtype)
-        codes = make(packed_shape(param.shape), jnp.uint32)
+        codes = make(compute_packed_shape(param.shape), jnp.uint32)
         scale = make(blocks.shape(param.shape), dtype)
         return Moment(codes, scale)
 
@@ -330,7 +330,7 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
             mu: Any,
             nu: Any,
         ) -> Any:
-            blocks = rule.blocks_of(keypath, g.shape)
+            blocks = rule.get_blocks(keypath, g.shape)
             return adam.update(g, mu, nu, count, blocks)
 
         results = tree_map_with_path(update_leaf, updates, state.mu, state.nu)
@@ -340,14 +340,14 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
         nu = jax.tree.map(lambda _, result: result[2], updates, results)
         return directions, optax.ScaleByAdamState(count, mu, nu)
 
-    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _scale_by_adam(adam, replace(rule, kind_by_path=kinds(specs)))
+    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return _scale_by_adam(adam, replace(rule, kind_by_path=classify_parameters(specs)))
 
     return PartitionedGradientTransformation(
         init,
         update,
         partition,
-        of_specs=of_specs,
+        fit_to_specs=fit_to_specs,
     )
 
 

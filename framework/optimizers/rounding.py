@@ -22,7 +22,7 @@ from plimsoll.framework.layout import Nested, name_hash, path_name
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
-class Origin(NamedTuple):
+class BlockOrigin(NamedTuple):
     """Location of a block in its tensor: the index of its first element in each dimension, and the tensor's shape."""
 
     start: tuple[Any, ...]
@@ -73,7 +73,7 @@ def fold_name(seed: jax.Array, name: str) -> jax.Array:
 def noise(
     seed: jax.Array,
     shape: tuple[int, ...],
-    origin: Origin | None = None,
+    origin: BlockOrigin | None = None,
 ) -> jax.Array:
     """Return uniform random bits, uint32 of `shape`, that depend only on the seed and positions in the whole tensor.
 
@@ -83,15 +83,15 @@ def noise(
         origin: location of the block in the tensor.
     """
     if origin is None:
-        origin = Origin((0,) * len(shape), shape)
-    place = jnp.zeros(shape, jnp.uint32)
+        origin = BlockOrigin((0,) * len(shape), shape)
+    position = jnp.zeros(shape, jnp.uint32)
     for axis, first in enumerate(origin.start):
         # Modulo 2^32, like all of the arithmetic here: larger tensors repeat their noise.
         stride = math.prod(origin.shape[axis + 1 :]) % (1 << 32)
         index_in_block = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index_in_block + jnp.asarray(first).astype(jnp.uint32)
-        place += index * jnp.uint32(stride)
-    return mix(mix(place + jnp.uint32(0x9E3779B9)) ^ seed)
+        position += index * jnp.uint32(stride)
+    return mix(mix(position + jnp.uint32(0x9E3779B9)) ^ seed)
 
 
 def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
@@ -112,13 +112,13 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
     upper_half = jnp.uint32(0xFFFF0000)
     raw_with_noise = raw + (bits >> 16)
     towards_zero = jax.lax.bitcast_convert_type(raw & upper_half, jnp.float32)
-    drawn = jax.lax.bitcast_convert_type(raw_with_noise & upper_half, jnp.float32)
+    random_round = jax.lax.bitcast_convert_type(raw_with_noise & upper_half, jnp.float32)
     # A value that would be rounded up from the largest bfloat16 to infinity is rounded toward zero instead.
-    finite = jnp.where(jnp.isfinite(drawn), drawn, towards_zero)
+    finite = jnp.where(jnp.isfinite(random_round), random_round, towards_zero)
     return jnp.where(jnp.isfinite(x), finite, x).astype(dtype)
 
 
-def cut_off(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def split_rounding_error(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return (x rounded to nearest in a narrower dtype, the rounding error in the same dtype)."""
     bits = jnp.finfo(dtype)
     # Not a cast there and back, because XLA drops such a pair if it may keep excess precision.
@@ -141,24 +141,24 @@ def upcast(
     if rounding == "nearest":
         return weights
 
-    def widened(weight: jax.Array) -> jax.Array:
+    def widen(weight: jax.Array) -> jax.Array:
         return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
     def compensate(weight: jax.Array, error: jax.Array) -> jax.Array:
         return weight + error.astype(weight.dtype)
 
-    wide_weights = jax.tree.map(widened, weights)
+    wide_weights = jax.tree.map(widen, weights)
     if compensation is None:
         return wide_weights
     return jax.tree.map(compensate, wide_weights, compensation)
 
 
-def rounded(
+def round_weights(
     rounding: Rounding,
     new: Nested,
     old: Nested,
     seed: jax.Array,
-    origin: Origin | None,
+    origin: BlockOrigin | None,
 ) -> tuple[Nested, Nested]:
     """Return (new weights in the dtypes of the old ones, the rounding errors for the next update).
 
@@ -174,7 +174,7 @@ def rounded(
     """
     if rounding == "stochastic":
 
-        def drawn(
+        def random_round(
             keypath: Any,
             precise: jax.Array,
             weight: jax.Array,
@@ -184,12 +184,12 @@ def rounded(
             bits = noise(tensor_seed, precise.shape, origin)
             return round_stochastically(precise, weight.dtype, bits)
 
-        return jax.tree_util.tree_map_with_path(drawn, new, old), {}
+        return jax.tree_util.tree_map_with_path(random_round, new, old), {}
 
-    def cut(precise: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return cut_off(precise, weight.dtype)
+    def split_leaf(precise: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return split_rounding_error(precise, weight.dtype)
 
-    pairs = jax.tree.map(cut, new, old)
+    pairs = jax.tree.map(split_leaf, new, old)
     # Splits a tree of pairs into two trees with the structure of the weights.
     nearest = jax.tree.map(lambda _, pair: pair[0], new, pairs)
     errors = jax.tree.map(lambda _, pair: pair[1], new, pairs)

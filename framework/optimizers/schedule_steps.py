@@ -17,8 +17,8 @@ import annotated_types as at
 import optax
 from optax import contrib
 
-from plimsoll.framework.config import Config, schema_of, target_of
-from plimsoll.framework.config.names import join, name_of
+from plimsoll.framework.config import Config, get_schema, get_target
+from plimsoll.framework.config.names import get_dotted_name, join
 from plimsoll.framework.config.schema import arms
 
 
@@ -38,11 +38,11 @@ RunSteps = Annotated[int, at.Gt(0), _CountsSteps(is_run=True)]
 
 # Type of an argument: a length, a place that may be step 0, a list of places, a dict with places as keys, or a list of
 # dicts of arguments of warmup_cosine_decay_schedule.
-_Kind = Literal["length", "place", "places", "keys", "cycles"]
+_ArgumentType = Literal["length", "place", "places", "keys", "cycles"]
 
-_TRANSITION: dict[str, _Kind] = {"transition_steps": "length", "transition_begin": "place"}
-_COSINE: dict[str, _Kind] = {"warmup_steps": "place", "decay_steps": "length"}
-STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _Kind]] = {
+_TRANSITION: dict[str, _ArgumentType] = {"transition_steps": "length", "transition_begin": "place"}
+_COSINE: dict[str, _ArgumentType] = {"warmup_steps": "place", "decay_steps": "length"}
+STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _ArgumentType]] = {
     optax.constant_schedule: {},
     optax.cosine_decay_schedule: {"decay_steps": "length"},
     optax.cosine_onecycle_schedule: {"transition_steps": "length"},
@@ -63,15 +63,15 @@ STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _Kind]] = {
 }
 
 
-def step_arguments(config: Config) -> dict[str, _Kind] | None:
+def step_arguments(config: Config) -> dict[str, _ArgumentType] | None:
     """Return the arguments of one component that count training steps; None if neither table nor type hints say."""
-    target = target_of(config)
+    target = get_target(config)
     if target in STEP_ARGUMENTS:
         return STEP_ARGUMENTS[target]
-    marks_by_name = {name: _marks(field.hint) for name, field in schema_of(config).items()}
+    marks_by_name = {name: _marks(field.hint) for name, field in get_schema(config).items()}
     if not any(marks_by_name.values()):
         return None
-    arguments: dict[str, _Kind] = {}
+    arguments: dict[str, _ArgumentType] = {}
     for name, marks in marks_by_name.items():
         # The length of the run is filled in anew for each run, so it needs no scaling.
         if marks and not marks[0].is_run:
@@ -92,7 +92,7 @@ def _marks(hint: Any) -> list[_CountsSteps]:
 def _run_fields(config: Config) -> list[str]:
     """Return the fields of one component that default to the length of the run."""
     names = []
-    for name, field in schema_of(config).items():
+    for name, field in get_schema(config).items():
         if any(mark.is_run for mark in _marks(field.hint)):
             names.append(name)
     return names
@@ -112,10 +112,10 @@ def following(config: Config) -> list[str]:
 
 def with_run_length(config: Config, steps: int) -> Config:
     """Return a copy in which the schedules that follow the run have its length."""
-    filled = config.copy()
+    completed = config.copy()
     for path in following(config):
-        filled.set_path(path, steps)
-    return filled
+        completed.set_path(path, steps)
+    return completed
 
 
 def schedules(config: Config) -> Iterator[tuple[str, Config]]:
@@ -127,7 +127,7 @@ def schedules(config: Config) -> Iterator[tuple[str, Config]]:
         if any(path.startswith(f"{outer}.") for outer in schedule_paths):
             continue
         for name, value in node.items():
-            if isinstance(value, Config) and _takes_schedule(name, schema_of(node)[name].hint):
+            if isinstance(value, Config) and _takes_schedule(name, get_schema(node)[name].hint):
                 schedule_path = join(path, name)
                 schedule_paths.append(schedule_path)
                 yield schedule_path, value
@@ -161,19 +161,19 @@ def scale(config: Config, new: int, old: int) -> list[str]:
         is_in_schedule = any(path == outer or path.startswith(f"{outer}.") for outer in schedule_paths)
         if arguments is None and is_in_schedule:
             unknown.append(
-                f"{path} ({name_of(target_of(node))}) is as it was: which of its numbers are training steps is not "
+                f"{path} ({get_dotted_name(get_target(node))}) is as it was: which of its numbers are training steps is not "
                 "known (plimsoll.framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
             )
         for name, kind in (arguments or {}).items():
             value = node.get(name)
             if value is not None:
-                config.set_path(join(path, name), _scaled(value, kind, new, old))
+                config.set_path(join(path, name), _scale_argument(value, kind, new, old))
     return unknown
 
 
-def _scaled(
+def _scale_argument(
     value: Any,
-    kind: _Kind,
+    kind: _ArgumentType,
     new: int,
     old: int,
 ) -> Any:
@@ -184,27 +184,27 @@ def _scaled(
     if kind == "place":
         return value * new // old
     if kind == "places":
-        return [place * new // old for place in value]
+        return [step * new // old for step in value]
     if kind == "keys":
-        return {str(int(place) * new // old): factor for place, factor in value.items()}
+        return {str(int(step) * new // old): factor for step, factor in value.items()}
     cycles = []
     for cycle in value:
         scaled_cycle = {}
         for name, argument in cycle.items():
             if name in _COSINE:
-                argument = _scaled(argument, _COSINE[name], new, old)
+                argument = _scale_argument(argument, _COSINE[name], new, old)
             scaled_cycle[name] = argument
         cycles.append(scaled_cycle)
     return cycles
 
 
-def own_length(config: Config) -> int | None:
+def get_schedule_length(config: Config) -> int | None:
     """Return the number of steps that a schedule is written for, including its parts; None if it has no such number."""
     lengths = []
     for _, node in config.walk():
         if not isinstance(node, Config):
             continue
-        arguments: dict[str, _Kind] = step_arguments(node) or {}
+        arguments: dict[str, _ArgumentType] = step_arguments(node) or {}
         for name, kind in arguments.items():
             value = node.get(name)
             # A fraction of the run is not a number of steps.
@@ -216,7 +216,7 @@ def own_length(config: Config) -> int | None:
     return max(lengths, default=None)
 
 
-def _last(kind: _Kind, value: Any) -> int:
+def _last(kind: _ArgumentType, value: Any) -> int:
     """Return the last step that an argument refers to."""
     if kind == "places":
         return max(value)

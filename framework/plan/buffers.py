@@ -23,7 +23,7 @@ _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 
-class Value(NamedTuple):
+class BufferValue(NamedTuple):
     """One value of the program: its instruction and tuple index, position in an allocation, and live range."""
 
     name: str
@@ -35,11 +35,11 @@ class Value(NamedTuple):
     end: int
 
 
-class Block(NamedTuple):
+class PeakBlock(NamedTuple):
     """Bytes that are alive at the peak, and all values that share them over time; the value at the peak comes first."""
 
     size: int
-    values: list[Value]
+    values: list[BufferValue]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Buffers:
 
     module: Module
     parameters: dict[str, int] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[PeakBlock] = field(default_factory=list)
     output_bytes: int = 0
     fixed_bytes: int = 0
     heap_bytes: int = 0
@@ -75,7 +75,7 @@ class Buffers:
         return self.heap_bytes - sum(block.size for block in self.blocks)
 
 
-def read(directory: Path) -> Buffers:
+def read_dump(directory: Path) -> Buffers:
     """Read the dump of one program.
 
     Raises:
@@ -110,13 +110,13 @@ def read(directory: Path) -> Buffers:
     return buffers
 
 
-def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> list[Value]:
+def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> list[BufferValue]:
     """Return the values of one allocation. Values without a live range are never alive: they end before they start."""
     values = []
     for name, index, size, offset, shape in _VALUE.findall(text):
         start, end = live_ranges.get((name, index), (0, -1))
         values.append(
-            Value(
+            BufferValue(
                 name,
                 _index(index),
                 int(size),
@@ -140,12 +140,12 @@ def _index(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
-def _peak(values: list[Value]) -> list[Block]:
+def _peak(values: list[BufferValue]) -> list[PeakBlock]:
     """Return the blocks that are alive when an allocation's live bytes are at their maximum."""
     values = [value for value in values if value.size]
     # The sum grows only where a value starts.
     instants = {value.start for value in values}
-    best: list[tuple[Value, int]] = []
+    best: list[tuple[BufferValue, int]] = []
     best_bytes = -1
     for instant in instants:
         alive = _without_overlap([v for v in values if v.start <= instant <= v.end])
@@ -153,10 +153,10 @@ def _peak(values: list[Value]) -> list[Block]:
         if alive_bytes > best_bytes:
             best = alive
             best_bytes = alive_bytes
-    return [Block(size, _history(value, values)) for value, size in best]
+    return [PeakBlock(size, _history(value, values)) for value, size in best]
 
 
-def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
+def _without_overlap(alive: list[BufferValue]) -> list[tuple[BufferValue, int]]:
     """Return each value with the bytes that no earlier value covers; of values at one offset, the largest is first."""
     covered_end = 0
     sizes = []
@@ -169,7 +169,7 @@ def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
     return sizes
 
 
-def _history(value: Value, values: list[Value]) -> list[Value]:
+def _history(value: BufferValue, values: list[BufferValue]) -> list[BufferValue]:
     """Return a value and all values that share its buffer over time: same offset and size, adjoining live ranges."""
     chain = [value]
     candidates = []
@@ -184,5 +184,5 @@ def _history(value: Value, values: list[Value]) -> list[Value]:
     return chain
 
 
-def _meets(value: Value, chain: list[Value]) -> bool:
+def _meets(value: BufferValue, chain: list[BufferValue]) -> bool:
     return any(value.start <= link.end and value.end >= link.start for link in chain)

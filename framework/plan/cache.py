@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from plimsoll.framework.config import Config, target_of
+from plimsoll.framework.config import Config, get_target
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12")
@@ -30,7 +30,7 @@ def versions(*packages: str) -> dict[str, str]:
     return installed
 
 
-def path_of(config: Config, **about: Any) -> Path:
+def cache_path(config: Config, **about: Any) -> Path:
     """Return the cache file of a report, under $XDG_CACHE_HOME.
 
     Args:
@@ -43,7 +43,7 @@ def path_of(config: Config, **about: Any) -> Path:
     for _, node in config.walk():
         if not isinstance(node, Config):
             continue
-        module_name = getattr(target_of(node), "__module__", "")
+        module_name = getattr(get_target(node), "__module__", "")
         module = sys.modules.get(module_name)
         if module is not None and module.__file__:
             files.add(Path(module.__file__))
@@ -54,20 +54,20 @@ def path_of(config: Config, **about: Any) -> Path:
     files |= set(rates_folder().glob("*.json"))
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
-    return home() / "plans" / f"{digest.hexdigest()[:32]}.json"
+    return cache_folder() / "plans" / f"{digest.hexdigest()[:32]}.json"
 
 
 def times_folder() -> Path:
     """Return the folder that stores the compile times of each target."""
-    return home() / "compile-times"
+    return cache_folder() / "compile-times"
 
 
 def rates_folder() -> Path:
     """Return the folder that stores the measured rates of devices."""
-    return home() / "rates"
+    return cache_folder() / "rates"
 
 
-def home() -> Path:
+def cache_folder() -> Path:
     """Return the folder of everything that is cached between plans."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "plimsoll"

@@ -17,17 +17,17 @@ from jax.sharding import AbstractMesh
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards, batch_specs
 from plimsoll.framework.layout import MemoryKind, StateLayout
-from plimsoll.framework.plan.backward_bytes import BackwardPass, backward_bytes, stacked_bytes
-from plimsoll.framework.plan.jaxprs import FlopCount, flops
-from plimsoll.framework.plan.local_step import trace
-from plimsoll.framework.plan.naming import OF_LAYOUT
-from plimsoll.framework.plan.report import KEYS
-from plimsoll.framework.plan.sectioned import Sectioned
-from plimsoll.framework.plan.step_time.closed_form import Work, completing_work, work_of
+from plimsoll.framework.plan.backward_bytes import TracedBackward, backward_bytes, count_stack_bytes
+from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
+from plimsoll.framework.plan.device_trace import trace
+from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
+from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.plan.step_time.estimated_time import StepWork, count_batch_transform_work, count_work
 from plimsoll.framework.plan.update_bytes import update_bytes
-from plimsoll.framework.program.companion import Passes
+from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.program import execution_type
+from plimsoll.framework.program.program import choose_backend
 
 
 class Estimate(NamedTuple):
@@ -44,8 +44,8 @@ class Estimate(NamedTuple):
     breakdown: dict[str, int]
     host_breakdown: dict[str, int]
     flops: FlopCount
-    work: Work
-    completion: Work
+    work: StepWork
+    completion: StepWork
 
     @property
     def peak_bytes(self) -> int:
@@ -62,7 +62,7 @@ def estimate(
     experiment: Experiment,
     sizes: dict[str, int],
     spec: AcceleratorSpec,
-    trace_of: Callable[[Sectioned, dict[str, int], str], ClosedJaxpr] = trace,
+    trace_fn: Callable[[SplitExperiment, dict[str, int], str], ClosedJaxpr] = trace,
 ) -> Estimate:
     """Estimate what one step of `experiment` needs on each device of a mesh.
 
@@ -70,15 +70,15 @@ def estimate(
         experiment: the experiment to train.
         sizes: {mesh axis: size}, from `experiment.mesh.resolve(num_devices)`.
         spec: the accelerator in use.
-        trace_of: function that traces like `local_step.trace`, or returns a cached trace.
+        trace_fn: function that traces like `local_step.trace`, or returns a cached trace.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     _check(experiment, mesh, sizes)
-    sectioned = Sectioned(experiment)
-    layout = StateLayout(sectioned.specs, mesh)
+    split_experiment = SplitExperiment(experiment)
+    layout = StateLayout(split_experiment.specs, mesh)
     running_layout = _running_layout(experiment, mesh)
     breakdown = _state_bytes(running_layout, "device")
     host_breakdown = _state_bytes(running_layout, "pinned_host")
@@ -86,24 +86,24 @@ def estimate(
         shard_shape = layout.sharding(batch).shard_shape(batch.shape)
         breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
 
-    backward_pass = BackwardPass(
-        sectioned,
+    backward_pass = TracedBackward(
+        split_experiment,
         layout,
         sizes,
         spec.platform,
-        trace_of(sectioned, sizes, spec.platform),
+        trace_fn(split_experiment, sizes, spec.platform),
     )
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
-        host_breakdown["activations"] = backward_pass.most_held(on_the_host=True).total()
+        host_breakdown["activations"] = backward_pass.find_peak_bytes(in_host_memory=True).total()
     backward = backward_bytes(backward_pass)
-    update = update_bytes(sectioned, layout, spec, sum(breakdown.values()))
+    update = update_bytes(split_experiment, layout, spec, sum(breakdown.values()))
     # The peak is in the backward pass or in the update, whichever holds more: the backward pass is
     # over when the update begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
     device_flops = step_flops.flops / math.prod(sizes.values())
-    work = work_of(
+    work = count_work(
         experiment,
         sizes,
         running_layout,
@@ -111,23 +111,23 @@ def estimate(
         device_flops,
         host_breakdown["activations"],
     )
-    passes = Passes() if experiment.companion is None else experiment.companion.passes(experiment, mesh)
-    host_breakdown["other"] += passes.hosted_bytes
-    return Estimate(breakdown, host_breakdown, step_flops, work, completing_work(passes, mesh.size))
+    passes = ForwardCost() if experiment.companion is None else experiment.companion.passes(experiment, mesh)
+    host_breakdown["other"] += passes.offloaded_bytes
+    return Estimate(breakdown, host_breakdown, step_flops, work, count_batch_transform_work(passes, mesh.size))
 
 
 def _running_layout(experiment: Experiment, mesh: Any) -> StateLayout:
     """Return the layout of the state as a run stores it."""
-    parts = execution_type(experiment.memory).parts_of(experiment)
+    parts = choose_backend(experiment.memory).get_stack_split(experiment)
     return StateLayout(parts.specs(experiment.state_specs()), mesh)
 
 
 def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:
     """Return the bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
-    breakdown = dict.fromkeys(KEYS, 0)
+    breakdown = dict.fromkeys(BREAKDOWN_KEYS, 0)
     for leaf in layout:
         if leaf.spec.memory_kind == memory_kind:
-            breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+            breakdown[REPORT_GROUPS[leaf.group]] += leaf.bytes_per_device
     return breakdown
 
 
@@ -145,10 +145,10 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     running_layout = _running_layout(experiment, mesh)
-    sectioned = Sectioned(experiment)
+    split_experiment = SplitExperiment(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
-    keeping_stacks = [name for name in sectioned.stacks if not sectioned.takes_gradients(name)]
-    gradients = stacked_bytes(StateLayout(sectioned.specs, mesh), keeping_stacks)
+    buffered_stacks = [name for name in split_experiment.stacks if not split_experiment.releases_gradients(name)]
+    gradients = count_stack_bytes(StateLayout(split_experiment.specs, mesh), buffered_stacks)
     return running_layout.bytes_per_device(memory_kind="device") + sum(gradients.values())
 
 

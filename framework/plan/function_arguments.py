@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices.executables import HostBytes
-from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.plan.function_call import FunctionCall
 from plimsoll.framework.plan.targets import Target
 
 # The folder of the package `plimsoll`.
 _LIBRARY = Path(__file__).parents[2]
 
 
-def mesh_of(call: Call, target: Target) -> Mesh:
+def build_mesh(call: FunctionCall, target: Target) -> Mesh:
     """Return the mesh of the target's devices.
 
     Raises:
@@ -46,7 +46,7 @@ def mesh_of(call: Call, target: Target) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=axis_types)
 
 
-def in_mesh(call: Call, mesh: Mesh) -> Any:
+def mesh_context(call: FunctionCall, mesh: Mesh) -> Any:
     """Return the context manager in which the function's own PartitionSpecs refer to the mesh."""
     return nullcontext() if call.mesh is None and mesh.size == 1 else jax.set_mesh(mesh)
 
@@ -56,64 +56,64 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
-def traceable(call: Call) -> tuple[list[Any], Callable[..., Any]]:
+def make_traceable(call: FunctionCall) -> tuple[list[Any], Callable[..., Any]]:
     """Return (the arguments with None for leaves that are not arrays, a function of only these arguments)."""
     arguments = list(call.arguments)
-    arrays_alone = [jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, one) for one in arguments]
+    array_arguments = [jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, one) for one in arguments]
 
     # Keep the signature: the compiler names arguments after the parameters.
     @functools.wraps(call.function, updated=())
     def function(*traced_arguments: Any) -> Any:
-        whole = []
+        full_arguments = []
         for traced, given in zip(traced_arguments, arguments, strict=True):
             leaves = iter(jax.tree.leaves(traced))
-            whole.append(jax.tree.map(lambda leaf: next(leaves) if _is_array(leaf) else leaf, given))  # noqa: B023
-        results = call.function(*whole)
+            full_arguments.append(jax.tree.map(lambda leaf: next(leaves) if _is_array(leaf) else leaf, given))  # noqa: B023
+        results = call.function(*full_arguments)
         # Results may hold such leaves too, for example an updated model.
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
 
-    return arrays_alone, function
+    return array_arguments, function
 
 
-def placed(call: Call, dynamic: list[Any], mesh: Mesh) -> list[Any]:
+def place_arguments(call: FunctionCall, dynamic: list[Any], mesh: Mesh) -> list[Any]:
     """Return the arguments as abstract arrays on the devices of the mesh."""
     if call.shardings is None:
-        return [_as_they_say(one, mesh) for one in dynamic]
+        return [_apply_leaf_shardings(one, mesh) for one in dynamic]
     if len(call.shardings) != len(dynamic):
         raise ValueError(f"shardings: {len(call.shardings)} of them for {len(dynamic)} arguments")
     placed = []
     for position, (specs, argument) in enumerate(zip(call.shardings, dynamic, strict=True)):
         if specs is None:
-            placed.append(_as_they_say(argument, mesh))
+            placed.append(_apply_leaf_shardings(argument, mesh))
             continue
         try:
             broadcast = jax.tree.broadcast(on_mesh(specs, mesh), argument, is_leaf=_is_sharding)
         except ValueError as error:
             raise ValueError(f"shardings: not a prefix of argument {position}: {first_line(error)}") from None
-        placed.append(jax.tree.map(_shape, argument, broadcast))
+        placed.append(jax.tree.map(_abstract_array, argument, broadcast))
     return placed
 
 
-def placed_for_jitted(call: Call, mesh: Mesh) -> list[Any]:
+def place_jitted_arguments(call: FunctionCall, mesh: Mesh) -> list[Any]:
     """Return the arguments of a jitted function, with arrays replaced by abstract arrays.
 
     Other leaves stay as they are, because they may be static. On the caller's own mesh, arrays without a sharding leave
     the choice to the function.
     """
     if call.shardings is not None:
-        return placed(call, list(call.arguments), mesh)
+        return place_arguments(call, list(call.arguments), mesh)
 
     def shape(leaf: Any) -> Any:
         if not isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
             return leaf
-        is_silent = not isinstance(getattr(leaf, "sharding", None), NamedSharding)
-        return _shape(leaf, None if is_silent and mesh is call.mesh else _sharding_on_mesh(leaf, mesh))
+        has_no_sharding = not isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        return _abstract_array(leaf, None if has_no_sharding and mesh is call.mesh else _sharding_on_mesh(leaf, mesh))
 
     return [jax.tree.map(shape, one) for one in call.arguments]
 
 
-def _as_they_say(argument: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda leaf: _shape(leaf, _sharding_on_mesh(leaf, mesh)), argument)
+def _apply_leaf_shardings(argument: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda leaf: _abstract_array(leaf, _sharding_on_mesh(leaf, mesh)), argument)
 
 
 def _is_sharding(node: Any) -> bool:
@@ -127,7 +127,7 @@ def on_mesh(specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def results_on_mesh(specs: Any, mesh: Mesh) -> Any:
+def result_shardings_on_mesh(specs: Any, mesh: Mesh) -> Any:
     """Convert the shardings of results to this mesh; None leaves the choice to the compiler, as in `jax.jit`."""
     return jax.tree.map(lambda spec: _sharding(spec, mesh), specs, is_leaf=_is_sharding)
 
@@ -156,7 +156,7 @@ def _sharding_on_mesh(leaf: Any, mesh: Mesh) -> NamedSharding:
     return _sharding(sharding if isinstance(sharding, NamedSharding) else None, mesh)
 
 
-def _shape(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+def _abstract_array(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     abstract = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     weak = getattr(abstract, "weak_type", False)
     return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding, weak_type=weak)
@@ -183,7 +183,7 @@ def _select_donated(placed: list[Any], traced: jax.stages.Traced) -> list[Any]:
 
 def _result_bytes_on_host(out_shardings: Any, results: Any) -> int:
     broadcast = jax.tree.broadcast(out_shardings, results, is_leaf=lambda node: node is None or _is_sharding(node))
-    return _bytes_on_host(jax.tree.map(_shape, results, broadcast))
+    return _bytes_on_host(jax.tree.map(_abstract_array, results, broadcast))
 
 
 def _is_shape(leaf: Any) -> bool:
@@ -202,9 +202,9 @@ def _bytes_on_host(tree: Any) -> int:
 def reason_and_line(error: BaseException) -> str:
     """Return an error's message and the line of user code that raised it: `TypeError: ...  [step.py:7]`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if not _is_library_file(frame.filename)]
-    place = f"  [{own_frames[-1].filename}:{own_frames[-1].lineno}]" if own_frames else ""
-    return first_line(error) + place
+    user_frames = [frame for frame in frames if not _is_library_file(frame.filename)]
+    location = f"  [{user_frames[-1].filename}:{user_frames[-1].lineno}]" if user_frames else ""
+    return first_line(error) + location
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function and the arguments of one call.
 
     Attributes:

@@ -43,7 +43,7 @@ def architectures() -> list[Architecture]:
     return [Architecture(capability, **table) for capability, table in tables.items()]
 
 
-def cuda_here() -> int | None:
+def installed_cuda() -> int | None:
     """Return the CUDA toolkit version of the installed JAX plugin, 12 or 13; None if no plugin is installed."""
     for cuda, module in PLUGINS.items():
         if find_spec(module):
@@ -51,7 +51,7 @@ def cuda_here() -> int | None:
     return None
 
 
-def compiled_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architecture:
+def find_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architecture:
     """Return the GPU's own architecture, or the next newer one if the CUDA toolkit no longer compiles for it.
 
     Args:
@@ -75,9 +75,9 @@ def compiled_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architectu
     raise ValueError(f"{spec.name}: CUDA {cuda} compiles for no architecture of {', '.join(capabilities)}")
 
 
-def note(spec: AcceleratorSpec, cuda: int | None) -> str:
+def architecture_note(spec: AcceleratorSpec, cuda: int | None) -> str:
     """Return the report's note on a substituted architecture; empty if the program was compiled for the GPU's own."""
-    architecture = compiled_architecture(spec, cuda)
+    architecture = find_architecture(spec, cuda)
     if architecture.capability == spec.compute_capability:
         return ""
     return (
@@ -104,7 +104,7 @@ def gpu_description(spec: AcceleratorSpec, cuda: int | None = None) -> str:
             f"{spec.name}: no compiler description, as {', '.join(missing_names)} is not known; "
             "plimsoll plan --estimate needs none"
         )
-    architecture = compiled_architecture(spec, cuda)
+    architecture = find_architecture(spec, cuda)
     major, minor = architecture.capability.split(".")
     template = Path(__file__).with_name("gpu.textproto").read_text()
     return template % {

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from plimsoll.framework.plan.jaxprs import inner_jaxprs, scan_counts
+from plimsoll.framework.plan.jaxpr_analysis import inner_jaxprs, scan_counts
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
 _STORED = (
@@ -43,7 +43,7 @@ def _nbytes(aval: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Rules:
+class CompilerRules:
     """The differences between compilers, and the arrays to count.
 
     Args:
@@ -53,7 +53,7 @@ class Rules:
         pads_products: products copy operands and results with a dimension that is not a multiple of 8.
         adds_products: a product that is added to the table's gradient is never stored separately.
         table: shape of the array whose gradient is summed over the chunks of a loop.
-        table_parts: number of shards of that gradient; a device holds one.
+        table_shards: number of shards of that gradient; a device holds one.
         nbytes: function that returns the bytes of an array, given its abstract value.
     """
 
@@ -63,7 +63,7 @@ class Rules:
     pads_products: bool = False
     adds_products: bool = False
     table: tuple[int, ...] = ()
-    table_parts: int = 1
+    table_shards: int = 1
     nbytes: Callable[[Any], int] = _nbytes
 
 
@@ -77,7 +77,7 @@ class _Value:
         fusible: it may be fused into its readers, and is then not stored.
         operands: values that it is computed from; once fusion is decided, only stored ones.
         readers: equations that read it.
-        held: False if the caller of the program owns its memory.
+        owned: False if the caller of the program owns its memory.
         computed_at: time at which it is computed; for fused values this may be later than `made_at`.
         last_read: time of the last read.
     """
@@ -90,7 +90,7 @@ class _Value:
     operands: list[_Value] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
     stored: bool = True
-    held: bool = True
+    owned: bool = True
     computed_at: int = -1
     last_read: int = -1
 
@@ -110,12 +110,12 @@ class _Equation:
     scratch: int = 0
 
 
-def most_held(
+def find_peak_bytes(
     jaxpr: Any,
-    rules: Rules,
+    rules: CompilerRules,
     groups: list[str] | None = None,
     *,
-    taken: bool = False,
+    frees_outputs: bool = False,
 ) -> Counter[str]:
     """Return the bytes by group at the memory peak of a program, excluding its inputs, which the caller owns.
 
@@ -123,22 +123,22 @@ def most_held(
         jaxpr: the program, an open jaxpr.
         rules: the compiler's rules.
         groups: groups of the program's outputs; by default they are activations.
-        taken: the outputs leave memory as soon as they are computed, instead of staying until the end.
+        frees_outputs: the outputs leave memory as soon as they are computed, instead of staying until the end.
     """
     program = _Program(rules)
-    inputs = [program.value(var.aval, -1, held=False) for var in jaxpr.invars]
-    outputs = program.read(jaxpr, inputs)
+    inputs = [program.value(var.aval, -1, owned=False) for var in jaxpr.invars]
+    outputs = program.add_jaxpr(jaxpr, inputs)
     for value, group in zip(outputs, groups or [], strict=False):
         if value is not None:
             value.group = group
-    kept_outputs = [] if taken else outputs
+    kept_outputs = [] if frees_outputs else outputs
     return program.run(kept_outputs, set())
 
 
 class _Program:
     """A jaxpr, or the body of one of its loops, as equations and values."""
 
-    def __init__(self, rules: Rules):
+    def __init__(self, rules: CompilerRules):
         self.rules = rules
         self.equations: list[_Equation] = []
         self.values: list[_Value] = []
@@ -155,30 +155,30 @@ class _Program:
 
     # --- reading a jaxpr: calls are inlined, views are replaced by the values that they show -------------------------
 
-    def read(self, jaxpr: Any, inputs: Sequence[_Value | None]) -> list[_Value | None]:
+    def add_jaxpr(self, jaxpr: Any, inputs: Sequence[_Value | None]) -> list[_Value | None]:
         """Append the equations of a jaxpr and return the values of its outputs, None for literals."""
         value_by_var: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var in jaxpr.constvars:
-            value_by_var[var] = self.value(var.aval, -1, held=False)
+            value_by_var[var] = self.value(var.aval, -1, owned=False)
 
-        def value_of(atom: Any) -> _Value | None:
+        def get_value(atom: Any) -> _Value | None:
             is_literal = hasattr(atom, "val")
             return None if is_literal else value_by_var[atom]
 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            operands = [value_of(atom) for atom in eqn.invars]
+            operands = [get_value(atom) for atom in eqn.invars]
             bodies = inner_jaxprs(eqn.params)
             if bodies and name not in _STORED:
                 # The body takes the last operands of the call.
                 num_skipped = len(operands) - len(bodies[0].invars)
-                results = self.read(bodies[0], operands[num_skipped:])
+                results = self.add_jaxpr(bodies[0], operands[num_skipped:])
             elif name in _VIEWS and operands[0] is not None:
                 results = operands[:1]
             else:
                 results = self._equation(eqn, name, operands)
             value_by_var.update(zip(eqn.outvars, results, strict=False))
-        return [value_of(atom) for atom in jaxpr.outvars]
+        return [get_value(atom) for atom in jaxpr.outvars]
 
     def _equation(
         self,
@@ -225,7 +225,7 @@ class _Program:
         """Assign gradients to their group, and count results that are shards of the table's gradient as shards."""
         if name == "dot_general" and result.aval.shape == self.rules.table:
             result.group = "gradients"
-            if self.rules.adds_products and self.rules.table_parts == 1:
+            if self.rules.adds_products and self.rules.table_shards == 1:
                 result.nbytes = 0
         if name == "reduce_scatter":
             # The operand is one device's gradient before the sum over devices.
@@ -241,20 +241,20 @@ class _Program:
 
     def _scratch(self, operands: list[_Value], result: _Value) -> int:
         """Return the bytes that a matrix product needs in addition to its operands and its result."""
-        is_shared = result.aval.shape == self.rules.table and self.rules.table_parts > 1
+        is_shared = result.aval.shape == self.rules.table and self.rules.table_shards > 1
         padded_bytes = 0
         if self.rules.pads_products:
             # Results other than the table's are sliced to size where they are read, so they need no padded copy.
             written = [result] if is_shared else []
-            padded_bytes = sum(value.nbytes for value in (*operands, *written) if _is_odd(value))
+            padded_bytes = sum(value.nbytes for value in (*operands, *written) if _needs_padding(value))
         # The product is one shard, before it is added to the sum.
-        share_bytes = result.nbytes // self.rules.table_parts if is_shared else 0
+        share_bytes = result.nbytes // self.rules.table_shards if is_shared else 0
         return padded_bytes + share_bytes
 
     def _share_table(self, values: list[_Value]) -> None:
         for value in values:
             if value.aval.shape == self.rules.table:
-                value.nbytes //= self.rules.table_parts
+                value.nbytes //= self.rules.table_shards
                 value.group = "gradients"
 
     # --- what is stored, when it is computed, and how long it stays -------------------------------------------------
@@ -284,7 +284,7 @@ class _Program:
 
     def _smaller(self, value: _Value) -> bool:
         """Return whether storing a value takes less memory than keeping its inputs alive."""
-        root_sizes = [operand.nbytes for operand in value.operands if operand.held]
+        root_sizes = [operand.nbytes for operand in value.operands if operand.owned]
         # Operands smaller than an eighth of the value, such as vectors next to matrices, are ignored.
         large_bytes = sum(size for size in root_sizes if 8 * size >= value.nbytes)
         is_normed = bool(self.rules.costly) and value.nbytes == large_bytes and len(root_sizes) > 1
@@ -364,9 +364,9 @@ class _Program:
         self._schedule(stacked, late)
         values_by_time: dict[int, list[_Value]] = {}
         for value in self.values:
-            if value.stored and value.held and (value.made_at >= 0 or value.fusible):
+            if value.stored and value.owned and (value.made_at >= 0 or value.fusible):
                 values_by_time.setdefault(value.computed_at, []).append(value)
-        live = {value for value in self.values if value.made_at == -1 and value.held and not value.fusible}
+        live = {value for value in self.values if value.made_at == -1 and value.owned and not value.fusible}
         best: Counter[str] = Counter()
         # An empty equation represents the end, when outputs and late reductions are computed.
         nothing = _Equation("", {}, [], [])
@@ -375,16 +375,16 @@ class _Program:
             for value in sorted(new_values, key=lambda value: value.made_at):
                 if value.fusible:
                     _add_fused_value(value, equation, live)
-            best = _larger(best, live, Counter())
+            best = _select_larger(best, live, Counter())
             if equation.name in _LOOPS:
                 inside_loop = self._loop(equation, live, now)
-                best = _larger(best, live, inside_loop)
+                best = _select_larger(best, live, inside_loop)
             for value in new_values:
                 if not value.fusible:
                     if equation.name in _IN_PLACE:
                         _free_overwritten(value, live, now)
                     live.add(value)
-            best = _larger(best, live, Counter(activations=equation.scratch))
+            best = _select_larger(best, live, Counter(activations=equation.scratch))
             live = {value for value in live if value.last_read > now or value.last_read == end}
         return best
 
@@ -401,8 +401,8 @@ class _Program:
                 most_by_body.append(self._scan(equation, body, live, now))
                 continue
             inner = _Program(self.rules)
-            inputs = [inner.value(var.aval, -1, held=False) for var in body.invars]
-            outputs = inner.read(body, inputs)
+            inputs = [inner.value(var.aval, -1, owned=False) for var in body.invars]
+            outputs = inner.add_jaxpr(body, inputs)
             most_by_body.append(inner.run(outputs, set()))
         return max(most_by_body, key=Counter.total)
 
@@ -419,9 +419,9 @@ class _Program:
         inputs: list[_Value] = []
         for i, var in enumerate(body.invars):
             # A slice of a stack is fusible: it may be read in place. Constants belong to the outer program.
-            inputs.append(inner.value(var.aval, -1, held=i >= num_consts, fusible=i >= first_stack))
+            inputs.append(inner.value(var.aval, -1, owned=i >= num_consts, fusible=i >= first_stack))
         inner._share_table(inputs[num_consts:first_stack])
-        outputs = inner.read(body, inputs)
+        outputs = inner.add_jaxpr(body, inputs)
         stacked = {value for value in outputs[num_carries:] if value is not None and value.made_at >= 0}
         for value, stack in zip(outputs, equation.results, strict=True):
             if value in stacked and stack.group == "gradients":
@@ -440,7 +440,7 @@ class _Program:
         return most + Counter(activations=prefetched_bytes)
 
 
-def _is_odd(value: _Value) -> bool:
+def _needs_padding(value: _Value) -> bool:
     """Return whether a dimension would be padded to a multiple of 8, which tensor cores need."""
     return any(dim % 8 for dim in value.aval.shape if dim > 8)
 
@@ -468,7 +468,7 @@ def _free_overwritten(value: _Value, live: set[_Value], now: int) -> None:
             return
 
 
-def _larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
+def _select_larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
     """Return the larger of `best` and of the live bytes plus `inner`, by group."""
     live_bytes = sum(value.nbytes for value in live)
     if live_bytes + inner.total() <= best.total():

@@ -11,10 +11,10 @@ from plimsoll.framework.layout import GROUPS, MemoryKind
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_course
-from plimsoll.framework.terminal.tables import Section, start_table
+from plimsoll.framework.terminal.tables import TableSection, start_table
 
 
-def start_report(name: str, program: Program, without_data: str = "", begins_at: str = "") -> list[Section]:
+def build_start_table(name: str, program: Program, without_data: str = "", starts_at: str = "") -> list[TableSection]:
     """Return the table that is shown at a run's start.
 
     It lists parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item,
@@ -24,7 +24,7 @@ def start_report(name: str, program: Program, without_data: str = "", begins_at:
         name: name of the config.
         program: the experiment's program on the devices.
         without_data: reason why there is no data; "" if the pipeline was set up.
-        begins_at: first step of the run and the source of its weights; "" leaves the row out.
+        starts_at: first step of the run and the source of its weights; "" leaves the row out.
     """
     layout = program.layout
     experiment = program.experiment
@@ -47,7 +47,7 @@ def start_report(name: str, program: Program, without_data: str = "", begins_at:
     return start_table(
         config=name,
         accelerator=accelerator_name(devices),
-        mesh=mesh_text(mesh_shape, experiment.mesh.cut(mesh_shape, num_slices), devices[0].platform),
+        mesh=mesh_text(mesh_shape, experiment.mesh.split(mesh_shape, num_slices), devices[0].platform),
         parameters=parameters,
         device_bytes=device_bytes,
         tokens_per_step=data.global_batch_size * data.seq_len,
@@ -56,11 +56,11 @@ def start_report(name: str, program: Program, without_data: str = "", begins_at:
         data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
-        course=_course(program, begins_at, has_data=not without_data),
+        course=_describe_run_length(program, starts_at, has_data=not without_data),
     )
 
 
-def _course(program: Program, begins_at: str, *, has_data: bool) -> dict[str, str]:
+def _describe_run_length(program: Program, starts_at: str, *, has_data: bool) -> dict[str, str]:
     """Return the rows about a run's length, learning rates and first step."""
     experiment = program.experiment
     steps = experiment.trainer.known_steps
@@ -69,11 +69,11 @@ def _course(program: Program, begins_at: str, *, has_data: bool) -> dict[str, st
     if steps is not None:
         epochs = ""
         if has_data:
-            epochs = f" ({experiment.data.epochs_of(steps):.3g} epochs)"
+            epochs = f" ({experiment.data.count_epochs(steps):.3g} epochs)"
         rows["steps"] = f"{steps:,}{epochs}"
         for label, rate in experiment.learner.learning_rates.items():
             row = "learning rate" if label == DEFAULT else f"learning rate ({label})"
             rows[row] = rate_course(rate, steps)
-    if begins_at:
-        rows["begins at"] = begins_at
+    if starts_at:
+        rows["begins at"] = starts_at
     return rows

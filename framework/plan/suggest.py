@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh
 
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.remat import check_platform
+from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
+from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
-from plimsoll.framework.plan.naming import OF_LAYOUT
-from plimsoll.framework.plan.rehearsal import compile_step
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -20,31 +20,31 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 
 _Setting = tuple[str, Any]  # path and value
 # Settings that do not affect `least_bytes`, because they move neither state nor gradients.
-_PLACES_NOTHING = ("memory.remat", "memory.activations", "learner.accumulate")
+_MOVES_NO_STATE = ("memory.remat", "memory.activations", "learner.accumulate")
 
 
-def check(experiment: Experiment, target: Target) -> dict[str, int]:
+def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
     """Check that an experiment is valid for a target, and return {mesh axis: size}.
 
     Raises:
         ValueError: the experiment is not valid for the target.
     """
     sizes = experiment.mesh.resolve(target.num_devices)
-    experiment.mesh.cut(sizes, target.num_slices)
-    experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
+    experiment.mesh.split(sizes, target.num_slices)
+    experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), update_locality=False)
     experiment.model.check_platform(target.platform)
     check_platform(experiment.memory.remat, target.platform)
     return sizes
 
 
-def closed_form(experiment: Experiment, target: Target) -> Estimate:
-    """Return the analytical estimate for a target; raises ValueError like `check`."""
-    return estimate(experiment, check(experiment, target), target.spec)
+def estimate_for_target(experiment: Experiment, target: Target) -> Estimate:
+    """Return the analytical estimate for a target; raises ValueError like `check_target`."""
+    return estimate(experiment, check_target(experiment, target), target.spec)
 
 
 def state_bytes(need: Estimate) -> int:
     """Return the estimated bytes that stay on the device between steps."""
-    return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
+    return sum(size for key, size in need.breakdown.items() if key in REPORT_GROUPS.values())
 
 
 def suggestions(
@@ -70,7 +70,7 @@ def suggestions(
         seconds: time limit for compiling.
     """
     # Scale the estimates so that they reproduce the peak of the current settings.
-    scale = _scale(present or closed_form(config.instantiate(), target), peak)
+    scale = _scale(present or estimate_for_target(config.instantiate(), target), peak)
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
     least_by_placement: dict[frozenset[_Setting], int] = {}
@@ -81,11 +81,11 @@ def suggestions(
         setting = _flags(choice)
         try:
             with phase(f"trying {setting}", patience=SHORT):
-                experiment = _changed(config, choice).instantiate()
-                least_by_placement[placement] = least_bytes(experiment, check(experiment, target))
+                experiment = _apply_settings(config, choice).instantiate()
+                least_by_placement[placement] = least_bytes(experiment, check_target(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
-                trial_peak = _scale_peak(closed_form(experiment, target), scale)
+                trial_peak = _scale_peak(estimate_for_target(experiment, target), scale)
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
                 if compiled:
                     trial_peak = _get_compiled_peak(experiment, target, limit)
@@ -117,10 +117,10 @@ def _flags(choice: list[_Setting]) -> str:
 
 def _placement(choice: list[_Setting]) -> frozenset[_Setting]:
     """Return the settings of a choice that `least_bytes` depends on."""
-    return frozenset(pair for pair in choice if pair[0] not in _PLACES_NOTHING)
+    return frozenset(pair for pair in choice if pair[0] not in _MOVES_NO_STATE)
 
 
-def _changed(config: Config, choice: list[_Setting]) -> Config:
+def _apply_settings(config: Config, choice: list[_Setting]) -> Config:
     """Return a copy of the config with changed settings."""
     trial = config.copy()
     for path, value in sorted(choice):
@@ -143,45 +143,45 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
     memory = config.memory
     recompute = _recompute_settings(memory)
     microbatches = _microbatch_settings(config)
-    hosted: list[_Setting] = []
+    offload: list[_Setting] = []
     if memory.optimizer_state == "device":
-        hosted = [("memory.optimizer_state", "pinned_host")]
+        offload = [("memory.optimizer_state", "pinned_host")]
     streamed: list[_Setting] = []
     if memory.update == "after_backward":
         # Within a program, XLA's GPU compiler cannot slice arrays in host memory.
         update = "layer_programs" if platform == "gpu" else "streamed"
-        streamed = [*hosted, ("memory.update", update)]
+        streamed = [*offload, ("memory.update", update)]
     # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
-    hosted_gradients: list[_Setting] = []
+    offload_gradients: list[_Setting] = []
     if streamed and memory.gradients == "device":
-        hosted_gradients = [("memory.gradients", "pinned_host")]
+        offload_gradients = [("memory.gradients", "pinned_host")]
     sharded: list[_Setting] = []
     if config.mesh.data != 1:
         sharded = [("mesh.data", 1), ("mesh.fsdp", -1)]
     # The last remat setting needs the least memory.
     recompute_most = recompute[-1:]
-    all_hosted = [*recompute_most, *(streamed or hosted)]
+    offload_all = [*recompute_most, *(streamed or offload)]
 
     for setting in [*recompute, *microbatches[:3]]:
         yield [setting]
-    combinations = [hosted, streamed, sharded, [*recompute_most, *hosted], all_hosted]
-    if hosted_gradients:
-        combinations.append([*all_hosted, *hosted_gradients])
+    combinations = [offload, streamed, sharded, [*recompute_most, *offload], offload_all]
+    if offload_gradients:
+        combinations.append([*offload_all, *offload_gradients])
     for combination in combinations:
         # A combination is empty if the config has all of its settings already.
         if combination:
             yield combination
     for microbatch in microbatches:
-        yield [*all_hosted, microbatch]
+        yield [*offload_all, microbatch]
     if sharded:
-        yield [*all_hosted, *sharded]
+        yield [*offload_all, *sharded]
         for microbatch in microbatches:
-            yield [*all_hosted, *sharded, microbatch]
+            yield [*offload_all, *sharded, microbatch]
     # Splitting sequences is for the case that each device has only one left.
     split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     for microbatch in microbatches[:2]:
-        yield [*all_hosted, *split_sequences, microbatch]
-    yield [*all_hosted, *hosted_gradients, *_weight_offload_settings(memory)]
+        yield [*offload_all, *split_sequences, microbatch]
+    yield [*offload_all, *offload_gradients, *_weight_offload_settings(memory)]
 
 
 def _weight_offload_settings(memory: Any) -> list[_Setting]:

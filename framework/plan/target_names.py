@@ -4,27 +4,27 @@ import difflib
 import math
 import re
 
-from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, named, spec_for
+from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, find_spec, spec_for
 
 TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
 GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias in (spec.name, *spec.aliases)}
 
 
-def card(name: str) -> tuple[AcceleratorSpec | None, int]:
+def parse_gpu(name: str) -> tuple[AcceleratorSpec | None, int]:
     """Return (GPU, number of GPUs) for a name; (None, 1) if the name is not a GPU."""
-    spec = named(name)
+    spec = find_spec(name)
     count = 1
     family, separator, digits = name.rpartition("x")
     # Card names themselves may contain an x and digits, such as rtx4090.
     if spec is None and separator and digits.isdecimal():
-        spec = named(family)
+        spec = find_spec(family)
         count = int(digits)
     if spec is None or spec.platform != "gpu":
         return None, 1
     return spec, count
 
 
-def chips(topology: str) -> int:
+def count_chips(topology: str) -> int:
     """Return the number of chips in a slice: 16 for "4x4"."""
     return math.prod(map(int, topology.split("x")))
 
@@ -32,10 +32,10 @@ def chips(topology: str) -> int:
 def topology_by_size(family: str) -> dict[int, str]:
     """Return {number in the slice's name: topology} for Cloud's slices."""
     spec = spec_for(family)
-    return {chips(topology) * spec.cores_per_chip: topology for topology in spec.topologies}
+    return {count_chips(topology) * spec.cores_per_chip: topology for topology in spec.topologies}
 
 
-def nearest(name: str) -> list[str]:
+def suggest_names(name: str) -> list[str]:
     """Return up to four names that may have been meant: first longer forms of the name, then similar ones."""
     # The end of "rtx4091x8" is a count, that of "rtx4091" is not: before a count there is a digit of the card's name.
     match = re.fullmatch(r"(.*\d\D*?)(x\d{1,3})", name)
@@ -43,13 +43,13 @@ def nearest(name: str) -> list[str]:
     slices = [f"{family}-{size}" for family in TPUS for size in topology_by_size(family)]
     topologies = [f"tpu:{family}:2x2" for family in TPUS]
     choices = ["local", "cpu:8", *(f"{gpu}{count}" for gpu in GPUS), *topologies, *slices]
-    longer_names = [choice for choice in choices if _says_more(choice, typed_family)]
+    longer_names = [choice for choice in choices if _is_longer_form(choice, typed_family)]
     alike_names = difflib.get_close_matches(name, choices, n=3)
     nearest_names = list(dict.fromkeys([*longer_names[:3], *alike_names]))[:4]
     return nearest_names or ["v5e-16", "v5p-8", "h200x8", "rtx4090", "cpu:8", "local"]
 
 
-def _says_more(choice: str, typed_family: str) -> bool:
+def _is_longer_form(choice: str, typed_family: str) -> bool:
     """Return whether a name extends the typed one: a100-40 extends a100, and rtx4060ti-8 extends 4060ti."""
     prefixes = (f"{typed_family}-", f"rtx{typed_family}-")
     return bool(typed_family) and choice.startswith(prefixes)

@@ -1,9 +1,9 @@
 """Builds the table of `plimsoll plan --targets`: the available targets, and how this machine plans for them."""
 
 from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec
-from plimsoll.framework.plan.gpu_description import compiled_architecture, cuda_here
-from plimsoll.framework.plan.targets import compiler_here
-from plimsoll.framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.plan.gpu_description import find_architecture, installed_cuda
+from plimsoll.framework.plan.targets import installed_compiler
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 _HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]
 _LEGEND = [
@@ -16,7 +16,7 @@ _LEGEND = [
 ]
 
 
-def sections() -> list[Section]:
+def sections() -> list[TableSection]:
     """Return the tables of TPUs, of GPUs, of this machine's devices, and of the columns' meanings."""
     rows_by_platform: dict[str, list[list[str]]] = {"tpu": [_HEADER], "gpu": [_HEADER]}
     listed_names: set[str] = set()
@@ -30,10 +30,12 @@ def sections() -> list[Section]:
         ["local", "the devices of this machine"],
     ]
     return [
-        Section("TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row is of one JAX device", rows_by_platform["tpu"], True),
-        Section("GPUs: h200, h200x8", rows_by_platform["gpu"], True),
-        Section("this machine", this_machine),
-        Section("columns", _LEGEND),
+        TableSection(
+            "TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row is of one JAX device", rows_by_platform["tpu"], True
+        ),
+        TableSection("GPUs: h200, h200x8", rows_by_platform["gpu"], True),
+        TableSection("this machine", this_machine),
+        TableSection("columns", _LEGEND),
     ]
 
 
@@ -75,11 +77,11 @@ def _gigabytes(bytes_per_second: float | None) -> str:
 
 
 def _format_planner(spec: AcceleratorSpec) -> str:
-    compiler = compiler_here(spec.platform)
+    compiler = installed_compiler(spec.platform)
     if not compiler:
         return "estimate"
     if spec.platform != "gpu":
         return compiler
-    architecture = compiled_architecture(spec, cuda_here())
+    architecture = find_architecture(spec, installed_cuda())
     is_its_own = architecture.capability == spec.compute_capability
     return compiler if is_its_own else f"{compiler}, as {architecture.capability}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec, accelerator_name, spec_for
 from plimsoll.framework.plan import target_names
-from plimsoll.framework.plan.gpu_description import cuda_here, gpu_description, note
+from plimsoll.framework.plan.gpu_description import architecture_note, gpu_description, installed_cuda
 
 # Consumer cards are bought one by one, and no machine has room for more than this.
 _CARDS_PER_HOST = 8
@@ -33,7 +33,7 @@ class Target:
         limit_bytes: device memory in bytes that a program may use on each device; None if unknown.
         topology: chips along each dimension of a TPU slice, such as "4x4".
         num_slices: number of TPU slices; for GPUs, the number of hosts, or of NVLink domains if those are larger.
-        at_hand: the jax devices, if they belong to this machine.
+        available_devices: the jax devices, if they belong to this machine.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Target:
     limit_bytes: int | None = None
     topology: str = ""
     num_slices: int = 1
-    at_hand: tuple[Any, ...] = ()
+    available_devices: tuple[Any, ...] = ()
 
     @property
     def platform(self) -> str:
@@ -76,9 +76,9 @@ class Target:
     @property
     def compiler_notes(self) -> list[str]:
         """Notes for a report if the program is compiled for another GPU architecture; else []."""
-        if self.platform != "gpu" or self.at_hand:
+        if self.platform != "gpu" or self.available_devices:
             return []
-        return list(filter(None, [note(self.spec, cuda_here())]))
+        return list(filter(None, [architecture_note(self.spec, installed_cuda())]))
 
     def devices(self) -> list[Any]:
         """Return the jax devices: those of a topology, which only support compilation, or (CPU, local) real ones.
@@ -89,8 +89,8 @@ class Target:
         import jax
         from jax.experimental import topologies
 
-        if self.at_hand:
-            return list(self.at_hand)
+        if self.available_devices:
+            return list(self.available_devices)
         if self.platform == "cpu":
             # A RuntimeError means that JAX has already started; it may still have enough devices.
             with suppress(RuntimeError):
@@ -99,7 +99,7 @@ class Target:
                 raise ValueError(f"target {self.name}: JAX has started with {len(jax.devices('cpu'))} CPU devices")
             return jax.devices("cpu")[: self.num_devices]
         on_gpu = self.platform == "gpu"
-        if not compiler_here(self.platform):
+        if not installed_compiler(self.platform):
             compiler = "the CUDA plugin of JAX" if on_gpu else "libtpu"
             install = f"pip install -e '.[plan-{self.platform}]'"
             raise ValueError(
@@ -118,7 +118,7 @@ class Target:
         # Slices (NVLink domains, as JAX detects them in a real run) x hosts per slice x GPUs per host.
         hosts_per_slice = self.num_processes // self.num_slices
         shape = f"{self.num_slices}x{hosts_per_slice}x{self.num_devices // self.num_processes}"
-        return {"target_config": gpu_description(self.spec, cuda_here()), "topology": shape}
+        return {"target_config": gpu_description(self.spec, installed_cuda()), "topology": shape}
 
     def _tpu_options(self) -> dict[str, Any]:
         # Without rings, libtpu chooses other algorithms: on a cube of v5p each all-gather becomes an all-reduce.
@@ -132,7 +132,7 @@ class Target:
         return options
 
 
-def environment(name: str) -> None:
+def set_environment(name: str) -> None:
     """Set the environment variables that JAX and the target's compiler read, unless they are already set.
 
     Call it before JAX starts a backend.
@@ -179,19 +179,19 @@ def resolve(name: str) -> Target:
         topology_by_size = target_names.topology_by_size(match[2])
         target_names.check_size(name, size, set(topology_by_size), name.removesuffix(match[3]))
         return _slices(target_names.TPUS[match[2]].name, topology_by_size[size], int(match[1] or 1))
-    spec, count = target_names.card(name)
+    spec, count = target_names.parse_gpu(name)
     if spec is not None:
         return _gpus(name, spec, count)
-    nearest = ", ".join(target_names.nearest(name))
+    nearest = ", ".join(target_names.suggest_names(name))
     raise ValueError(f"unknown target {name!r}; nearest: {nearest}; all: plimsoll plan --targets")
 
 
-def compiler_here(platform: str) -> str:
+def installed_compiler(platform: str) -> str:
     """Return the installed compiler for a platform: libtpu, CUDA 12 or 13, XLA (for CPU); empty if there is none."""
     if platform == "tpu":
         return "libtpu" if find_spec("libtpu") else ""
     if platform == "gpu":
-        cuda = cuda_here()
+        cuda = installed_cuda()
         return f"CUDA {cuda}" if cuda else ""
     return "XLA"
 
@@ -227,7 +227,7 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
 def _slices(family: str, topology: str, count: int) -> Target:
     """Return the target of `count` TPU slices."""
     spec = spec_for(family)
-    chips = target_names.chips(topology)
+    chips = target_names.count_chips(topology)
     # On Cloud, up to eight chips of v5e and v6e form one VM; larger slices consist of VMs with four chips each.
     largest_host = 8 if family in ("v5e", "v6e") else 4
     hosts = 1 if chips <= largest_host else chips // 4
@@ -264,7 +264,7 @@ def _local() -> Target:
         num_processes=jax.process_count(),
         limit_bytes=limit,
         num_slices=len(set(map(island, devices))),
-        at_hand=tuple(devices),
+        available_devices=tuple(devices),
     )
 
 

@@ -7,14 +7,14 @@ from collections import Counter
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layout import OptStateSpec, StateLayout
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.optimizers.reach import Reach
-from plimsoll.framework.plan.backward_bytes import stage_of
-from plimsoll.framework.plan.sectioned import Sectioned
-from plimsoll.framework.schedules.division import BLOCK
+from plimsoll.framework.optimizers.update_locality import UpdateLocality
+from plimsoll.framework.plan.backward_bytes import get_stage
+from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.schedules.update_chunks import BLOCK
 
 
 def update_bytes(
-    sectioned: Sectioned,
+    split_experiment: SplitExperiment,
     layout: StateLayout,
     spec: AcceleratorSpec,
     resident: int,
@@ -22,19 +22,19 @@ def update_bytes(
     """Return the bytes by group that a device holds during the update, in addition to the `resident` state and batch.
 
     Args:
-        sectioned: the experiment, with stacks split into layer ranges.
+        split_experiment: the experiment, with stacks split into layer ranges.
         layout: layout of its state.
         spec: the accelerator in use.
         resident: bytes of state and batch on the device.
     """
-    memory = sectioned.experiment.memory
+    memory = split_experiment.experiment.memory
     if memory.update == "after_backward":
         update = _whole_update(layout, spec, resident)
     else:
-        update = _piece(layout, sectioned)
+        update = _chunked_update(layout, split_experiment)
     if memory.update in ("streamed", "layer_programs"):
         for leaf in layout:
-            if leaf.group == "parameter" and not sectioned.takes_gradients(stage_of(leaf)):
+            if leaf.group == "parameter" and not split_experiment.releases_gradients(get_stage(leaf)):
                 update["gradients"] += leaf.bytes_per_device
     return update
 
@@ -46,33 +46,33 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
     new values. For the largest arrays this happens after both exist, unless the device is too small for that; then the
     arrays are handled one at a time.
     """
-    hosted_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    offloaded_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
     # GPUs read and write host memory directly.
-    if spec.platform == "gpu" or not hosted_sizes:
+    if spec.platform == "gpu" or not offloaded_sizes:
         return Counter()
-    moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted_sizes))
-    selected_bytes = sum(size for size in hosted_sizes if size == max(hosted_sizes))
+    moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(offloaded_sizes))
+    selected_bytes = sum(size for size in offloaded_sizes if size == max(offloaded_sizes))
     if spec.limit_bytes is not None:
         free_bytes = spec.limit_bytes - resident - sum(moved.values())
         selected_bytes = selected_bytes if selected_bytes <= free_bytes else 0
     return moved + Counter(activations=selected_bytes)
 
 
-def _reach_by_tensor(learner: Learner) -> dict[str, Reach]:
+def _locality_by_tensor(learner: Learner) -> dict[str, UpdateLocality]:
     """Return {"stage/path" of a parameter: update locality of its group's optimizer}."""
-    reach_by_tensor = {}
+    locality_by_tensor = {}
     for group in learner.groups:
-        reach = learner.reach(group)
+        update_locality = learner.update_locality(group)
         for path in group.paths:
-            reach_by_tensor[f"{group.path_prefix}{path}"] = reach
-    return reach_by_tensor
+            locality_by_tensor[f"{group.path_prefix}{path}"] = update_locality
+    return locality_by_tensor
 
 
-def _piece(layout: StateLayout, sectioned: Sectioned) -> Counter[str]:
+def _chunked_update(layout: StateLayout, split_experiment: SplitExperiment) -> Counter[str]:
     """Return the bytes of a chunked update: the offloaded state of two chunks being fetched and two being written."""
-    reach_by_tensor = _reach_by_tensor(sectioned.experiment.learner)
-    stacks = sectioned.stacks
-    bytes_by_piece: Counter[str] = Counter()
+    locality_by_tensor = _locality_by_tensor(split_experiment.experiment.learner)
+    stacks = split_experiment.stacks
+    bytes_by_chunk: Counter[str] = Counter()
     for leaf in layout:
         if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
             continue
@@ -83,12 +83,12 @@ def _piece(layout: StateLayout, sectioned: Sectioned) -> Counter[str]:
             owner = leaf.spec.owner
         tensor = f"{stage}/{owner}"
         # This may be a layer range; the learner knows only the whole stack.
-        section = stacks[stage].section if stage in stacks else None
-        home = stage if section is None else section.home
-        reach = reach_by_tensor.get(f"{home}/{owner}", "unit")
-        unit_bytes = leaf.bytes_per_device // (stacks[stage].num_units if stage in stacks else 1)
+        layer_range = stacks[stage].layer_range if stage in stacks else None
+        home = stage if layer_range is None else layer_range.home
+        update_locality = locality_by_tensor.get(f"{home}/{owner}", "unit")
+        layer_bytes = leaf.bytes_per_device // (stacks[stage].num_repeats if stage in stacks else 1)
         # Elementwise and per-row updates run in blocks of BLOCK elements, which have at most 4 bytes each (float32).
-        piece_bytes = min(unit_bytes, 4 * BLOCK) if reach in ("element", "row") else unit_bytes
+        chunk_bytes = min(layer_bytes, 4 * BLOCK) if update_locality in ("element", "row") else layer_bytes
         # A layer whose tensors depend on each other is one chunk.
-        bytes_by_piece[stage if reach == "unit" else tensor] += piece_bytes
-    return Counter(optimizer_state=4 * max(bytes_by_piece.values(), default=0))
+        bytes_by_chunk[stage if update_locality == "unit" else tensor] += chunk_bytes
+    return Counter(optimizer_state=4 * max(bytes_by_chunk.values(), default=0))

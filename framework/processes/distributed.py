@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.processes.rendezvous import bind_host, meet
+from plimsoll.framework.processes.rendezvous import bind_host, wait_for_all
 from plimsoll.framework.terminal.native_output import leave_out_greetings
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -89,16 +89,16 @@ def detect(
     """
     if any(flag is not None for flag in flags):
         flag_names = ("--coordinator", "--num_processes", "--process_id")
-        return _plain("flags", flag_names, flags)
-    slurm_values = _values(environment, _SLURM)
-    ranks = _values(environment, _OMPI)
+        return _plain_cluster("flags", flag_names, flags)
+    slurm_values = _get_values(environment, _SLURM)
+    ranks = _get_values(environment, _OMPI)
     plain_values = [environment.get(name) for name in PLAIN]
     address, num_processes, process_id = plain_values
     has_scheduler = slurm_values is not None or ranks is not None
     is_plain = num_processes is not None or process_id is not None
-    # With only an address, and no scheduler that counts the processes, `_plain` raises an error.
+    # With only an address, and no scheduler that counts the processes, `_plain_cluster` raises an error.
     if is_plain or (address and not has_scheduler):
-        return _plain("environment", PLAIN, plain_values)
+        return _plain_cluster("environment", PLAIN, plain_values)
     if slurm_values:
         task = _slurm_task(environment, slurm_values, address)
     elif ranks:
@@ -118,7 +118,7 @@ def detect(
     return Cluster(task.source, task.address, task.num_tasks, task.rank, local_device_ids)
 
 
-def _values(environment: Mapping[str, str], names: Sequence[str]) -> list[str] | None:
+def _get_values(environment: Mapping[str, str], names: Sequence[str]) -> list[str] | None:
     """Return the values of these variables; None if any of them is not set."""
     if all(name in environment for name in names):
         return [environment[name] for name in names]
@@ -157,7 +157,7 @@ def _open_mpi_task(environment: Mapping[str, str], ranks: list[str], address: st
     return _Task("Open MPI", num_tasks, rank, local_rank, address, is_alone)
 
 
-def _plain(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster | None:
+def _plain_cluster(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster | None:
     """Return the cluster for the three values of PLAIN, or for the equivalent flags; None for a single process."""
     missing_names = [name for name, value in zip(names, values, strict=True) if value is None]
     if missing_names:
@@ -176,7 +176,7 @@ def _plain(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster 
     return Cluster(source, address, size, rank) if size > 1 else None
 
 
-def on_tpu_pod(environment: Mapping[str, str]) -> bool:
+def is_on_tpu_pod(environment: Mapping[str, str]) -> bool:
     """Return whether this machine has TPU chips that may be part of a larger slice. JAX itself detects if they are."""
     if "JAX_PLATFORMS" in environment and "tpu" not in environment["JAX_PLATFORMS"]:
         return False
@@ -217,7 +217,7 @@ def initialize(
         "heartbeat_timeout_seconds": int(heartbeat_seconds),
     }
     if cluster is None:
-        if on_tpu_pod(os.environ):
+        if is_on_tpu_pod(os.environ):
             with phase("waiting for the other hosts of the TPU slice", patience=SHORT):
                 jax.distributed.initialize(**times)
         return
@@ -228,7 +228,7 @@ def initialize(
 
 def _join(cluster: Cluster, connect_seconds: float, times: dict[str, Any]) -> None:
     """Connect the processes of a cluster; `times` are arguments of jax.distributed.initialize."""
-    meet(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
+    wait_for_all(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
     host, _, port = cluster.coordinator.rpartition(":")
     # If the first attempt failed, JAX would wait a second before the next one.
     if cluster.process_id:
@@ -276,7 +276,7 @@ def barrier(name: str, *, minutes: int = 120) -> None:
             multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)
 
 
-def everywhere(condition: bool) -> bool:
+def is_true_on_all(condition: bool) -> bool:
     """Return whether the condition holds in every process. Collective."""
     from jax.experimental import multihost_utils
 
@@ -284,7 +284,7 @@ def everywhere(condition: bool) -> bool:
     return bool(np.all(conditions))
 
 
-def greatest(number: int) -> int:
+def reduce_max(number: int) -> int:
     """Return the maximum of the processes' numbers. Collective."""
     if jax.process_count() == 1:
         return number
@@ -294,7 +294,7 @@ def greatest(number: int) -> int:
     return int(np.max(numbers))
 
 
-def from_primary(value: Any) -> Any:
+def broadcast_from_primary(value: Any) -> Any:
     """Return the primary process's JSON value in every process. Collective."""
     if jax.process_count() == 1:
         return value

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import PositiveFloat, PositiveInt, component
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.terminal import interrupts
@@ -51,7 +51,7 @@ class Health:
             also compared before every save. None disables the check.
         status_seconds: seconds between updates of WORKDIR/health.
         canary: if anything is offloaded, run the offload self-test first, which checks on a small model that the
-            results do not change; see framework.run.canary.
+            results do not change; see framework.run.offload_self_test.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Pulse:
         num_processes: number of processes.
         health: the options.
         goodput: counts the time of the process. Entering a phase counts as progress of the loop.
-        last_words: called before the process exits because of a hang, to release resources.
+        on_hang: called before the process exits because of a hang, to release resources.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pulse:
         num_processes: int,
         health: Health,
         goodput: Goodput,
-        last_words: Callable[[], object] = lambda: None,
+        on_hang: Callable[[], object] = lambda: None,
     ):
         self.path = folder / f"process-{process:05d}.json"
         # The last report of the previous start of this process.
@@ -104,13 +104,13 @@ class Pulse:
         previous_attempt = previous.get("attempt", 0) if previous else 0
         self._health = health
         self._goodput = goodput
-        self._last_words = last_words
+        self._on_hang = on_hang
         self._facts: dict[str, Any] = {
             "process": process,
             "num_processes": num_processes,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "identity": identity(os.getpid()),
+            "identity": identify_process(os.getpid()),
             "started": time.time(),
             "attempt": 1 + previous_attempt,
             "interval": health.status_seconds,
@@ -170,7 +170,7 @@ class Pulse:
         def write_end(number: int, line: str) -> None:
             self.write(exit=128 + number, reason=line)
 
-        self._cancel_write_end = interrupts.at_end(write_end)
+        self._cancel_write_end = interrupts.register_cleanup(write_end)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -214,11 +214,11 @@ class Pulse:
             faulthandler.dump_traceback(_STDERR)
         self.write(exit=ExitCode.HANG, reason=message)
         with contextlib.suppress(Exception):
-            self._last_words()
+            self._on_hang()
         os._exit(ExitCode.HANG)
 
 
-def identity(pid: int) -> str:
+def identify_process(pid: int) -> str:
     """Return a string that identifies a process even if its pid is reused or also occurs in a container.
 
     It consists of the pid namespace and the start time of the process by the kernel's clock (proc(5), field 22 of
@@ -235,14 +235,14 @@ def identity(pid: int) -> str:
         return ""
 
 
-def has_gone(facts: dict[str, Any]) -> bool:
+def has_exited(facts: dict[str, Any]) -> bool:
     """Return whether the process that wrote the facts has ended; False if that cannot be determined from here."""
     known = str(facts.get("identity", ""))
-    own = identity(os.getpid())
+    own = identify_process(os.getpid())
     is_of_this_machine = facts.get("host") == socket.gethostname()
     if not known or not own or not is_of_this_machine or known.split()[0] != own.split()[0]:
         return False
-    return identity(facts["pid"]) != known
+    return identify_process(facts["pid"]) != known
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from absl import logging
 
 from plimsoll.framework.config.names import printable
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 # An environment variable with a secret that all processes of a run share; launchers set it. Process 0 then accepts only
 # processes that know the secret. Without it, any program that can reach the port could pass for one of them.
@@ -49,16 +49,18 @@ class _Hello:
     Attributes:
         process_id: number of the process.
         num_processes: number of processes in the run, as this process was started.
-        words: "process PID on host NAME".
+        description: "process PID on host NAME".
     """
 
     process_id: int
     num_processes: int
-    words: str
+    description: str
 
     def message(self, nonce: str) -> bytes:
         """Encode the message, with a proof that the sender knows the run's key."""
-        return _line({"id": self.process_id, "of": self.num_processes, "who": self.words, "proof": self._proof(nonce)})
+        return _line(
+            {"id": self.process_id, "of": self.num_processes, "who": self.description, "proof": self._proof(nonce)}
+        )
 
     @classmethod
     def parse(cls, line: bytes, nonce: str, num_processes: int) -> _Hello | None:
@@ -77,23 +79,23 @@ class _Hello:
         # type() and not isinstance: True is an int.
         if [type(value) for value in values] != [int, int, str, str]:
             return None
-        process_id, of, words, proof = values
-        hello = cls(process_id, of, words)
+        process_id, of, description, proof = values
+        hello = cls(process_id, of, description)
         if not hmac.compare_digest(hello._proof(nonce).encode(), proof.encode("utf-8", "replace")):
             return None
         if not 0 <= process_id < max(num_processes, of) or not 0 < of <= _MAX_PROCESSES:
             return None
-        return cls(process_id, of, printable(words))
+        return cls(process_id, of, printable(description))
 
     def _proof(self, nonce: str) -> str:
-        text = f"{nonce} {self.process_id} {self.num_processes} {self.words}"
+        text = f"{nonce} {self.process_id} {self.num_processes} {self.description}"
         return hmac.new(_key(), text.encode("utf-8", "replace"), "sha256").hexdigest()
 
 
 class _Arrival(NamedTuple):
     """A process that has identified itself."""
 
-    words: str  # "process PID on host NAME"
+    description: str  # "process PID on host NAME"
     connection: socket.socket | None  # None for process 0, which is the listener
 
 
@@ -121,7 +123,7 @@ def bind_host(host: str) -> str:
     return ""
 
 
-def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -> None:
+def wait_for_all(address: str, num_processes: int, process_id: int, *, seconds: float) -> None:
     """Wait until all processes have arrived. Every process calls this.
 
     Args:
@@ -158,11 +160,11 @@ def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
         rendezvous = stack.enter_context(_Rendezvous(server, num_processes))
         while len(rendezvous.arrivals) < num_processes:
             if time.monotonic() >= deadline:
-                rendezvous.end(_who_is_missing(rendezvous, num_processes, seconds))
+                rendezvous.end(_describe_missing(rendezvous, num_processes, seconds))
             rendezvous.wait(deadline)
         # Close the port before the others continue, because JAX in this process listens at the same port.
         server.close()
-        _tell(rendezvous.arrivals.values(), "")
+        _send_answers(rendezvous.arrivals.values(), "")
 
 
 class _Rendezvous:
@@ -215,7 +217,7 @@ class _Rendezvous:
 
     def end(self, problem: str) -> NoReturn:
         """Send a problem to all processes that have arrived, and raise it as a ProcessesMissingError."""
-        _tell(self.arrivals.values(), problem)
+        _send_answers(self.arrivals.values(), problem)
         raise ProcessesMissingError(problem)
 
     def _accept(self) -> None:
@@ -254,7 +256,7 @@ class _Rendezvous:
             return
         self._selector.unregister(connection)
         del self._pending[connection]
-        arrival = _Arrival(hello.words, connection)
+        arrival = _Arrival(hello.description, connection)
         problem = self._contradiction(hello)
         if not problem:
             earlier = self.arrivals.get(hello.process_id)
@@ -262,7 +264,7 @@ class _Rendezvous:
                 earlier.connection.close()
             self.arrivals[hello.process_id] = arrival
             return
-        _tell([arrival], problem)
+        _send_answers([arrival], problem)
         connection.close()
         if _key():
             # Only processes of the run know the key.
@@ -275,12 +277,12 @@ class _Rendezvous:
         """Describe how a process contradicts those that have arrived; "" if it does not."""
         process_id = hello.process_id
         if hello.num_processes != self._num_processes:
-            words = f"process {process_id} ({hello.words})"
-            return f"{words} counts {hello.num_processes} processes, and process 0 {self._num_processes}"
+            description = f"process {process_id} ({hello.description})"
+            return f"{description} counts {hello.num_processes} processes, and process 0 {self._num_processes}"
         earlier = self.arrivals.get(process_id)
         # If the earlier connection is closed, the process was restarted.
         if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
-            pair = f"{earlier.words} and {hello.words}"
+            pair = f"{earlier.description} and {hello.description}"
             return f"two processes say that they are process {process_id}: {pair}"
         return ""
 
@@ -291,7 +293,7 @@ class _Rendezvous:
         connection.close()
 
 
-def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float) -> str:
+def _describe_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float) -> str:
     """Describe, after the timeout, which processes are missing and which have arrived."""
     arrivals = rendezvous.arrivals
     # List only a few, because there may be thousands of processes and the text is one line of a log.
@@ -299,7 +301,7 @@ def _who_is_missing(rendezvous: _Rendezvous, num_processes: int, seconds: float)
     missing = ", ".join(map(str, missing_ids[:16]))
     if len(missing_ids) > 16:
         missing += ", ..."
-    present = ", ".join(f"{i} ({arrival.words})" for i, arrival in sorted(arrivals.items())[:8])
+    present = ", ".join(f"{i} ({arrival.description})" for i, arrival in sorted(arrivals.items())[:8])
     if len(arrivals) > 8:
         present += ", ..."
     count = f"{len(missing_ids)} of {num_processes} processes are missing"
@@ -354,7 +356,7 @@ def _is_open(connection: socket.socket) -> bool:
     return False
 
 
-def _tell(arrivals: Iterable[_Arrival], problem: str) -> None:
+def _send_answers(arrivals: Iterable[_Arrival], problem: str) -> None:
     """Answer processes that have arrived: "" lets them continue, a problem ends them."""
     for arrival in arrivals:
         # A closed connection must not keep the answer from the others.

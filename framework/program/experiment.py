@@ -10,32 +10,32 @@ from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
-from plimsoll.framework.config import Config, ConfigError, component, config_for, target_of
+from plimsoll.framework.config import Config, ConfigError, component, config_for, get_target
 from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.devices.compiler import Compiler
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import ALL_STAGES
+from plimsoll.framework.learner.update_types import ALL_STAGES
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.optimizers.schedule_steps import with_run_length
 from plimsoll.framework.processes.health import Health
-from plimsoll.framework.program.companion import Companion
+from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.placement import Placement
-from plimsoll.framework.schedules.sections import sections_of
 
 Part = TypeVar("Part")
 # Assumed number of steps while the steps per epoch are unknown. Bytes and FLOPs, which are needed by then, do not
 # depend on it. `framework.program.run_length.set_length` sets the real number before anything is compiled.
 _NOMINAL_STEPS = 1000
 # Sources of the batch arrays that an objective may miss, by array name.
-_GIVERS = {
-    "ends": "ends by data.source=PairSource or ThumbSource (RankedSource of a reward model)",
-    "labels": "labels by data.source=ThumbSource (LabelledSource of a classifier)",
+_ARRAY_SOURCES = {
+    "ends": "ends by data.source=PairSource or UnpairedSource (RankedSource of a reward model)",
+    "labels": "labels by data.source=UnpairedSource (LabelledSource of a classifier)",
     "reference": "reference by companion=Reference",
     "teacher_ids": "teacher_ids by companion=Teacher",
     "advantages": "advantages by companion=Rollouts",
@@ -71,7 +71,7 @@ class Experiment:
         health: how processes monitor themselves and each other.
         pretrained: directory of the initial weights; without one they are initialized randomly.
         companion: batch transform that completes batches before a step sees them (a reference, a teacher, rollouts),
-            from framework.companions; None if the data has all arrays.
+            from framework.batch_transforms; None if the data has all arrays.
         accelerator_rules: config changes by accelerator.
     """
 
@@ -93,31 +93,31 @@ class Experiment:
         # Rules are applied to the config before it is built. Building them here only validates them.
         for rule in accelerator_rules:
             rule.instantiate()
-        self.model = _built("model", model, Chain)
-        self.data = _built("data", data, Pipeline)
-        self.mesh = _built("mesh", mesh, MeshShape)
-        self.trainer = _built("trainer", trainer, TrainerOptions)
+        self.model = _build_section("model", model, Chain)
+        self.data = _build_section("data", data, Pipeline)
+        self.mesh = _build_section("mesh", mesh, MeshShape)
+        self.trainer = _build_section("trainer", trainer, TrainerOptions)
         if isinstance(learner, Config):
             num_steps = self.trainer.known_steps or _NOMINAL_STEPS
             learner = with_run_length(learner, num_steps)
-        self.learner = _built("learner", learner, Learner, specs=self.model.parameter_specs())
-        self.memory = _built("memory", memory, Memory)
-        self.compiler = _built("compiler", compiler, Compiler)
-        self.health = _built("health", health, Health)
+        self.learner = _build_section("learner", learner, Learner, specs=self.model.parameter_specs())
+        self.memory = _build_section("memory", memory, Memory)
+        self.compiler = _build_section("compiler", compiler, Compiler)
+        self.health = _build_section("health", health, Health)
         self.pretrained = None
         if pretrained is not None:
             self.pretrained = pretrained.instantiate()
-        self.companion: Companion | None = None
+        self.companion: BatchTransform | None = None
         if companion is not None:
-            self.companion = _built("companion", companion, Companion)
+            self.companion = _build_section("companion", companion, BatchTransform)
             self.companion.join(self)
 
-    def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
+    def check(self, mesh: Mesh | AbstractMesh, *, update_locality: bool = True) -> None:
         """Raise ValueError, naming both numbers, if mesh, batch, model, memory and data do not fit together.
 
         Args:
             mesh: mesh; only the sizes of its axes matter.
-            reach: whether to also check the update locality, that is, whether an optimizer mixes parameters. This may
+            update_locality: whether to also check the update locality, that is, whether an optimizer mixes parameters. This may
                 take a second.
         """
         self.model.check(mesh, self.data)
@@ -126,9 +126,9 @@ class Experiment:
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
             )
-        self._check_sections()
-        if reach:
-            self.learner.check_reach()
+        self._check_layer_ranges()
+        if update_locality:
+            self.learner.check_update_locality()
         self._check_batch(mesh)
         self._check_objective()
 
@@ -154,14 +154,14 @@ class Experiment:
             raise ValueError(
                 f"model.head.objective is {type(objective).__name__}, which reads {', '.join(missing)} of a batch; "
                 f"data is a {type(self.data).__name__} that gives {', '.join(self.batch_arrays())}; "
-                f"expected other data, or a companion that adds them{self._givers(missing)}"
+                f"expected other data, or a companion that adds them{self._describe_sources(missing)}"
             )
 
-    def _givers(self, missing: Sequence[str]) -> str:
+    def _describe_sources(self, missing: Sequence[str]) -> str:
         """Name the sources of missing batch arrays; "" if the framework has none for them."""
-        hints = [hint for name, hint in _GIVERS.items() if name in missing]
+        hints = [hint for name, hint in _ARRAY_SOURCES.items() if name in missing]
         if "reference" in missing and getattr(self.companion, "kind", None) == "none":
-            hints[hints.index(_GIVERS["reference"])] = "companion.kind = none adds no reference, auto does"
+            hints[hints.index(_ARRAY_SOURCES["reference"])] = "companion.kind = none adds no reference, auto does"
         return f": {', '.join(hints)}" if hints else ""
 
     def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
@@ -171,13 +171,13 @@ class Experiment:
             return delivered
         return self.companion.arrays(delivered, evaluation=evaluation)
 
-    def _check_sections(self) -> None:
+    def _check_layer_ranges(self) -> None:
         """Raise ValueError if the stacks cannot be split, or recomputed, as the memory section specifies."""
-        sections = sections_of(self.model, self.memory)
-        running_model = self.model.in_sections(sections)
+        layer_ranges = split_stacks(self.model, self.memory)
+        running_model = self.model.split_into_ranges(layer_ranges)
         for stack in running_model.stacks.values():
             stack.check_remat(stack.policy(self.memory.remat))
-        if all(section.is_whole for section in sections):
+        if all(layer_range.is_whole for layer_range in layer_ranges):
             return
         if self.learner.scope == "model":
             raise ValueError(
@@ -225,14 +225,14 @@ class Experiment:
     def state_specs(self) -> Nested:
         """Return the specs of the training state by group, in checkpoint form."""
         learner = self.learner
-        hosted_state = self._find_offloaded_stages("optimizer_state")
+        offloaded_stages = self._find_offloaded_stages("optimizer_state")
         return {
             **self._get_offloaded_gradient_specs(),
-            "parameter": self._placed(learner.specs),
-            "frozen": self._placed(learner.frozen_specs),
+            "parameter": self._place_weights(learner.specs),
+            "frozen": self._place_weights(learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
-            "optimizer": learner.optimizer_specs(hosted_state),
-            "ema": learner.ema_specs(hosted_state),
+            "optimizer": learner.optimizer_specs(offloaded_stages),
+            "ema": learner.ema_specs(offloaded_stages),
             "counter": _counter_specs() | learner.counter_specs(),
         }
 
@@ -243,8 +243,8 @@ class Experiment:
         """
         placement: Placement = getattr(self.memory, field)
         stacks = self.model.stacks
-        stages = {name for name, stack in stacks.items() if placement.hosted_units(field, stack)}
-        if placement.hosts_everything:
+        stages = {name for name, stack in stacks.items() if placement.num_offloaded(field, stack)}
+        if placement.offloads_everything:
             stages |= {*self.model.stages, "shared", ALL_STAGES}
         return stages
 
@@ -258,7 +258,7 @@ class Experiment:
         offloaded_specs = {stage: tree for stage, tree in specs.items() if stage in offloaded}
         return {"gradient": offloaded_specs} if offloaded_specs else {}
 
-    def _placed(self, weights: Nested) -> Nested:
+    def _place_weights(self, weights: Nested) -> Nested:
         """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
         offloaded = self._find_offloaded_stages("parameters")
         placed_specs = {}
@@ -269,13 +269,13 @@ class Experiment:
         return placed_specs
 
 
-def _built(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
+def _build_section(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
     """Build a part from its config. Raises ConfigError if it is of another kind."""
     if isinstance(config, kind):
         return config
     assert isinstance(config, Config)
     # Check before building: a learner, for example, needs arguments that no other part takes.
-    target = target_of(config)
+    target = get_target(config)
     if isinstance(target, type) and not issubclass(target, kind):
         raise ConfigError(f"expected a config of {kind.__name__}, given that of {target.__name__}", path=name)
     part = config.instantiate(**late)

@@ -15,16 +15,16 @@ def inference_program(
     experiment: Experiment,
     *,
     host_weights: bool,
-    mesh_is_asked: bool,
-    tell: Callable[[str], None],
+    is_mesh_requested: bool,
+    log: Callable[[str], None],
 ) -> Program:
     """Build the experiment's inference program on all devices. If the run's mesh does not fit, fsdp = -1 replaces it.
 
     Args:
         experiment: experiment with the model.
         host_weights: whether to offload the matrices of the stack to host memory.
-        mesh_is_asked: whether the user requested this mesh explicitly, so that no other mesh may replace it.
-        tell: function that prints a message about a replaced mesh.
+        is_mesh_requested: whether the user requested this mesh explicitly, so that no other mesh may replace it.
+        log: function that prints a message about a replaced mesh.
 
     Raises:
         ValueError: the model does not fit the mesh, or a requested mesh does not fit the devices.
@@ -33,8 +33,8 @@ def inference_program(
     try:
         mesh.build(jax.devices())
     except ValueError as error:
-        if mesh_is_asked:
+        if is_mesh_requested:
             raise
-        tell(f"{error}; using mesh.fsdp = {jax.device_count()}")
+        log(f"{error}; using mesh.fsdp = {jax.device_count()}")
         mesh = MeshShape(fsdp=-1)
-    return Program(experiment, mesh=mesh, training=False, hosted_stack=host_weights)
+    return Program(experiment, mesh=mesh, training=False, offload_stack=host_weights)

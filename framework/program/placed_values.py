@@ -9,32 +9,32 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import StateLayout, TensorSpec, flatten, store_leaf
-from plimsoll.framework.program.first_values import Draw, GroupedArrays, Paths
-from plimsoll.framework.schedules.storage import Parts
+from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
+from plimsoll.framework.schedules.stack_parts import StackParts
 
 
 class PlacedValues:
     """Builds parts of the initial state, inside jit.
 
     Args:
-        make: function that initializes some parameters; see `FirstValues.draw`.
+        make: function that initializes some parameters; see `StateInitializer.draw`.
         layout: layout of the running state.
         parts: split of the stacks in the running state.
     """
 
-    def __init__(self, make: Draw, layout: StateLayout, parts: Parts):
+    def __init__(self, make: InitFunction, layout: StateLayout, parts: StackParts):
         self._make = make
         self._parts = parts
         self._specs: dict[str, dict[str, TensorSpec]] = {name: flatten(tree) for name, tree in layout.specs.items()}
 
-    def runs_of_layers(self, path: str, num_layers: int | None) -> Iterator[range | None]:
+    def split_layers(self, path: str, num_layers: int | None) -> Iterator[range | None]:
         """Yield the runs of layers that each leaf of the state holds.
 
         Args:
             path: path of a parameter.
             num_layers: number of layers in its stack; None for a parameter that is initialized as a whole.
         """
-        stack_parts = self._parts.of_stack(path.split("/", 1)[0])
+        stack_parts = self._parts.list_parts(path.split("/", 1)[0])
         if num_layers is None:
             yield None
         elif not stack_parts:
@@ -52,7 +52,7 @@ class PlacedValues:
             layers: a run of layers; None for parameters that are initialized as a whole.
         """
         if layers is None:
-            return self._stored(self._make(key, paths, None))
+            return self._store(self._make(key, paths, None))
         make_layer = functools.partial(self._layer_values, key, paths, layers.start)
         return jax.lax.map(make_layer, jnp.arange(layers.start, layers.stop))
 
@@ -61,9 +61,9 @@ class PlacedValues:
         values_by_group = {}
         for group, values in self._make(key, paths, layer).items():
             values_by_group[group] = {self._parts.place(path, first)[0]: x for path, x in values.items()}
-        return self._stored(values_by_group)
+        return self._store(values_by_group)
 
-    def _stored(self, values_by_group: GroupedArrays) -> GroupedArrays:
+    def _store(self, values_by_group: GroupedArrays) -> GroupedArrays:
         """Move the values to their memory.
 
         Drops gradients that the state does not hold because they stay on the device.

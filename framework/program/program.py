@@ -15,20 +15,20 @@ from jax.sharding import NamedSharding
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, merge, move_to_host
-from plimsoll.framework.program.ahead import Ahead
-from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.backend import StepBackend
+from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.first_values import check_calibrated_dtypes
-from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.initializer import check_calibration_dtypes
+from plimsoll.framework.program.jit_step import JitStep
+from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.rows import Batch, BatchRows
-from plimsoll.framework.program.whole import Whole
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, State, evaluation_context
 
 
-def execution_type(memory: Memory) -> type[Execution]:
+def choose_backend(memory: Memory) -> type[StepBackend]:
     """Return the backend that runs a step with these memory settings."""
-    return Layerwise if memory.update == "layer_programs" else Whole
+    return PerLayerStep if memory.update == "layer_programs" else JitStep
 
 
 class Program:
@@ -39,14 +39,14 @@ class Program:
         devices: devices of the mesh; all devices of all processes by default.
         mesh: arrangement of the devices; the experiment's by default.
         training: whether the step will run; otherwise only the model is checked.
-        hosted_stack: offload the stack's matrices regardless of memory.parameters; for inference.
-        hosted_weights: offload all matrices; for an auxiliary model next to the trained one.
+        offload_stack: offload the stack's matrices regardless of memory.parameters; for inference.
+        offload_weights: offload all matrices; for an auxiliary model next to the trained one.
 
     Raises:
         ValueError: experiment and devices do not fit each other.
 
     Attributes:
-        execution: backend with the memory layout of the state and the compiled functions.
+        backend: backend with the memory layout of the state and the compiled functions.
         devices: devices of the mesh, in the given order.
         training: whether the step will run.
         checkpoint_layout: layout of checkpoints, which are the same for every schedule.
@@ -61,8 +61,8 @@ class Program:
         *,
         mesh: MeshShape | None = None,
         training: bool = True,
-        hosted_stack: bool = False,
-        hosted_weights: bool = False,
+        offload_stack: bool = False,
+        offload_weights: bool = False,
     ):
         self.experiment = experiment
         self.devices: Sequence[Any] = jax.devices() if devices is None else devices
@@ -76,35 +76,35 @@ class Program:
         self.training = training
         self.calibrates = training and experiment.model.calibrates
         if self.calibrates:
-            check_calibrated_dtypes(experiment.model)
+            check_calibration_dtypes(experiment.model)
         specs = experiment.state_specs()
         self.checkpoint_layout = StateLayout(specs, self.mesh)
         self._rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
-        self.ahead = Ahead()
-        kind = execution_type(experiment.memory) if training else Whole
+        self.ahead = CompileThread()
+        kind = choose_backend(experiment.memory) if training else JitStep
         # Without training, stacks are whole.
         layout = None if training else self.checkpoint_layout
-        if hosted_stack:
-            layout = StateLayout(with_hosted_stages(specs, {"first", "stack"}), self.mesh)
-        if hosted_weights:
+        if offload_stack:
+            layout = StateLayout(offload_stages(specs, {"first", "stack"}), self.mesh)
+        if offload_weights:
             stages = {*experiment.model.stages, "shared"}
-            layout = StateLayout(with_hosted_stages(specs, stages), self.mesh)
-        self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
+            layout = StateLayout(offload_stages(specs, stages), self.mesh)
+        self.backend: StepBackend = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property
     def layout(self) -> StateLayout:
         """The layout of the running state, which may store each layer of a stack as separate arrays."""
-        return self.execution.layout
+        return self.backend.layout
 
     @property
     def jit(self) -> Any:
         """jax.jit with the compiler options."""
-        return self.execution.jit
+        return self.backend.jit
 
     @property
     def replicated(self) -> NamedSharding:
         """The fully replicated sharding: every device holds a copy."""
-        return self.execution.replicated
+        return self.backend.replicated
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -134,9 +134,9 @@ class Program:
         return self._rows.local
 
     @property
-    def rows_of_processes(self) -> dict[int, np.ndarray]:
+    def rows_by_process(self) -> dict[int, np.ndarray]:
         """`rows` of every process that has devices of the mesh, by process index."""
-        return self._rows.of_processes
+        return self._rows.rows_by_process
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
         """Turn this process's rows of a batch (host arrays [R, ...]) into global arrays [B, ...]."""
@@ -151,31 +151,31 @@ class Program:
             seed: seed of the initialization; the config's seed by default.
             given: paths of parameters to fill with zeros, because the caller overwrites them.
         """
-        return self.execution.init(seed, given)
+        return self.backend.init(seed, given)
 
-    def calibrated(self, state: State, batch: Batch) -> State:
+    def calibrate_state(self, state: State, batch: Batch) -> State:
         """Return the initial state with the parameter values that the model derives from the run's first batch.
 
         Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
-        return self.execution.calibrated(state, batch)
+        return self.backend.calibrate_state(state, batch)
 
-    def stored(self, state: State) -> State:
+    def to_checkpoint(self, state: State) -> State:
         """Return the part of a state that a checkpoint holds, with whole stacks."""
-        return self.execution.stored(state)
+        return self.backend.to_checkpoint(state)
 
     @property
-    def abstract_stored(self) -> Nested:
+    def abstract_checkpoint(self) -> Nested:
         """The abstract arrays that a checkpoint is read into."""
-        return self.execution.abstract_stored
+        return self.backend.abstract_checkpoint
 
-    def restored(self, stored: State) -> State:
+    def from_checkpoint(self, stored: State) -> State:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
-        return self.execution.restored(stored)
+        return self.backend.from_checkpoint(stored)
 
-    def joined(self, state: State) -> State:
+    def join_stacks(self, state: State) -> State:
         """Return weights, averages and buffers with whole stacks, for generation; the state is deleted."""
-        return self.execution.joined(state)
+        return self.backend.join_stacks(state)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """Return all parameters in the form that the model takes, without copying."""
@@ -186,14 +186,14 @@ class Program:
 
     def compile(self) -> None:
         """Compile the step ahead of time."""
-        self.execution.compile()
+        self.backend.compile()
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one training step; the old state is deleted."""
-        return self.execution.step(state, self.completed(state, batch))
+        return self.backend.step(state, self.complete_batch(state, batch))
 
-    def completed(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
-        """Return the batch as a step sees it, with the arrays of the experiment's batch transform; see `Companion`.
+    def complete_batch(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
+        """Return the batch as a step sees it, with the arrays of the experiment's batch transform; see `BatchTransform`.
 
         Raises:
             ValueError: the batch transform is not open.
@@ -206,7 +206,7 @@ class Program:
                 f"experiment.companion ({type(companion).__name__}) is not open: before the first step or evaluation, "
                 "call experiment.companion.open(program, workdir, begins=..., tell=print)"
             )
-        return companion.completed(self, state, batch, group=group)
+        return companion.complete_batch(self, state, batch, group=group)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -229,11 +229,11 @@ class Program:
             averaged: whether to use the moving averages of the trainable parameters.
         """
         group = "ema" if averaged else "parameter"
-        return self.execution.evaluate(state, self.completed(state, batch, group=group), group)
+        return self.backend.evaluate(state, self.complete_batch(state, batch, group=group), group)
 
     def compile_evaluation(self, state: State) -> None:
         """Compile the evaluation by evaluating a batch of zeros. Does nothing if a thread is already compiling it."""
-        if self.execution.evaluation_has_begun:
+        if self.backend.evaluation_was_requested:
             return
         num_rows = len(self.rows)
         batch = {}
@@ -247,43 +247,43 @@ class Program:
     # --- inspection of single programs --------------------------------------------------------------------------------
 
     @property
-    def _one(self) -> Whole:
-        if not isinstance(self.execution, Whole):
+    def _jit_step(self) -> JitStep:
+        if not isinstance(self.backend, JitStep):
             raise ValueError("memory.update = layer_programs: a step is many programs, and this is for one")
-        return self.execution
+        return self.backend
 
     @property
     def step_jit(self) -> Any:
         """`Whole.step_jit`. This and the following properties raise ValueError if a step is many programs."""
-        return self._one.step_jit
+        return self._jit_step.step_jit
 
     @property
     def traced_step(self) -> Any:
         """`Whole.traced_step`."""
-        return self._one.traced_step
+        return self._jit_step.traced_step
 
     @property
     def compiled_step(self) -> Any:
         """`Whole.compiled_step`."""
-        return self._one.compiled_step
+        return self._jit_step.compiled_step
 
     @property
     def evaluate_jit(self) -> Any:
         """`Whole.evaluate_jit`."""
-        return self._one.evaluate_jit
+        return self._jit_step.evaluate_jit
 
     def init_jit(self, seed: int | None = None) -> Any:
         """`Whole.init_jit`."""
-        return self._one.init_jit(seed)
+        return self._jit_step.init_jit(seed)
 
 
-def with_hosted_stages(specs: Nested, stages: set[str]) -> Nested:
+def offload_stages(specs: Nested, stages: set[str]) -> Nested:
     """Return the specs of a state, by group, with the matrices of these stages in host memory."""
-    hosted_specs = {group: dict(tree) for group, tree in specs.items()}
+    offloaded_specs = {group: dict(tree) for group, tree in specs.items()}
     for group in ("parameter", "frozen", "ema"):
-        tree = hosted_specs[group]
+        tree = offloaded_specs[group]
         for stage in stages & tree.keys():
             stacked = stage in ("first", "stack")
             # Small matrices move too, because the flag promises a stack in host memory.
             tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stacked, min_bytes=0)
-    return hosted_specs
+    return offloaded_specs

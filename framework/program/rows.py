@@ -55,10 +55,10 @@ class BatchRows:
     @cached_property
     def local(self) -> np.ndarray:
         """int[R]: the rows of the global batch that this process's devices hold, in order."""
-        return self.of_processes[jax.process_index()]
+        return self.rows_by_process[jax.process_index()]
 
     @cached_property
-    def of_processes(self) -> dict[int, np.ndarray]:
+    def rows_by_process(self) -> dict[int, np.ndarray]:
         """`local` for every process that has devices of the mesh, by process index."""
         shape = self.specs["weights"].shape
         all_rows = np.arange(shape[0])

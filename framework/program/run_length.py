@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.config import Config, ConfigError, diff, target_of
+from plimsoll.framework.config import Config, ConfigError, diff, get_target
 from plimsoll.framework.config.names import join
-from plimsoll.framework.learner.instances import LearningRate
+from plimsoll.framework.learner.optimizer_instances import LearningRate
 from plimsoll.framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
 from plimsoll.framework.optimizers.schedule_steps import (
     following,
-    own_length,
+    get_schedule_length,
     scale,
     schedules,
     step_arguments,
@@ -64,7 +64,7 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
     return messages
 
 
-def changed_length(stored: dict[str, Any], config: Config) -> list[str]:
+def report_length_change(stored: dict[str, Any], config: Config) -> list[str]:
     """Return the lines to show if a resumed run has another length than its checkpoint, which changes its rates.
 
     Args:
@@ -96,7 +96,7 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
     for inner_path, schedule in schedules(with_run_length(learner, steps)):
         path = join("learner", inner_path)
         function = schedule.instantiate()
-        length = own_length(schedule)
+        length = get_schedule_length(schedule)
         # If the schedule is longer than the run, its peak may come after the run's end.
         schedule_steps = max(steps, (length or 0) + 1)
         _, schedule_rates = _rates(function, schedule_steps)
@@ -152,14 +152,14 @@ def _rates(
     samples = np.linspace(0, steps - 1, min(steps, num_samples)).round()
     # Rounding may yield the same step twice.
     counts = np.unique(samples.astype(np.int32))
-    rates_of = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))
-    rates = rates_of(counts)
+    compute_rates = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))
+    rates = compute_rates(counts)
     return counts, np.asarray(rates)
 
 
 def _remedy(schedule: Config, path: str, steps: int) -> str:
     """Suggest settings that make a schedule fit the run."""
-    if target_of(schedule) in (warmup_cosine, warmup_linear, warmup_stable_decay):
+    if get_target(schedule) in (warmup_cosine, warmup_linear, warmup_stable_decay):
         length = ""
         if schedule.steps != steps:
             length = f", and {path}.steps=none"

@@ -1,4 +1,4 @@
-"""Chooses which programs of a run a background thread compiles ahead. The thread is in `framework.program.ahead`."""
+"""Chooses which programs of a run a background thread compiles ahead. The thread is in `framework.program.compile_thread`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import jax
 from plimsoll.framework.program.program import Program
 
 
-def begin_first_values(program: Program) -> None:
+def begin_init(program: Program) -> None:
     """Start compiling the program that initializes the weights."""
     if _compiles_ahead(program):
-        program.execution.begin_first_values()
+        program.backend.begin_init()
 
 
 def begin_evaluation(program: Program) -> None:
     """Start compiling the evaluation of the weights and, if there are any, of their averages."""
     if _compiles_ahead(program):
-        program.execution.begin_evaluation()
+        program.backend.begin_evaluation()
 
 
 def _compiles_ahead(program: Program) -> bool:
     # A GPU's compiler benchmarks kernels on the device, so two programs would disturb each other's timings. A TPU may
     # lack the memory for evaluation, which must show before there are steps to lose. Several processes must compile
     # in the same order.
-    return program.execution.platform == "cpu" and jax.process_count() == 1
+    return program.backend.platform == "cpu" and jax.process_count() == 1

@@ -15,10 +15,10 @@ import jax
 
 from plimsoll.framework.checkpoint import replicas
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.inference.held_out import evaluated, share_of
+from plimsoll.framework.inference.evaluation import describe_share, evaluate_set
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.plan.guard import Need, compare
+from plimsoll.framework.plan.device_budget import MemoryNeed, compare_with_measured
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -60,7 +60,7 @@ class Hook:
         """Called after the last step, or when the run was asked to stop."""
 
 
-def own_hooks(configs: list[Config]) -> list[Hook]:
+def build_user_hooks(configs: list[Config]) -> list[Hook]:
     """Build the user's hooks. Raises ConfigError if one is not a Hook."""
     hooks = [config.instantiate() for config in configs]
     for index, hook in enumerate(hooks):
@@ -86,8 +86,8 @@ class Guard(Hook):
         policy = learner.nonfinite
         limit = learner.max_nonfinite
         num_updated = int(metrics.get("updated_units", 0))
-        moved = _moved(run.experiment.model, num_updated)
-        message = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
+        updated = _describe_updated(run.experiment.model, num_updated)
+        message = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {updated} updated"
         # A finite step that was skipped is a spike. The policy covers only steps that are not finite, so a spike is
         # only counted.
         is_spike = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
@@ -106,7 +106,7 @@ class Guard(Hook):
             raise NonFiniteError(f"{message}; stopped after {count} such steps in a row (learner.max_nonfinite)")
 
 
-def _moved(model: Chain, count: int) -> str:
+def _describe_updated(model: Chain, count: int) -> str:
     """Name the parts of the model that were updated before a gradient was not finite.
 
     An update in the backward pass had changed the last `count` layers and stages. Any other schedule changed nothing:
@@ -118,11 +118,11 @@ def _moved(model: Chain, count: int) -> str:
         return f"the last {count} of the model's units and stages had been"
     if count == 1:
         return "the head had been"
-    num_units = sum(stack.num_units for stack in model.stacks.values())
-    last_unit = num_units - 1
+    num_repeats = sum(stack.num_repeats for stack in model.stacks.values())
+    last_layer = num_repeats - 1
     # The backward pass starts with the head, which counts as one.
-    first_unit = max(num_units - count + 1, 0)
-    return f"the head and units {last_unit} to {first_unit} of the stack had been"
+    first_layer = max(num_repeats - count + 1, 0)
+    return f"the head and units {last_layer} to {first_layer} of the stack had been"
 
 
 class Report(Hook):
@@ -163,7 +163,7 @@ class Evaluate(Hook):
     def after_step(self, run: Run, step: int) -> None:
         every = run.options.eval_every
         if every and step % every == 0 and step < run.options.max_steps:
-            with run.throughput.paused(), run.goodput.during("evaluate"):
+            with run.throughput.pause(), run.goodput.during("evaluate"):
                 self.evaluate(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
@@ -183,14 +183,16 @@ class Evaluate(Hook):
         if run.state["ema"]:
             weight_kinds.append(("eval_ema", True))
 
-        def goes_on() -> bool:
+        def should_continue() -> bool:
             # Send a heartbeat, because an evaluation may take longer than the hang timeout.
             run.pulse.note()
             return not run.stopping
 
         for prefix, averaged in weight_kinds:
             for name in run.data.validation_names:
-                summary = evaluated(run.program, run.state, name, limit=limit, averaged=averaged, goes_on=goes_on)
+                summary = evaluate_set(
+                    run.program, run.state, name, limit=limit, averaged=averaged, should_continue=should_continue
+                )
                 # Do not write a partial evaluation: its numbers would cover fewer batches.
                 if summary is None:
                     run.progress.print(f"step {step}: not evaluated, as the run is to stop")
@@ -204,7 +206,7 @@ class Evaluate(Hook):
         run.evaluated_step = step
         parts = []
         for name in run.data.validation_names:
-            share = share_of(run.data, name, limit)
+            share = describe_share(run.data, name, limit)
             if share:
                 parts.append(f"{name}: {share}")
         run.progress.print(evaluation_line(step, row, parts))
@@ -228,7 +230,7 @@ def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:
     return f"{line} ({', '.join(parts)})" if parts else line
 
 
-class Agree(Hook):
+class CheckReplicas(Hook):
     """Compares replicas every health.replica_check_every steps, and before each save."""
 
     # The step whose replicas were compared last.
@@ -243,7 +245,7 @@ class Agree(Hook):
         # The last step may have been checked already, before it was saved.
         if step == self.checked or not run.experiment.health.replica_check_every:
             return
-        with run.throughput.paused():
+        with run.throughput.pause():
             replicas.check(run.state, step)
         self.checked = step
 
@@ -265,7 +267,7 @@ class Save(Hook):
     def after_step(self, run: Run, step: int) -> None:
         self.has_moved = True
         if run.save_is_due:
-            with run.throughput.paused():
+            with run.throughput.pause():
                 self.at_end(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
@@ -283,7 +285,7 @@ class Save(Hook):
 class Prediction(Hook):
     """Shows predicted and measured memory once the buffers of compilation and initialization are freed."""
 
-    def __init__(self, need: Need) -> None:
+    def __init__(self, need: MemoryNeed) -> None:
         self.need = need
         self.steps = 0
 
@@ -291,7 +293,7 @@ class Prediction(Hook):
         self.steps += 1
         if self.steps == _STEPS_BEFORE_MEASURING:
             memory = memory_in_use(run.program.mesh.local_devices)
-            run.progress.print(compare(self.need, memory))
+            run.progress.print(compare_with_measured(self.need, memory))
 
 
 class Profile(Hook):

@@ -40,7 +40,7 @@ class Request(Protocol):
         ...
 
     @property
-    def chosen(self) -> tuple[str, ...]:
+    def override_paths(self) -> tuple[str, ...]:
         """The paths of the fields that the command line or the program sets."""
         ...
 
@@ -59,14 +59,14 @@ class Job:
     limit: int | None  # bytes of device memory that the run may use; None for all of the device memory
     goodput: Any
     # Calls the training and turns user errors into exit codes; other exceptions propagate.
-    guarded: Callable[[Callable[[], int]], int]
+    handle_errors: Callable[[Callable[[], int]], int]
     resume: Literal["auto", "never", "must"] = "auto"  # what to do if there are checkpoints
     force: bool = False  # resume on different data; train even if the step does not fit
     dry_run: bool = False
     workdir: Any = field(init=False)  # opened when the run starts
     failure: BaseException | None = None  # the exception that ended training, if the exit code stands for one
 
-    def experiment_of(self, config: Config, rule_lines: list[str]) -> Any:
+    def rebuild_experiment(self, config: Config, rule_lines: list[str]) -> Any:
         """Return the experiment after the request's config was resolved for an accelerator.
 
         Args:

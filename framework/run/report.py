@@ -11,9 +11,9 @@ import numpy as np
 
 from plimsoll.framework.data.batches import Pipeline
 from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.inference.evaluation import describe_share
 from plimsoll.framework.inference.generation import Generator
-from plimsoll.framework.inference.held_out import share_of
-from plimsoll.framework.inference.images import Images
+from plimsoll.framework.inference.images import ImageSampler
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.program.program import Program
@@ -55,7 +55,7 @@ def compression_lines(
         bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)
         if math.isnan(bits):
             continue
-        share = share_of(data, name, limit)
+        share = describe_share(data, name, limit)
         part = ""
         if share:
             part = f" of {share} (all: plimsoll evaluate --workdir={workdir} --validation)"
@@ -91,11 +91,11 @@ def _why_behind(tools: list[str], seq_len: int) -> str:
 
 def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
     """Sample 64 images, uint8 [64, H, W, C]; None if the model does not generate images."""
-    if not program.experiment.model.draws_images:
+    if not program.experiment.model.generates_images:
         return None
     options = program.experiment.trainer
     has_averages = bool(state["ema"])
-    images = Images(program, state, averaged=has_averages)
+    images = ImageSampler(program, state, averaged=has_averages)
     return images.sample(_NUM_SAMPLE_IMAGES, options.sample_temperature, options.seed)
 
 

@@ -16,7 +16,7 @@ from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.config.changes import config_changes
-from plimsoll.framework.config.nested import part_at
+from plimsoll.framework.config.nested import get_value_at
 from plimsoll.framework.data.batches import Pipeline
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.program.program import Program
@@ -24,10 +24,10 @@ from plimsoll.framework.program.program import Program
 # Type of `extra`, the JSON part of a checkpoint.
 Extra = Mapping[str, Any]
 # Config sections and data fields that affect neither the arrays nor the order of the data.
-_APART = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
-_NOT_OF_THE_ORDER = ("global_batch_size", "validation", "prefetch", "cache_dir")
+_UNRELATED_SECTIONS = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
+_ORDER_INDEPENDENT = ("global_batch_size", "validation", "prefetch", "cache_dir")
 # Number of mismatched leaves shown in addition to the fields that changed.
-_LINES = 8
+_MAX_TABLE_LINES = 8
 
 
 def check(checkpointer: Checkpointer, program: Program, config: Config, *, force: bool) -> BatchOrder:
@@ -54,23 +54,27 @@ def check(checkpointer: Checkpointer, program: Program, config: Config, *, force
     with suppress(CheckpointCorruptError):
         extra = checkpointer.manifest(newest_step).extra
         try:
-            checkpointer.compare(newest_step, program.abstract_stored)
+            checkpointer.compare(newest_step, program.abstract_checkpoint)
         except CheckpointMismatchError as error:
-            raise _naming_fields(error, extra, config) from None
-        difference_of_data(extra, data, config, force=force)
+            raise _add_changed_fields(error, extra, config) from None
+        describe_data_change(extra, data, config, force=force)
         return order_after(extra, newest_step, data)
     return BatchOrder()
 
 
-def _naming_fields(error: CheckpointMismatchError, extra: Extra, config: Config) -> CheckpointMismatchError:
+def _add_changed_fields(error: CheckpointMismatchError, extra: Extra, config: Config) -> CheckpointMismatchError:
     """Prefix the error with the config fields that changed and may have caused it."""
-    changes = [change for change in config_changes(extra["config"], config.to_dict()) if not _is_under(change, _APART)]
+    changes = [
+        change
+        for change in config_changes(extra["config"], config.to_dict())
+        if not _is_under(change, _UNRELATED_SECTIONS)
+    ]
     if not changes:
         return error
     # The table may have hundreds of leaves. The first ones show the problem.
     lines = str(error).splitlines()
-    if len(lines) > _LINES:
-        lines[_LINES:] = [f"  ... and {len(lines) - _LINES} lines more"]
+    if len(lines) > _MAX_TABLE_LINES:
+        lines[_MAX_TABLE_LINES:] = [f"  ... and {len(lines) - _MAX_TABLE_LINES} lines more"]
     table = "\n".join(lines)
     return CheckpointMismatchError(f"the checkpoint has another {', another '.join(changes)}\n{table}")
 
@@ -93,7 +97,7 @@ def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
             is_rate = path.startswith("learner.") and path.endswith(".learning_rate")
             if not is_rate or not isinstance(value, int | float):
                 continue
-            was_schedule = isinstance(part_at(old_config, path), dict)
+            was_schedule = isinstance(get_value_at(old_config, path), dict)
             if was_schedule:
                 config.set_path(path, config_for(optax.constant_schedule, value=float(value)))
                 lines.append(f"config.{path}: {value} from here on, as a constant schedule")
@@ -106,17 +110,17 @@ def _is_under(change: str, names: tuple[str, ...]) -> bool:
     return path.removeprefix("config.").partition(".")[0] in names
 
 
-def old_batch_size(extra: Extra, data: Pipeline) -> int:
+def get_old_batch_size(extra: Extra, data: Pipeline) -> int:
     """Return the batch size at the checkpoint. Earlier versions stored it only in the config."""
     old_config = extra.get("config") or {}
-    of_config = (old_config.get("data") or {}).get("global_batch_size", data.global_batch_size)
-    return int(extra["data"].get("batch_size", of_config))
+    from_config = (old_config.get("data") or {}).get("global_batch_size", data.global_batch_size)
+    return int(extra["data"].get("batch_size", from_config))
 
 
 def order_after(extra: Extra, step: int, data: Pipeline) -> BatchOrder:
     """Return the batch order of a run that resumes from a checkpoint."""
-    stored = BatchOrder.stored(extra["data"])
-    return stored.continued(step, old_batch_size(extra, data), data.global_batch_size)
+    stored = BatchOrder.from_json(extra["data"])
+    return stored.with_batch_size(step, get_old_batch_size(extra, data), data.global_batch_size)
 
 
 def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
@@ -133,30 +137,30 @@ def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
 
 def batch_lines(extra: Extra, step: int, data: Pipeline) -> list[str]:
     """Return the lines to show if a run resumes with a different batch size."""
-    old_size = old_batch_size(extra, data)
+    old_size = get_old_batch_size(extra, data)
     new_size = data.global_batch_size
     if old_size == new_size:
         return []
-    sequence = BatchOrder.stored(extra["data"]).sequences_after(step, old_size)
+    sequence = BatchOrder.from_json(extra["data"]).sequences_after(step, old_size)
     return [
         f"global batch {old_size} -> {new_size}: the data order continues at sequence {sequence:,}, not at step {step}"
     ]
 
 
-def difference_of_data(extra: Extra, data: Pipeline, config: Config, *, force: bool) -> str | None:
+def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force: bool) -> str | None:
     """Describe how the data differs from the checkpoint's, ignoring the batch size; None if it does not differ.
 
     Raises:
         ValueError: the data differs, and `force` is not set.
     """
     old_fingerprint = extra["data"]["fingerprint"]
-    fingerprint = data.fingerprint_at(old_batch_size(extra, data))
+    fingerprint = data.fingerprint_at(get_old_batch_size(extra, data))
     if old_fingerprint == fingerprint:
         return None
     old_config = extra["config"].get("data") or {}
     changes = []
     for change in config_changes(old_config, config.to_dict()["data"]):
-        if not _is_under(change, _NOT_OF_THE_ORDER):
+        if not _is_under(change, _ORDER_INDEPENDENT):
             changes.append(change.replace("config.", "config.data.", 1))
     if not changes:
         changes.append("config.data.source: the same name, other content")

@@ -8,25 +8,25 @@ from contextlib import contextmanager
 
 import jax
 
-from plimsoll.framework.checkpoint import remains
+from plimsoll.framework.checkpoint import leftover_files
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from plimsoll.framework.config import Config
 from plimsoll.framework.config.changes import config_changes
-from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
-from plimsoll.framework.metrics.patient import PatientWriter
-from plimsoll.framework.metrics.services import MlflowWriter
+from plimsoll.framework.metrics.retrying import RetryingWriter
 from plimsoll.framework.metrics.throughput import Throughput
+from plimsoll.framework.metrics.tracking_services import MlflowWriter
 from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.program.run_length import changed_length
+from plimsoll.framework.program.run_length import report_length_change
 from plimsoll.framework.run import resuming
 from plimsoll.framework.schedules.step import State
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -119,7 +119,7 @@ class Run:
         if not self.checkpointer.steps():
             self.goodput.go_back({})
             if distributed.is_primary():
-                remains.record_start(self.workdir.path)
+                leftover_files.record_start(self.workdir.path)
             # Drop the rows of a run that was killed before its first checkpoint.
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
                 self.writer.resume(0)
@@ -134,12 +134,12 @@ class Run:
         step = self.restore()
         for change in config_changes(self._extra["config"], self.config.to_dict()):
             self.progress.print(f"config changed since the checkpoint: {change}")
-        for line in changed_length(self._extra["config"], self.config):
+        for line in report_length_change(self._extra["config"], self.config):
             self.progress.print(line)
         for line in resuming.batch_lines(self._extra, step, self.data):
             self.progress.print(line)
         # Check again: the restored checkpoint may be older than the one checked before.
-        difference = resuming.difference_of_data(self._extra, self.data, self.config, force=force)
+        difference = resuming.describe_data_change(self._extra, self.data, self.config, force=force)
         if difference:
             self.progress.print(f"{difference}; going on, as --force says")
         self.pulse.note(step=step)
@@ -156,7 +156,7 @@ class Run:
                     evaluation |= {
                         name: value for name, value in row.items() if name.startswith(("eval/", "eval_ema/"))
                     }
-        evaluation = distributed.from_primary(evaluation)
+        evaluation = distributed.broadcast_from_primary(evaluation)
         names = self.data.validation_names
         if names and all(any(key.startswith(f"eval/{name}/") for key in evaluation) for name in names):
             self.evaluation = evaluation
@@ -181,7 +181,7 @@ class Run:
         """Record the commit of a step, and flush the rows of metrics up to it to disk."""
         if self.workdir.metrics.exists():
             durable.sync(self.workdir.metrics)
-        remains.record_saved(self.workdir.path, step)
+        leftover_files.record_saved(self.workdir.path, step)
 
     def initialize(self) -> None:
         """Fill the state with initial values or pretrained weights."""
@@ -196,18 +196,18 @@ class Run:
             first_index = self.batch_order.batch_after(0)
             first_batch = self.data.train_batch(first_index, self.program.rows)
             with phase("fitting the first values to the first batch", patience=SHORT):
-                self.state = self.program.calibrated(self.state, self.program.put(first_batch))
+                self.state = self.program.calibrate_state(self.state, self.program.put(first_batch))
                 jax.block_until_ready(self.state)
 
     def restore(self) -> int:
         """Fill the state from the newest valid checkpoint; returns its step."""
         # Free the old arrays first, so that there is never a second copy.
         self.state = {}
-        restored = self.checkpointer.restore_latest(self.program.abstract_stored)
+        restored = self.checkpointer.restore_latest(self.program.abstract_checkpoint)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
         with phase("placing what was read", patience=SHORT):
-            self.state = self.program.restored(restored.state)
+            self.state = self.program.from_checkpoint(restored.state)
         self._extra = restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
@@ -230,13 +230,13 @@ class Run:
         }
         # The previous save may have failed in the background. Report that separately: `save` would raise its error
         # and then save nothing.
-        with self._failures_told(step):
+        with self._report_save_failures(step):
             self.checkpointer.wait()
-        with self._failures_told(step):
-            self.checkpointer.save(step, self.program.stored(self.state), extra)
+        with self._report_save_failures(step):
+            self.checkpointer.save(step, self.program.to_checkpoint(self.state), extra)
 
     @contextmanager
-    def _failures_told(self, step: int) -> Iterator[None]:
+    def _report_save_failures(self, step: int) -> Iterator[None]:
         """Report a failed save instead of raising its error."""
         try:
             yield
@@ -244,13 +244,13 @@ class Run:
             saved_steps = self.checkpointer.steps()
             self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {saved_steps or 'none'}. Training goes on.")
 
-    def saved(self, step: int) -> bool:
+    def wait_until_saved(self, step: int) -> bool:
         """Wait for pending saves. Returns whether this step is on disk."""
-        with self.goodput.during("save"), self._failures_told(step):
+        with self.goodput.during("save"), self._report_save_failures(step):
             self.checkpointer.wait()
         return step in self.checkpointer.steps()
 
-    def wishes_save(self) -> bool:
+    def timed_save_is_due(self) -> bool:
         """Return whether a save by the clock is due. Only the clock of process 0 counts."""
         minutes = self.options.save_every_minutes
         if minutes is None or not distributed.is_primary():
@@ -282,7 +282,7 @@ class Run:
         return {
             "time": round(time.time(), 3),
             f"{self.data.item}s": num_items,
-            "epoch": self.data.epochs_of(num_batches, origin),
+            "epoch": self.data.count_epochs(num_batches, origin),
         }
 
     def _services(self) -> list[Writer]:
@@ -306,7 +306,7 @@ class Run:
         if uri is not None:
             fields = {field: as_text(value) for field, value in self.config.walk() if field}
             mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
-            services.append(PatientWriter(mlflow, "MLflow", self.progress.print))
+            services.append(RetryingWriter(mlflow, "MLflow", self.progress.print))
         return services
 
     def _writers(self, services: list[Writer]) -> Writer:
@@ -316,8 +316,8 @@ class Run:
         say = self.progress.print
         jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
         # A full disk does not end a run: rows wait in memory until there is space.
-        writers: list[Writer] = [PatientWriter(jsonl, "metrics.jsonl", say)]
+        writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", say)]
         if self.options.tensorboard:
             tensorboard = TensorBoardWriter(self.workdir.tensorboard)
-            writers.append(PatientWriter(tensorboard, "tensorboard", say))
+            writers.append(RetryingWriter(tensorboard, "tensorboard", say))
         return MultiWriter([*writers, *services])

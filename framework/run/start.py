@@ -20,9 +20,9 @@ from plimsoll.framework.devices.executables import use_compilation_cache
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import UNLIMITED, Health, Pulse
-from plimsoll.framework.run import mistakes, resuming
-from plimsoll.framework.run.finished import LastCheckpoint, known_length, last_checkpoint
+from plimsoll.framework.run import resuming, user_errors
 from plimsoll.framework.run.job import Job
+from plimsoll.framework.run.last_checkpoint import LastCheckpoint, find_last_checkpoint, get_run_length
 from plimsoll.framework.terminal import interrupts, phases
 from plimsoll.framework.terminal.exit_codes import REFUSED, ExitCode
 
@@ -46,7 +46,7 @@ def execute(job: Job, cluster: distributed.Cluster | None) -> int:
         ProcessesMissingError: the processes of the run did not find each other.
         ValueError, OSError: the workdir is in use, cannot be used, or holds checkpoints that must not be resumed.
     """
-    last = None if job.dry_run else last_checkpoint(job.folder)
+    last = None if job.dry_run else find_last_checkpoint(job.folder)
     if last is not None and job.resume == "never":
         last.refuse()
     # Check this before JAX starts, so that a finished run reports it immediately.
@@ -68,7 +68,7 @@ def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
         config: config before accelerator rules are applied.
         is_primary: whether this is process 0.
     """
-    end = known_length(config)
+    end = get_run_length(config)
     if end is None or not last.ends(end):
         return False
     if is_primary:
@@ -86,11 +86,11 @@ def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
     start_devices()
     if not distributed.is_primary():
         # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
-        phases.hush()
+        phases.mute()
     if cluster is not None and distributed.is_primary():
         # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
         # code.
-        interrupts.at_end(lambda number, line: time.sleep(_OTHERS_SECONDS))
+        interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
 
 
 def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
@@ -101,7 +101,7 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
         last: the newest checkpoint of the workdir; None if there is none that counts.
     """
     workdir = job.workdir
-    # Applies to errors raised before `_guarded`. A run that is already over changes nothing either.
+    # Applies to errors raised before `_train_and_record`. A run that is already over changes nothing either.
     code = ExitCode.USAGE
     try:
         if distributed.is_primary():
@@ -111,9 +111,9 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
         _check_workdir_is_shared(workdir)
         if last is not None and _epochs_are_over(last, job):
             return ExitCode.DONE
-        # Seen by `finally` if `_guarded` raises.
+        # Seen by `finally` if `_train_and_record` raises.
         code = ExitCode.FAILED
-        code = _guarded(job)
+        code = _train_and_record(job)
         return code
     finally:
         refused = code in REFUSED
@@ -122,10 +122,10 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
 
 def _check_workdir_is_shared(workdir: Workdir) -> None:
     """Raise FileNotFoundError in every process if any of them does not see the files that process 0 wrote."""
-    owner = distributed.from_primary(workdir.owner())
-    seen = workdir.sees(owner)
+    owner = distributed.broadcast_from_primary(workdir.owner())
+    seen = workdir.has_same_lock(owner)
     # Collective: otherwise a process that sees the folder would later hang waiting for one that does not.
-    if not distributed.everywhere(seen):
+    if not distributed.is_true_on_all(seen):
         who = "another process of it"
         if not seen:
             who = f"process {jax.process_index()} on host {socket.gethostname()}"
@@ -146,8 +146,8 @@ def _epochs_are_over(last: LastCheckpoint, job: Job) -> bool:
         return False
     primary = distributed.is_primary()
     barrier = partial(distributed.barrier, "finished")
-    meet = partial(job.workdir.meet, barrier, is_primary=primary)
-    data.setup(job.workdir.path, is_primary=primary, barrier=meet)
+    sync_processes = partial(job.workdir.sync_processes, barrier, is_primary=primary)
+    data.setup(job.workdir.path, is_primary=primary, barrier=sync_processes)
     order = resuming.order_after({"config": last.config, "data": last.data}, last.step, data)
     epoch_steps = data.epoch_steps(options.max_epochs, order.origin)
     end = min(options.known_steps or epoch_steps, epoch_steps)
@@ -157,7 +157,7 @@ def _epochs_are_over(last: LastCheckpoint, job: Job) -> bool:
     return ends
 
 
-def _guarded(job: Job) -> int:
+def _train_and_record(job: Job) -> int:
     """Train, and record how it ended. With several processes, a failing one exits without waiting for the others."""
     workdir = job.workdir
     goodput = job.goodput
@@ -171,12 +171,12 @@ def _guarded(job: Job) -> int:
         reason = ""
         try:
             # User errors become exit codes here; the pulse then records the code.
-            code = job.guarded(lambda: _train(job, pulse))
+            code = job.handle_errors(lambda: _train(job, pulse))
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"[:500]
             if count == 1:
                 if goodput.phase not in UNLIMITED:
-                    error.add_note(mistakes.IN_THE_LOOP)
+                    error.add_note(user_errors.DURING_TRAINING)
                 raise
             peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
             code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED

@@ -9,10 +9,10 @@ import jax
 
 from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.metrics.throughput import MetricsBuffer
-from plimsoll.framework.plan.guard import Need
+from plimsoll.framework.plan.device_budget import MemoryNeed
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.run.hooks import (
-    Agree,
+    CheckReplicas,
     Evaluate,
     Guard,
     Hook,
@@ -41,7 +41,7 @@ class Trainer:
         hooks: the user's own hooks; they are called after the built-in hooks.
     """
 
-    def __init__(self, run: Run, need: Need, hooks: Sequence[Hook] = ()):
+    def __init__(self, run: Run, need: MemoryNeed, hooks: Sequence[Hook] = ()):
         self.run = run
         # The order matters: Guard ends the run or rolls it back before anything from a bad step is written, and Agree
         # detects replicas that differ before Save writes them.
@@ -49,7 +49,7 @@ class Trainer:
             Guard(),
             Report(),
             Evaluate(),
-            Agree(),
+            CheckReplicas(),
             Save(),
             Profile(),
             Prediction(need),
@@ -96,14 +96,14 @@ class Trainer:
             for hook in self.hooks:
                 hook.at_end(run, step)
             with phase("waiting for the last checkpoint to be written", patience=SHORT):
-                is_saved = run.saved(step)
+                is_saved = run.wait_until_saved(step)
             if not is_saved:
                 saved_steps = run.checkpointer.steps()
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {saved_steps or 'none'}")
             if self.agreed["stop"]:
                 return self.agreed["stop"]
             # A signal may arrive after the last vote, because evaluating and saving take a while.
-            last_signal = distributed.greatest(next(iter(run.signals), 0))
+            last_signal = distributed.reduce_max(next(iter(run.signals), 0))
             return last_signal or None
 
     def _save_after_error(self, first_step: int) -> None:
@@ -117,7 +117,7 @@ class Trainer:
             self._metrics(self._buffer.take(keep=0))
         if self._step not in run.checkpointer.steps():
             run.save(self._step)
-        if run.saved(self._step):
+        if run.wait_until_saved(self._step):
             run.progress.print(
                 f"step {self._step} was saved; once the error below is repaired, the same command goes on"
             )
@@ -153,9 +153,9 @@ class Trainer:
         # The checkpoint may be older than earlier rollbacks: the batches they left out stay left out.
         left_out = (*run.batch_order.left_out, bad_batch)
         # Wait for a checkpoint that is being written, so that it counts.
-        run.saved(bad_step)
+        run.wait_until_saved(bad_step)
         # All processes must take the same branch, even if they see different directory contents.
-        if distributed.from_primary(bool(run.checkpointer.steps())):
+        if distributed.broadcast_from_primary(bool(run.checkpointer.steps())):
             step = run.restore()
             run.batch_order = run.batch_order.without(*left_out)
         else:
@@ -179,7 +179,7 @@ class Trainer:
             return self._run_steps(step, until_reported)
 
     def _run_steps(self, step: int, until_reported: ExitStack) -> int:
-        """Run the loop of `_steps`. Closes `until_reported` at the first line about a step."""
+        """Run the loop of `_evaluate_steps`. Closes `until_reported` at the first line about a step."""
         run = self.run
         # The first line may take minutes. Later lines come at a known pace.
         first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
@@ -231,7 +231,7 @@ class Trainer:
         run = self.run
         votes = {
             "stop": next(iter(run.signals), 0),
-            "save": int(run.wishes_save()),
+            "save": int(run.timed_save_is_due()),
         }
         if jax.process_count() == 1:
             self.agreed = votes

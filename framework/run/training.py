@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from plimsoll.framework.checkpoint import remains
+from plimsoll.framework.checkpoint import leftover_files
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.devices.accelerators import accelerator_name
@@ -16,21 +16,21 @@ from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.inference.images import save_grid
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
-from plimsoll.framework.metrics.services import check_installed
+from plimsoll.framework.metrics.tracking_services import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.plan import guard, host_room
-from plimsoll.framework.plan.guard import Need
-from plimsoll.framework.plan.start_table import start_report
+from plimsoll.framework.plan import device_budget, host_budget
+from plimsoll.framework.plan.device_budget import MemoryNeed
+from plimsoll.framework.plan.start_table import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
-from plimsoll.framework.run import answers, canary, load_line, resuming
-from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_first_values
-from plimsoll.framework.run.hooks import NonFiniteError, own_hooks
+from plimsoll.framework.run import autotune, held_out_answers, offload_self_test, resuming
+from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
+from plimsoll.framework.run.hooks import NonFiniteError, build_user_hooks
 from plimsoll.framework.run.job import Job
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.run import Run
@@ -50,8 +50,8 @@ class Training:
     """
 
     saved_step: int | None  # step of the newest checkpoint; set by `_prepare`
-    begins: bool  # whether the workdir holds no checkpoint; set by `_prepare`
-    need: Need  # memory that the step needs; set by `_plan`
+    is_new_run: bool  # whether the workdir holds no checkpoint; set by `_prepare`
+    need: MemoryNeed  # memory that the step needs; set by `_plan`
     run: Run  # set when training starts
 
     def __init__(self, job: Job, pulse: Pulse):
@@ -59,14 +59,14 @@ class Training:
         self.job = job
         self.workdir = job.workdir
         self.pulse = pulse
-        self.load_line: load_line.Settled | None = None
+        self.autotune: autotune.TuneResult | None = None
         if config.memory.auto:
-            self.load_line = load_line.settled(job, config)
-            config = self.load_line.config
+            self.autotune = autotune.tune_memory(job, config)
+            config = self.autotune.config
         self.config = config
-        lines = [*self.rule_lines, *(self.load_line.lines if self.load_line else [])]
-        self.experiment: Experiment = job.experiment_of(config, lines)
-        self.hooks = own_hooks(self.options.hooks)
+        lines = [*self.rule_lines, *(self.autotune.lines if self.autotune else [])]
+        self.experiment: Experiment = job.rebuild_experiment(config, lines)
+        self.hooks = build_user_hooks(self.options.hooks)
         self.program = Program(self.experiment)
         if jax.default_backend() == "cpu":
             keep_freed_memory()
@@ -84,10 +84,10 @@ class Training:
     def execute(self) -> int:
         """Run everything from the start table to the last picture; returns the exit code."""
         with self.progress:
-            self._tell(self.job.request.notes)
-            self._tell(self.rule_lines)
-            if self.load_line:
-                self._tell(self.load_line.lines)
+            self._print_lines(self.job.request.notes)
+            self._print_lines(self.rule_lines)
+            if self.autotune:
+                self._print_lines(self.autotune.lines)
             self._prepare()
             code = self._plan()
             if code is None:
@@ -102,7 +102,7 @@ class Training:
         """The trainer's options in the current experiment."""
         return self.experiment.trainer
 
-    def _tell(self, lines: list[str]) -> None:
+    def _print_lines(self, lines: list[str]) -> None:
         """Print lines above the progress bar and into the log."""
         for line in lines:
             self.progress.print(line)
@@ -110,20 +110,20 @@ class Training:
     def _prepare(self) -> None:
         """Inspect the workdir, prepare the data, and determine the length of the run."""
         check_installed(self.options.wandb_project, self.options.mlflow_uri)
-        notes = remains.check(self.workdir, self.job.resume, self.config.to_dict())
-        self._tell(notes)
+        notes = leftover_files.check(self.workdir, self.job.resume, self.config.to_dict())
+        self._print_lines(notes)
         saved_steps = Checkpointer(directory=self.workdir.checkpoints, read_only=True).steps()
         self.saved_step = max(saved_steps, default=None)
-        self.begins = not saved_steps
+        self.is_new_run = not saved_steps
         pretrained = self.experiment.pretrained
-        if pretrained is not None and self.begins:
+        if pretrained is not None and self.is_new_run:
             # Report a bad weights directory before anything is compiled.
             pretrained.places(self.experiment.language_model)
         self._prepare_data()
         checkpointer = Checkpointer(directory=self.workdir.checkpoints, read_only=True)
         kept_lines = resuming.keep_counters(checkpointer, self.config)
         if kept_lines:
-            self._tell(kept_lines)
+            self._print_lines(kept_lines)
             self.experiment = self.config.instantiate(data=self.experiment.data)
             self.program = Program(self.experiment)
         # Check this before anything is compiled.
@@ -131,24 +131,24 @@ class Training:
         max_epochs = self.options.max_epochs
         if max_epochs is not None:
             epoch_steps = self.experiment.data.epoch_steps(max_epochs, order.origin)
-            self._tell(set_length(self.config, epoch_steps))
+            self._print_lines(set_length(self.config, epoch_steps))
             if self.config.trainer.max_steps != self.options.known_steps:
                 # Pass the prepared data on: it does not depend on the length.
                 self.experiment = self.config.instantiate(data=self.experiment.data)
                 self.program = Program(self.experiment)
             self.progress.set_total(self.options.max_steps)
-        self._tell(rate_notes(self.config.learner, self.options.max_steps))
+        self._print_lines(rate_notes(self.config.learner, self.options.max_steps))
         if self.experiment.companion is not None:
-            self.experiment.companion.check_files(self.program, self.workdir.path, begins=self.begins)
+            self.experiment.companion.check_files(self.program, self.workdir.path, is_new_run=self.is_new_run)
 
     def _prepare_data(self) -> None:
         """Prepare the data: process 0 tokenizes, and the others wait for its files."""
         barrier = partial(distributed.barrier, "data")
-        meet = partial(self.workdir.meet, barrier, is_primary=self.primary)
+        sync_processes = partial(self.workdir.sync_processes, barrier, is_primary=self.primary)
         with self.job.goodput.during("data"), phase("preparing data", patience=SHORT):
-            self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=meet)
+            self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=sync_processes)
 
-    def _begins_at(self) -> str:
+    def _describe_start(self) -> str:
         """Describe the step that the run starts at and the source of its weights."""
         if self.saved_step is not None:
             return f"step {self.saved_step:,}, resumed from {self.workdir.checkpoints}"
@@ -164,28 +164,28 @@ class Training:
         """
         job = self.job
         goodput = job.goodput
-        report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
+        report = build_start_table(job.request.spec, self.program, starts_at=self._describe_start())
         self.progress.print(render(report))
         warnings = self.experiment.data.warnings()
         if self.experiment.pretrained is not None:
             warnings = [*warnings, *self.experiment.pretrained.warnings(self.experiment.data.seq_len)]
-        self._tell([f"warning: {warning}" for warning in warnings])
-        host_room.check_host(self.program)
+        self._print_lines([f"warning: {warning}" for warning in warnings])
+        host_budget.check_host(self.program)
         goodput.enter("compile")
         # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
-        if self.begins and self.experiment.pretrained is None and not job.dry_run:
-            begin_first_values(self.program)
+        if self.is_new_run and self.experiment.pretrained is None and not job.dry_run:
+            begin_init(self.program)
         if self.experiment.health.canary:
             with phase("checking offloading on a small model", patience=SHORT):
-                line = canary.check(self.config, self.program)
+                line = offload_self_test.check(self.config, self.program)
             if line:
                 self.progress.print(line)
-        self.need = guard.need(self.program)
-        refusal = guard.refusal(self.config, self.program, self.need, job.limit)
+        self.need = device_budget.measure_need(self.program)
+        refusal = device_budget.explain_refusal(self.config, self.program, self.need, job.limit)
         # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
         distributed.barrier("planned")
         goodput.enter("start")
-        if not distributed.everywhere(refusal is None):
+        if not distributed.is_true_on_all(refusal is None):
             message = refusal or "another process of this run has less memory than the training step needs"
             self.progress.print(message)
             if not job.force or self.need.message:
@@ -218,14 +218,14 @@ class Training:
             if self.experiment.companion is not None:
                 # Open it before the state exists: an auxiliary model may need the memory.
                 self.experiment.companion.open(
-                    self.program, self.workdir.path, begins=self.begins, tell=self.progress.print
+                    self.program, self.workdir.path, is_new_run=self.is_new_run, log=self.progress.print
                 )
             with phase("opening the run", patience=SHORT):
                 step = self.run.start(force=force)
             if self.primary:
                 write_json(self.workdir.config, self.config.to_dict())
-                if self.load_line:
-                    write_json(self.workdir.path / load_line.FILE, self.load_line.record)
+                if self.autotune:
+                    write_json(self.workdir.path / autotune.FILE, self.autotune.record)
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")
@@ -254,16 +254,16 @@ class Training:
         if self.primary:
             self._draw(images)
             if table:
-                self.progress.print(_picture("answers", partial(answers.write_table, self.workdir, table)))
-        self._tell(answers.table_lines(table))
+                self.progress.print(_picture("answers", partial(held_out_answers.write_table, self.workdir, table)))
+        self._print_lines(held_out_answers.table_lines(table))
         if text is not None:
             self.progress.print(f"sample, continuing {self.options.sample_prompt!r}:\n{text}")
         limit = self.options.eval_batches
-        self._tell(compression_lines(self.experiment.data, self.run.evaluation, limit, self.workdir.path))
+        self._print_lines(compression_lines(self.experiment.data, self.run.evaluation, limit, self.workdir.path))
         steps = self.run.checkpointer.steps()
         self.progress.print(f"checkpoint: {self.workdir.checkpoints} (steps {steps})")
 
-    def _sample(self) -> tuple[str | None, Any, answers.Table]:
+    def _sample(self) -> tuple[str | None, Any, held_out_answers.AnswerTable]:
         """Sample (text, images, answers) from the trained model; None or [] for what it does not produce.
 
         Every process takes part. The state is deleted afterwards, which frees its memory for another training in this
@@ -271,10 +271,10 @@ class Training:
         """
         state = self.run.state
         self.run.state = {}
-        state = self.program.joined(state)
+        state = self.program.join_stacks(state)
         text = sample_text(self.program, state)
         images = sample_images(self.program, state)
-        table = answers.answer_table(self.program, state)
+        table = held_out_answers.answer_table(self.program, state)
         return text, images, table
 
     def _draw(self, images: Any) -> None:
@@ -307,7 +307,7 @@ class Training:
 
 def _reports_experts(model: Chain) -> bool:
     """Return whether any router of the model reports the load of each expert."""
-    layers = [layer for stack in model.stacks.values() for layer in stack.unit.walk()]
+    layers = [layer for stack in model.stacks.values() for layer in stack.pattern.walk()]
     return any(isinstance(layer, Router) and layer.expert_metrics for layer in layers)
 
 

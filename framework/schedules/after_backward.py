@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, merge
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
@@ -28,7 +28,7 @@ def update_whole(
     state: State,
     grads: Nested,
     decision: Decision,
-) -> Update:
+) -> LayerUpdate:
     """Update all layers at once, after fetching all of the state to the device."""
     optimizer = layout.fetch("optimizer", state["optimizer"])
     ema = layout.fetch("ema", state["ema"])
@@ -52,7 +52,7 @@ def build_step(
             Nested,
             Decision,
         ],
-        Update,
+        LayerUpdate,
     ] = update_whole,
 ) -> Step:
     """Return the training step, to be jitted with the layout's shardings and a donated state.
@@ -69,7 +69,7 @@ def build_step(
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
-        (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
+        (loss, out), grads = accumulate_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
             norm = learner.norm(grads)
             decision = learner.decide(loss, norm, state["counter"])
@@ -79,7 +79,7 @@ def build_step(
     return step
 
 
-def accumulated_gradients(
+def accumulate_gradients(
     model: Chain,
     learner: Learner,
     state: State,
@@ -91,18 +91,18 @@ def accumulated_gradients(
     residuals.
     """
 
-    frozen = model.split_units(state["frozen"], ctx.remat)
+    frozen = model.unstack_layers(state["frozen"], ctx.remat)
 
-    def loss_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
+    def compute_loss(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
         return model.loss(merge(params, frozen), ctx, buffers)
 
-    loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    loss_and_grad = jax.value_and_grad(compute_loss, has_aux=True)
 
     def compute_grads(params: Nested, ctx: Context, buffers: Nested) -> tuple[tuple[jax.Array, Out], Nested]:
         # The layers of an unrolled stack are separate arguments: the gradient of a slice of a stack would be a full
         # stack of zeros except for that slice, once for each layer.
-        results, grads = loss_and_grad(model.split_units(params, ctx.remat), ctx, buffers)
-        return results, model.join_units(grads)
+        results, grads = loss_and_grad(model.unstack_layers(params, ctx.remat), ctx, buffers)
+        return results, model.stack_layers(grads)
 
     count = learner.accumulate
     if count == 1:

@@ -1,7 +1,7 @@
 """A stage-by-stage and layer-by-layer backward pass that hands on each gradient immediately.
 
 `jax.value_and_grad` returns all gradients together. Here stages run forward one after the other, stacks in a loop
-(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to a `visit` hook.
+(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to a `on_grads` hook.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers import sums
+from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout
 from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.backward_hooks import BackwardHooks, BackwardState, GradientHook, LayerHooks
+from plimsoll.framework.schedules.layer_computation import Carry, Cotangent
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_pass import StackPass, StackPull
 from plimsoll.framework.schedules.stage_pass import StagePass, StagePull
-from plimsoll.framework.schedules.unit import Carry, Cotangent
-from plimsoll.framework.schedules.visits import Turns, Visit, Visits, Work
 
-_NO_TURNS = Turns()
+_NO_LAYER_HOOKS = LayerHooks()
 
 
 class Pull(Protocol):
@@ -30,15 +30,15 @@ class Pull(Protocol):
 
     def __call__(
         self,
-        work: Work,
-        visit: Visit,
-        turns: Turns = ...,
-    ) -> Work:
+        backward_state: BackwardState,
+        on_grads: GradientHook,
+        layer_hooks: LayerHooks = ...,
+    ) -> BackwardState:
         """Return the backward state after all hooks."""
         ...
 
 
-class Forward(NamedTuple):
+class ChainForward(NamedTuple):
     """The result of the forward pass.
 
     Attributes:
@@ -58,10 +58,10 @@ def forward(
     model: Chain,
     layout: StateLayout,
     memory: Memory,
-    weights: Work,
+    weights: BackwardState,
     ctx: Context,
     buffers: Nested,
-) -> Forward:
+) -> ChainForward:
     """Compute the objective, and prepare the backward pass.
 
     Args:
@@ -73,22 +73,22 @@ def forward(
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
     """
-    stages = StagePass.of(model, layout, memory, weights, ctx, buffers)
+    stages = StagePass.build(model, layout, memory, weights, ctx, buffers)
     carry: Carry = None
     outs: dict[str, Out] = {}
     stage_pulls: dict[str, StagePull] = {}
     stack_pulls: dict[str, StackPull] = {}
     for name in model.stages:
         if name in model.stacks:
-            stack = StackPass.of(stages, name, carry)
+            stack = StackPass.build(stages, name, carry)
             carry, outs[name], stack_pulls[name] = stack.forward(carry)
         else:
             carry, outs[name], stage_pulls[name] = stages.forward(name, carry)
-    out = model.merged(outs)
+    out = model.merge_outs(outs)
     assert out.loss is not None
     # The last carry is the last stage's loss, where cotangents start. The objective also has the losses of the
     # stack's layers, which join the backward pass at their layers.
-    return Forward(out.loss, out, _ChainPull(stages, carry, stage_pulls, stack_pulls))
+    return ChainForward(out.loss, out, _ChainPull(stages, carry, stage_pulls, stack_pulls))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ class _ChainPull:
     stage_pulls: dict[str, StagePull]
     stack_pulls: dict[str, StackPull]
 
-    def __call__(self, work: Work, visit: Visit, turns: Turns = _NO_TURNS) -> Work:
+    def __call__(
+        self, backward_state: BackwardState, on_grads: GradientHook, layer_hooks: LayerHooks = _NO_LAYER_HOOKS
+    ) -> BackwardState:
         """Run the backward pass; see `Pull`."""
         stages = self.stages
         first_stage = next(iter(stages.model.stages))
@@ -117,21 +119,23 @@ class _ChainPull:
         ct: Cotangent = jnp.ones_like(self.loss)
         for name in reversed(stages.model.stages):
             if name in stages.model.stacks:
-                work, ct, stack_sums = self.stack_pulls[name](work, ct, Visits(visit, turns))
+                backward_state, ct, stack_sums = self.stack_pulls[name](
+                    backward_state, ct, BackwardHooks(on_grads, layer_hooks)
+                )
                 # Layer ranges of one stack share these parameters, so their update waits for the first range.
-                shared_sums = sums.add(shared_sums, stack_sums) if shared_sums else stack_sums
+                shared_sums = grad_accumulation.add(shared_sums, stack_sums) if shared_sums else stack_sums
                 if shared_sums and name == first_stack:
-                    shared_grads = stages.sharded("shared", shared_sums)
-                    work = visit(work, "shared", shared_grads, None)
+                    shared_grads = stages.shard_gradients("shared", shared_sums)
+                    backward_state = on_grads(backward_state, "shared", shared_grads, None)
                 continue
             stage_grads, ct = self.stage_pulls[name](ct)
-            grads, tie_grads = stages.settled(name, stage_grads, tie_grads)
+            grads, tie_grads = stages.resolve_ties(name, stage_grads, tie_grads)
             if not grads:
                 continue
-            work = visit(work, name, grads, None)
+            backward_state = on_grads(backward_state, name, grads, None)
             if name != first_stage:
                 # The barrier makes the hook finish before the stack's loop starts: the head's update holds as much
                 # memory as its table.
-                stage_params, ct = jax.lax.optimization_barrier((work["parameter"][name], ct))
-                work = {**work, "parameter": {**work["parameter"], name: stage_params}}
-        return work
+                stage_params, ct = jax.lax.optimization_barrier((backward_state["parameter"][name], ct))
+                backward_state = {**backward_state, "parameter": {**backward_state["parameter"], name: stage_params}}
+        return backward_state

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.layout import MeshAxes, Nested, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Decision
+from plimsoll.framework.learner.update_types import Decision
 
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def add_tied(stage: str, tied: TiedGradients) -> TiedGradients:
 # --- sharding --------------------------------------------------------------------------------------------------------
 
 
-def sharded_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
+def shard_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
     """Constrain a gradient to its parameter's sharding, where the devices' partial sums are added up.
 
     Args:
@@ -110,7 +110,7 @@ def sharded_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Arr
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-class Tally(TypedDict):
+class GradStats(TypedDict):
     """Statistics of the gradients so far; scalars on the device.
 
     Attributes:
@@ -124,7 +124,7 @@ class Tally(TypedDict):
     updated: jax.Array
 
 
-class Judged(NamedTuple):
+class FiniteCheck(NamedTuple):
     """Result of a finiteness check of one stage's or layer's gradients.
 
     Attributes:
@@ -136,23 +136,23 @@ class Judged(NamedTuple):
     ok: jax.Array
 
 
-def judge(learner: Learner, ok: jax.Array, grads: Nested) -> Judged:
+def check_finite(learner: Learner, ok: jax.Array, grads: Nested) -> FiniteCheck:
     """Check whether gradients are finite and sum up their squares; `ok` is the result for the gradients before them."""
     squares = jnp.square(learner.norm(grads))
     # Once not ok, it stays not ok: later gradients of the backward pass depend on the same cotangents.
-    return Judged(squares, ok & jnp.isfinite(squares))
+    return FiniteCheck(squares, ok & jnp.isfinite(squares))
 
 
-def counted(tally: Tally, judged: Judged) -> Tally:
+def add_grad_stats(grad_stats: GradStats, finite_check: FiniteCheck) -> GradStats:
     """Add one more stage or layer to the statistics.
 
     The squared norms of the layers add up to the square of the global norm.
     """
-    squares = tally["squares"] + judged.squares
-    updated = tally["updated"] + judged.ok
-    return Tally(ok=judged.ok, squares=squares, updated=updated)
+    squares = grad_stats["squares"] + finite_check.squares
+    updated = grad_stats["updated"] + finite_check.ok
+    return GradStats(ok=finite_check.ok, squares=squares, updated=updated)
 
 
-def with_tally(decision: Decision, tally: Tally) -> Decision:
+def with_grad_stats(decision: Decision, grad_stats: GradStats) -> Decision:
     """Return the decision of a step that updates during its backward pass, with the norm and `ok` of the statistics."""
-    return decision._replace(norm=jnp.sqrt(tally["squares"]), ok=tally["ok"])
+    return decision._replace(norm=jnp.sqrt(grad_stats["squares"]), ok=grad_stats["ok"])

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, StateLayout
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
+from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward import forward
-from plimsoll.framework.schedules.gradients import Tally, counted, judge, with_tally
+from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientHook, LayerHooks
+from plimsoll.framework.schedules.chunked_update import update_group
+from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, check_finite, with_grad_stats
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.pieces import update_group
-from plimsoll.framework.schedules.state_ahead import Moving, StateAhead, UnitState
+from plimsoll.framework.schedules.optimizer_prefetch import MovedLeaves, OptimizerPrefetch, PrefetchedState
 from plimsoll.framework.schedules.step import Metrics, State, Step, finish, training_context
-from plimsoll.framework.schedules.streamed import bundle_specs
 from plimsoll.framework.schedules.streamed import check as check_platform
-from plimsoll.framework.schedules.visits import Turns, Visit, Work
+from plimsoll.framework.schedules.streamed import train_state_specs
 
-# Key of the backward state when layer state is prefetched: the UnitState of the layer that was updated last.
-_UNIT = "unit state"
+# Key of the backward state when layer state is prefetched: the PrefetchedState of the layer that was updated last.
+_LAYER_STATE = "layer state"
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
@@ -53,22 +53,22 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
         )
 
 
-def _turns(ahead: StateAhead) -> Turns:
+def _make_layer_hooks(prefetcher: OptimizerPrefetch) -> LayerHooks:
     """Return loop hooks that fetch and store layer state; the backward state holds that of the layer updated last."""
 
-    def begin_loop(work: Work, stack: str, index: jax.Array) -> Work:
-        return {**work, _UNIT: ahead.fetched(work, stack, index)}
+    def begin_loop(backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
+        return {**backward_state, _LAYER_STATE: prefetcher.fetch(backward_state, stack, index)}
 
-    def begin_unit(work: Work, stack: str, index: jax.Array) -> Work:
-        work, unit = ahead.exchanged(work, stack, work[_UNIT], index)
-        return {**work, _UNIT: unit}
+    def begin_layer(backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
+        backward_state, layer_state = prefetcher.exchange(backward_state, stack, backward_state[_LAYER_STATE], index)
+        return {**backward_state, _LAYER_STATE: layer_state}
 
-    def end_loop(work: Work, stack: str) -> Work:
-        stored = ahead.stored(work, stack, work[_UNIT])
+    def end_loop(backward_state: BackwardState, stack: str) -> BackwardState:
+        store = prefetcher.store(backward_state, stack, backward_state[_LAYER_STATE])
         # The next stack's layers have other shapes, so the key is dropped after the loop.
-        return {group: tree for group, tree in stored.items() if group != _UNIT}
+        return {group: tree for group, tree in store.items() if group != _LAYER_STATE}
 
-    return Turns(begin_loop, begin_unit, end_loop)
+    return LayerHooks(begin_loop, begin_layer, end_loop)
 
 
 def build_step(
@@ -81,9 +81,9 @@ def build_step(
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
-    learner.try_reach()
-    ahead = _state_ahead(learner, layout, memory, platform)
-    turns = Turns() if ahead is None else _turns(ahead)
+    learner.measure_localities()
+    prefetcher = _make_prefetcher(learner, layout, memory, platform)
+    layer_hooks = LayerHooks() if prefetcher is None else _make_layer_hooks(prefetcher)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
@@ -92,24 +92,24 @@ def build_step(
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":
-            measured = pull({**weights, "squares": zero}, _measuring(learner))
+            measured = pull({**weights, "squares": zero}, _make_norm_hook(learner))
             # The backward loop carries the weights and returns them, although nothing changed them.
             weights = {group: measured[group] for group in weights}
             norm = jnp.sqrt(measured["squares"])
         # In a single pass the norm is not known yet: it is set to zero, so that only the loss decides whether the
         # step counts.
         decision = learner.decide(loss, norm, state["counter"])
-        work = {
+        backward_state = {
             **weights,
             "optimizer": state["optimizer"],
             "ema": state["ema"],
-            **Tally(ok=decision.ok, squares=zero, updated=jnp.int32(0)),
+            **GradStats(ok=decision.ok, squares=zero, updated=jnp.int32(0)),
         }
-        work = pull(work, _Updating(learner, layout, ahead, decision), turns)
-        tally = _tally(work)
-        decision = with_tally(decision, tally)
-        metrics = {**out.metrics, "updated_units": tally["updated"]}
-        update = work["parameter"], work["optimizer"], work["ema"]
+        backward_state = pull(backward_state, _UpdateHook(learner, layout, prefetcher, decision), layer_hooks)
+        grad_stats = _get_grad_stats(backward_state)
+        decision = with_grad_stats(decision, grad_stats)
+        metrics = {**out.metrics, "updated_units": grad_stats["updated"]}
+        update = backward_state["parameter"], backward_state["optimizer"], backward_state["ema"]
         return finish(
             learner,
             state,
@@ -117,89 +117,95 @@ def build_step(
             decision,
             loss,
             replace(out, metrics=metrics),
-            frozen=work["frozen"],
+            frozen=backward_state["frozen"],
         )
 
     return step
 
 
-def _state_ahead(
+def _make_prefetcher(
     learner: Learner,
     layout: StateLayout,
     memory: Memory,
     platform: str,
-) -> StateAhead | None:
+) -> OptimizerPrefetch | None:
     """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
     # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
     # operation reads and another one writes.
     if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "unit"):
-        return StateAhead(learner, layout, moves_all=True)
-    return StateAhead(learner, layout) if memory.prefetch == "unit" else None
+        return OptimizerPrefetch(learner, layout, moves_all=True)
+    return OptimizerPrefetch(learner, layout) if memory.prefetch == "unit" else None
 
 
-def _tally(work: Work) -> Tally:
+def _get_grad_stats(backward_state: BackwardState) -> GradStats:
     """Return the gradient statistics in the state of a backward pass that updates."""
-    return Tally(ok=work["ok"], squares=work["squares"], updated=work["updated"])
+    return GradStats(ok=backward_state["ok"], squares=backward_state["squares"], updated=backward_state["updated"])
 
 
-def _measuring(learner: Learner) -> Visit:
+def _make_norm_hook(learner: Learner) -> GradientHook:
     """Return a hook that adds a layer's squared gradient norm to the backward state, and drops the gradients."""
 
-    def visit(
-        work: Work,
+    def on_grads(
+        backward_state: BackwardState,
         stage: str,
         grads: Nested,
         index: jax.Array | None,
-    ) -> Work:
+    ) -> BackwardState:
         # The squared norms of the layers add up to the square of the global norm.
-        squares = work["squares"] + jnp.square(learner.norm(grads))
-        return {**work, "squares": squares}
+        squares = backward_state["squares"] + jnp.square(learner.norm(grads))
+        return {**backward_state, "squares": squares}
 
-    return visit
+    return on_grads
 
 
 @dataclass(frozen=True)
-class _Updating:
+class _UpdateHook:
     """A hook that updates a layer by its gradients, unless these, or those of a layer before it, are not finite."""
 
     learner: Learner
     layout: StateLayout
-    ahead: StateAhead | None
+    prefetcher: OptimizerPrefetch | None
     decision: Decision
 
-    def __call__(self, work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+    def __call__(
+        self, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
+    ) -> BackwardState:
         """Update the stage or layer; see `Visit`."""
         learner = self.learner
-        judged = judge(learner, work["ok"], grads)
-        leaving: dict[str, Moving] = {}
+        finite_check = check_finite(learner, backward_state["ok"], grads)
+        leaving: dict[str, MovedLeaves] = {}
 
-        def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
+        def run(
+            group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
+        ) -> LayerUpdate:
             # Stages outside stacks have no layer whose state could be prefetched.
-            if self.ahead is not None and index is not None:
-                unit_state = work[_UNIT]
-                new_stacks, leaving[group.label] = self.ahead.update(group, update, bundle, decision, unit_state)
+            if self.prefetcher is not None and index is not None:
+                layer_state = backward_state[_LAYER_STATE]
+                new_stacks, leaving[group.label] = self.prefetcher.update(
+                    group, update, train_state, decision, layer_state
+                )
                 return new_stacks
-            specs = bundle_specs(self.layout, learner, group, learner.unit_specs(group))
-            return update_group(learner, self.layout.mesh, group, bundle, specs, decision, index)
+            specs = train_state_specs(self.layout, learner, group, learner.layer_specs(group))
+            return update_group(learner, self.layout.mesh, group, train_state, specs, decision, index)
 
         with jax.named_scope("update"):
             params, optimizer, ema = learner.update(
-                work["parameter"],
+                backward_state["parameter"],
                 {stage: grads},
-                work["optimizer"],
-                work["ema"],
-                self.decision._replace(ok=judged.ok),
+                backward_state["optimizer"],
+                backward_state["ema"],
+                self.decision._replace(ok=finite_check.ok),
                 run,
                 stage,
             )
         updated = {
-            **work,
+            **backward_state,
             "parameter": params,
             "optimizer": optimizer,
             "ema": ema,
-            **counted(_tally(work), judged),
+            **add_grad_stats(_get_grad_stats(backward_state), finite_check),
         }
         # The new state waits here until the next layer's turn stores it.
         if leaving and index is not None:
-            updated[_UNIT] = UnitState(leaving, index)
+            updated[_LAYER_STATE] = PrefetchedState(leaving, index)
         return updated

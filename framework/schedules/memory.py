@@ -63,9 +63,9 @@ class Memory:
     ):
         self.update: str = update
         self.gradients = _gradients(gradients, update)
-        self.optimizer_state = Placement.of("optimizer_state", optimizer_state)
-        self.parameters = Placement.of("parameters", parameters)
-        self.activations = Placement.of("activations", activations)
+        self.optimizer_state = Placement.parse("optimizer_state", optimizer_state)
+        self.parameters = Placement.parse("parameters", parameters)
+        self.activations = Placement.parse("activations", activations)
         self.prefetch: str = prefetch
         self.remat = remat
         self.auto = auto
@@ -90,7 +90,7 @@ def _gradients(text: str, update: str) -> Placement:
         if update != "layer_programs":
             raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
         return Placement(AT_ONCE)
-    placement = Placement.of("gradients", text)
+    placement = Placement.parse("gradients", text)
     # after_backward has all gradients on the device, and in_backward frees each one after its layer's update: only
     # the other two schedules write them to buffers.
     if placement.uses_host and update not in ("streamed", "layer_programs"):
@@ -119,7 +119,7 @@ def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> N
 def _check_remat(remat: str, activations: Placement, update: str) -> None:
     # The error names the field, which the check of the policies does not know.
     try:
-        spans = remat_policies.spans(remat)
+        spans = remat_policies.parse_policies(remat)
     except ValueError as error:
         raise ValueError(f"remat: {error}") from None
     inverts = [span.policy == "invert" for span in spans]

@@ -30,18 +30,18 @@ class Placement:
     fraction: float | None = None
 
     @staticmethod
-    def of(field: str, text: str) -> Placement:
+    def parse(field: str, text: str) -> Placement:
         """Parse "device", "pinned_host", "pinned_host:20" (layers) or "pinned_host:0.6" (a fraction of the layers).
 
         Raises:
             ValueError: the text is none of these; the error names the field.
         """
-        place, _, number = text.partition(":")
+        memory_kind, _, number = text.partition(":")
         if text in (DEVICE, HOST):
             return Placement(text)
-        if place == HOST and re.fullmatch(r"[1-9]\d*", number):
+        if memory_kind == HOST and re.fullmatch(r"[1-9]\d*", number):
             return Placement(text, layers=int(number))
-        if place == HOST and re.fullmatch(r"\d*\.\d+", number) and 0.0 < float(number) <= 1.0:
+        if memory_kind == HOST and re.fullmatch(r"\d*\.\d+", number) and 0.0 < float(number) <= 1.0:
             return Placement(text, fraction=float(number))
         raise ValueError(f"memory.{field}: {_EXPECTED}, given {text!r}")
 
@@ -56,11 +56,11 @@ class Placement:
         return self.layers is not None or self.fraction is not None
 
     @property
-    def hosts_everything(self) -> bool:
+    def offloads_everything(self) -> bool:
         """Return whether the stages outside the stacks are in host memory too."""
         return self.text == HOST
 
-    def hosted_units(self, field: str, stack: Stack) -> int:
+    def num_offloaded(self, field: str, stack: Stack) -> int:
         """Return how many of a stack's units, from the first, are in host memory.
 
         Args:
@@ -71,17 +71,17 @@ class Placement:
             ValueError: the stack has fewer layers than the number, or the number splits a unit.
         """
         if not self.is_partial:
-            return stack.num_units if self.hosts_everything else 0
+            return stack.num_repeats if self.offloads_everything else 0
         if stack.is_first:
             # Layer counts refer to the main stack; the layers before it follow the main stack's first layer.
-            return stack.num_units
+            return stack.num_repeats
         if self.fraction is not None:
-            return round(self.fraction * stack.num_units)
+            return round(self.fraction * stack.num_repeats)
         assert self.layers is not None
-        return units_of_layers(f"memory.{field} = {self.text}", self.layers, stack)
+        return count_repeats(f"memory.{field} = {self.text}", self.layers, stack)
 
 
-def units_of_layers(setting: str, layers: int, stack: Stack) -> int:
+def count_repeats(setting: str, layers: int, stack: Stack) -> int:
     """Convert a number of layers to a number of units (periods of the layer pattern).
 
     Args:
@@ -92,12 +92,12 @@ def units_of_layers(setting: str, layers: int, stack: Stack) -> int:
     Raises:
         ValueError: the stack has fewer layers, or the number splits a unit.
     """
-    unit_layers = len(stack.unit.layers)
-    num_layers = stack.num_units * unit_layers
+    pattern_length = len(stack.pattern.layers)
+    num_layers = stack.num_repeats * pattern_length
     if layers > num_layers:
         raise ValueError(f"{setting}: the stack has {num_layers} layers; expected at most so many")
-    if layers % unit_layers:
-        below = layers // unit_layers * unit_layers
-        nearest = [number for number in (below, below + unit_layers) if number]
-        raise ValueError(f"{setting}: the pattern has {unit_layers} layers, which stay together; nearest: {nearest}")
-    return layers // unit_layers
+    if layers % pattern_length:
+        below = layers // pattern_length * pattern_length
+        nearest = [number for number in (below, below + pattern_length) if number]
+        raise ValueError(f"{setting}: the pattern has {pattern_length} layers, which stay together; nearest: {nearest}")
+    return layers // pattern_length

@@ -12,18 +12,18 @@ from jax.sharding import Mesh
 
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, merge, unflatten
-from plimsoll.framework.learner.units import unit_at
-from plimsoll.framework.models.chain import Chain, Places
+from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.models.chain import Chain, StageSpecs
+from plimsoll.framework.schedules.backward_hooks import BackwardState
 from plimsoll.framework.schedules.gradients import (
     TiedGradients,
     add_tied,
-    sharded_as_parameter,
+    shard_as_parameter,
     split_tied,
     with_tied_weights,
 )
+from plimsoll.framework.schedules.layer_computation import Carry, Cotangent, run_stage
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.unit import Carry, Cotangent, run_stage
-from plimsoll.framework.schedules.visits import Work
 
 
 class StageWeights(NamedTuple):
@@ -74,24 +74,24 @@ class StagePass:
 
     model: Chain
     mesh: Mesh
-    specs: Places
+    specs: StageSpecs
     offloads: bool
-    weights: Work
+    weights: BackwardState
     ctx: Context
     buffers: Nested
 
     @staticmethod
-    def of(
+    def build(
         model: Chain,
         layout: StateLayout,
         memory: Memory,
-        weights: Work,
+        weights: BackwardState,
         ctx: Context,
         buffers: Nested,
     ) -> StagePass:
         """Create the pass of a batch; the arguments are those of `backward.forward`."""
         specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
-        return StagePass(model, layout.mesh, specs, memory.activations.hosts_everything, weights, ctx, buffers)
+        return StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
 
     def inputs(self, name: str, carry: Carry) -> StageWeights:
         """Fetch a stage's parameters, tied ones included, to the device once `carry` is ready."""
@@ -102,11 +102,11 @@ class StagePass:
         # The compiler would fetch offloaded weights as early as possible. So each is read at an index that is not
         # known before `carry` is ready.
         first, _ = jax.lax.optimization_barrier((jnp.int32(0), carry))
-        trainable = self._fetched(name, stage_weights["parameter"], first)
-        frozen = self._fetched(name, stage_weights["frozen"], first)
+        trainable = self._fetch_weights(name, stage_weights["parameter"], first)
+        frozen = self._fetch_weights(name, stage_weights["frozen"], first)
         return StageWeights(trainable, frozen)
 
-    def _fetched(
+    def _fetch_weights(
         self,
         name: str,
         weights: Nested,
@@ -118,7 +118,7 @@ class StagePass:
             spec = self.specs[name][path]
             if spec.memory_kind != "device":
                 # Viewed as a stack of one and indexed: a plain copy would not depend on the index.
-                leaf = fetch_leaf(spec, unit_at(leaf[None], first))
+                leaf = fetch_leaf(spec, slice_layer(leaf[None], first))
             device_leaves[path] = leaf
         return unflatten(device_leaves)
 
@@ -133,7 +133,7 @@ class StagePass:
         y, pull, out = jax.vjp(run, trainable, carry, has_aux=True)
         return StageForward(y, out, lambda ct: StageGradients(*pull(ct)))
 
-    def settled(
+    def resolve_ties(
         self,
         name: str,
         grads: Nested,
@@ -154,12 +154,12 @@ class StagePass:
         # The backward pass runs head first, and a home stage precedes its readers, so all gradients for this stage
         # are complete.
         tied = add_tied(name, tied)
-        return tied._replace(grads=self.sharded(name, tied.grads))
+        return tied._replace(grads=self.shard_gradients(name, tied.grads))
 
-    def sharded(self, name: str, grads: Nested) -> Nested:
+    def shard_gradients(self, name: str, grads: Nested) -> Nested:
         """Constrain gradients of a stage, or of one layer of a stack, to the shardings of their parameters."""
         specs = self.specs[name]
         sharded_grads = {}
         for path, grad in flatten(grads).items():
-            sharded_grads[path] = sharded_as_parameter(grad, specs[path].mesh_axes, self.mesh)
+            sharded_grads[path] = shard_as_parameter(grad, specs[path].mesh_axes, self.mesh)
         return unflatten(sharded_grads)

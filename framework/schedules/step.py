@@ -12,7 +12,7 @@ from plimsoll.framework.layers.base import BATCH_AXES, Context, Out
 from plimsoll.framework.layout import Nested, StateLayout
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import DEFAULT
-from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.models.chain import Chain
 
 State = dict[str, Any]
@@ -84,7 +84,7 @@ def microbatches(batch: Any, count: int, ctx: Context) -> Any:
 def finish(
     learner: Learner,
     state: State,
-    update: Update,
+    update: LayerUpdate,
     decision: Decision,
     loss: jax.Array,
     out: Out,

@@ -18,15 +18,23 @@ import jax.numpy as jnp
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, store_leaf
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
+from plimsoll.framework.learner.update_types import (
+    Decision,
+    LayerTrainState,
+    LayerUpdate,
+    LayerUpdateFn,
+    ParamGroup,
+    slice_layer,
+    write_layer,
+)
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward
+from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientHook
+from plimsoll.framework.schedules.chunked_update import update_group
+from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.pieces import update_group
-from plimsoll.framework.schedules.sections import PLACED_FIELDS
 from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
-from plimsoll.framework.schedules.visits import Visit, Work
 
 
 def update_in_chunks(
@@ -35,7 +43,7 @@ def update_in_chunks(
     state: State,
     grads: Nested,
     decision: Decision,
-) -> Update:
+) -> LayerUpdate:
     """Update with the same results as `update_whole`, in chunks.
 
     Gradients are in the memory that the layout gives them, or on the device if the layout has none.
@@ -43,24 +51,24 @@ def update_in_chunks(
     grad_specs = _gradient_specs(learner, layout)
 
     def run(
-        group: Group,
-        update: UnitUpdate,
-        bundle: Bundle,
+        group: ParamGroup,
+        update: LayerUpdateFn,
+        train_state: LayerTrainState,
         decision: Decision,
-    ) -> Update:
+    ) -> LayerUpdate:
         group_grad_specs = learner.select(grad_specs, group)
-        specs = bundle_specs(layout, learner, group, group_grad_specs)
-        return update_group(learner, layout.mesh, group, bundle, specs, decision)
+        specs = train_state_specs(layout, learner, group, group_grad_specs)
+        return update_group(learner, layout.mesh, group, train_state, specs, decision)
 
     return learner.update(state["parameter"], grads, state["optimizer"], state["ema"], decision, run)
 
 
-def bundle_specs(
+def train_state_specs(
     layout: StateLayout,
     learner: Learner,
-    group: Group,
+    group: ParamGroup,
     gradients: Nested,
-) -> Bundle:
+) -> LayerTrainState:
     """Return the specs of a group's weights, gradients (as given), optimizer state and averages."""
     specs = layout.specs
     weights = learner.select(specs["parameter"], group)
@@ -76,11 +84,11 @@ def check(layout: StateLayout, memory: Memory, platform: str) -> None:
     Raises:
         ValueError: state or activations are in host memory, and the platform is a GPU.
     """
-    hosted = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations.uses_host
-    if hosted and platform == "gpu":
+    offloaded = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations.uses_host
+    if offloaded and platform == "gpu":
         placements = {name: getattr(memory, name) for name in PLACED_FIELDS}
-        hosted_placements = {name: placement for name, placement in placements.items() if placement.uses_host}
-        settings = [f"memory.{name} = {placement.text}" for name, placement in hosted_placements.items()]
+        offloaded_placements = {name: placement for name, placement in placements.items() if placement.uses_host}
+        settings = [f"memory.{name} = {placement.text}" for name, placement in offloaded_placements.items()]
         raise ValueError(
             f"memory.update = {memory.update} with {', '.join(settings) or 'state in host memory'}: XLA's GPU compiler "
             "cannot slice host memory inside a program; on GPU expected memory.update = layer_programs"
@@ -96,24 +104,24 @@ def build_step(
     """Return the training step; see `after_backward.build_step`, and `check` for the errors."""
     platform = layout.mesh.devices.flat[0].platform
     check(layout, memory, platform)
-    learner.try_reach()
-    hosted_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
-    weights_are_hosted = bool(hosted_groups & {"parameter", "frozen"})
-    gradients_are_hosted = "gradient" in hosted_groups
+    learner.measure_localities()
+    offloaded_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
+    weights_are_offloaded = bool(offloaded_groups & {"parameter", "frozen"})
+    gradients_are_offloaded = "gradient" in offloaded_groups
     # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
-    if not (weights_are_hosted or gradients_are_hosted or memory.activations.uses_host):
+    if not (weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host):
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
-    backward_pass = _BackwardPass(model, learner, layout, memory)
+    backward_pass = _GradientAccumulation(model, learner, layout, memory)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
-        loss, out, norm, work = backward_pass(state, ctx)
-        grads = work["gradient"]
+        loss, out, norm, backward_state = backward_pass(state, ctx)
+        grads = backward_state["gradient"]
         with jax.named_scope("update"):
             decision = learner.decide(loss, norm, state["counter"])
-            update = update_in_chunks(learner, layout, {**state, **work}, grads, decision)
+            update = update_in_chunks(learner, layout, {**state, **backward_state}, grads, decision)
         # Gradients on the device are not part of the state, so they are dropped here.
-        changed = {group: tree for group, tree in work.items() if group in state}
+        changed = {group: tree for group, tree in backward_state.items() if group in state}
         if "gradient" in changed:
             changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
         return finish(
@@ -141,13 +149,13 @@ class _Gradients(NamedTuple):
         loss: f32 scalar, of the whole batch.
         out: metrics of the whole batch, and the buffers after it.
         norm: f32 scalar, norm of all gradients together.
-        work: the gradients, as "gradient", and the groups of the state that the backward pass carries.
+        backward_state: the gradients, as "gradient", and the groups of the state that the backward pass carries.
     """
 
     loss: jax.Array
     out: Out
     norm: jax.Array
-    work: Work
+    backward_state: BackwardState
 
 
 class _Microbatch(NamedTuple):
@@ -158,7 +166,7 @@ class _Microbatch(NamedTuple):
     number: jax.Array
 
 
-class _PartResult(NamedTuple):
+class _MicrobatchResult(NamedTuple):
     """Loss and metrics of one microbatch, and the sum of squares of the gradients accumulated so far."""
 
     loss: jax.Array
@@ -166,7 +174,7 @@ class _PartResult(NamedTuple):
     squares: jax.Array
 
 
-class _AddedLeaf(NamedTuple):
+class _SummedLeaf(NamedTuple):
     """A gradient, summed with those of earlier microbatches, and the buffer that holds the sum."""
 
     grad: jax.Array
@@ -174,7 +182,7 @@ class _AddedLeaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _BackwardPass:
+class _GradientAccumulation:
     """Computes gradients layer by layer into their buffers, summed over the learner's microbatches."""
 
     model: Chain
@@ -185,78 +193,82 @@ class _BackwardPass:
     def __call__(self, state: State, ctx: Context) -> _Gradients:
         """Compute the gradients of ctx.batch."""
         count = self.learner.accumulate
-        hosted_buffers = state.get("gradient", {})
-        buffers = dict(hosted_buffers)
+        offloaded_buffers = state.get("gradient", {})
+        buffers = dict(offloaded_buffers)
         for stage, specs in _gradient_specs(self.learner, self.layout).items():
-            if stage not in hosted_buffers:
+            if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        work = {"parameter": state["parameter"], "frozen": state["frozen"], "gradient": buffers}
+        backward_state = {"parameter": state["parameter"], "frozen": state["frozen"], "gradient": buffers}
 
-        def part(carry: tuple[Work, Nested], micro: _Microbatch) -> tuple[tuple[Work, Nested], _PartResult]:
+        def part(
+            carry: tuple[BackwardState, Nested], micro: _Microbatch
+        ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
             return self._part(ctx, carry, micro)
 
-        carry = work, state["buffer"]
+        carry = backward_state, state["buffer"]
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
-            (work, layer_state), (loss, metrics, squares) = part(carry, micro)
+            (backward_state, layer_state), (loss, metrics, squares) = part(carry, micro)
         else:
             batch_parts, rows_parts = microbatches((ctx.batch, ctx.rows), count, ctx)
             parts = _Microbatch(batch_parts, rows_parts, jnp.arange(count))
-            (work, layer_state), results = jax.lax.scan(part, carry, parts)
+            (backward_state, layer_state), results = jax.lax.scan(part, carry, parts)
             loss, metrics = jax.tree.map(jnp.sum, (results.loss, results.metrics))
             # Each microbatch measures the sum so far, so the last one has the total.
             squares = results.squares[-1]
         out = Out(metrics=metrics, layer_state=layer_state)
-        return _Gradients(loss, out, jnp.sqrt(squares), work)
+        return _Gradients(loss, out, jnp.sqrt(squares), backward_state)
 
     def _part(
         self,
         ctx: Context,
-        carry: tuple[Work, Nested],
+        carry: tuple[BackwardState, Nested],
         micro: _Microbatch,
-    ) -> tuple[tuple[Work, Nested], _PartResult]:
+    ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
-        work, buffers = carry
+        backward_state, buffers = carry
         micro_ctx = replace(ctx, batch=micro.batch, rows=micro.rows)
-        loss, out, pull = forward(self.model, self.layout, self.memory, work, micro_ctx, buffers)
-        work = pull({**work, "squares": jnp.zeros_like(loss)}, self._visit(micro.number))
+        loss, out, pull = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers)
+        backward_state = pull(
+            {**backward_state, "squares": jnp.zeros_like(loss)}, self._make_gradient_hook(micro.number)
+        )
         # Not part of the scan's carry: each microbatch starts a new sum.
-        squares = work.pop("squares")
-        return (work, out.layer_state), _PartResult(loss, out.metrics, squares)
+        squares = backward_state.pop("squares")
+        return (backward_state, out.layer_state), _MicrobatchResult(loss, out.metrics, squares)
 
-    def _visit(self, number: jax.Array) -> Visit:
+    def _make_gradient_hook(self, number: jax.Array) -> GradientHook:
         """Return the hook that adds a layer's gradients to their buffers, for the microbatch with that index."""
         specs = _gradient_specs(self.learner, self.layout)
 
-        def visit(
-            work: Work,
+        def on_grads(
+            backward_state: BackwardState,
             stage: str,
             grads: Nested,
             index: jax.Array | None,
-        ) -> Work:
-            def add(spec: TensorSpec, buffer: jax.Array, grad: jax.Array) -> _AddedLeaf:
-                return self._added(spec, buffer, grad, number, index)
+        ) -> BackwardState:
+            def add(spec: TensorSpec, buffer: jax.Array, grad: jax.Array) -> _SummedLeaf:
+                return self._add_gradient(spec, buffer, grad, number, index)
 
             with jax.named_scope("gradient"):
-                added = jax.tree.map(add, specs[stage], work["gradient"][stage], grads)
+                added = jax.tree.map(add, specs[stage], backward_state["gradient"][stage], grads)
                 summed_grads = jax.tree.map(lambda _, leaf: leaf.grad, specs[stage], added)
                 new_buffers = jax.tree.map(lambda _, leaf: leaf.buffer, specs[stage], added)
-                squares = work["squares"] + jnp.square(self.learner.norm(summed_grads))
+                squares = backward_state["squares"] + jnp.square(self.learner.norm(summed_grads))
             # The sum of squares of all gradients is the sum over their parts, so no separate pass over them is
             # needed.
-            gradient = {**work["gradient"], stage: new_buffers}
-            return {**work, "gradient": gradient, "squares": squares}
+            gradient = {**backward_state["gradient"], stage: new_buffers}
+            return {**backward_state, "gradient": gradient, "squares": squares}
 
-        return visit
+        return on_grads
 
-    def _added(
+    def _add_gradient(
         self,
         spec: TensorSpec,
         buffer: jax.Array,
         grad: jax.Array,
         number: jax.Array,
         index: jax.Array | None,
-    ) -> _AddedLeaf:
+    ) -> _SummedLeaf:
         """Add a gradient to its buffer; for a stack, at the layer's index.
 
         Args:
@@ -268,16 +280,16 @@ class _BackwardPass:
         """
         grad = grad.astype(spec.dtype)
         if self.learner.accumulate > 1:
-            stored_sum = buffer if index is None else unit_at(buffer, index)
+            stored_sum = buffer if index is None else slice_layer(buffer, index)
             stored_sum = fetch_leaf(spec, stored_sum)
             # Buffers are not cleared between steps, so the first microbatch treats their contents as zero.
             grad = grad + jnp.where(number == 0, jnp.zeros_like(stored_sum), stored_sum)
         if index is not None:
-            return _AddedLeaf(grad, with_unit(buffer, store_leaf(spec, grad), index))
+            return _SummedLeaf(grad, write_layer(buffer, store_leaf(spec, grad), index))
         shard_rows = self.layout.sharding(spec).shard_shape(spec.shape)[0]
         has_halves = shard_rows >= max(2, spec.shape[0])
         if spec.memory_kind == "device" or not has_halves:
-            return _AddedLeaf(grad, store_leaf(spec, grad))
+            return _SummedLeaf(grad, store_leaf(spec, grad))
         # Written in two halves, at an index that is not a constant: a single write would create a new array in
         # addition to the old one.
         start, _ = jax.lax.optimization_barrier((jnp.int32(0), grad))
@@ -285,4 +297,4 @@ class _BackwardPass:
         half = grad.shape[0] // 2
         for first_row, rows in ((start, grad[:half]), (start + half, grad[half:])):
             buffer = jax.lax.dynamic_update_slice_in_dim(buffer, store_leaf(spec, rows), first_row, 0)
-        return _AddedLeaf(grad, buffer)
+        return _SummedLeaf(grad, buffer)

@@ -47,6 +47,6 @@ class DoesNotFitError(ValueError):
     """The request needs more memory than is available: a verb exits with ExitCode.TOO_BIG."""
 
 
-def meaning_of(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Return the human-readable meaning of an exit code; "unknown" for codes that no verb uses."""
     return ExitCode(code).meaning if code in set(ExitCode) else "unknown"

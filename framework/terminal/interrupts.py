@@ -6,7 +6,7 @@ Python runs signal handlers in the main thread, between two bytecode instruction
 that takes minutes. So a separate thread waits for the byte that CPython's C-level handler immediately writes to a pipe
 (`signal.set_wakeup_fd`). The thread ends the process with `os._exit`. This way the interpreter is not torn down while
 XLA's threads run, which would cause a segmentation fault, and no exception passes through code that may swallow it.
-Cleanup is registered with `at_end`. A training loop, which has steps to lose, receives the signal instead (`heard_by`).
+Cleanup is registered with `register_cleanup`. A training loop, which has steps to lose, receives the signal instead (`listen_for_signals`).
 
 Signals that the parent process ignores (nohup) stay ignored.
 """
@@ -27,22 +27,22 @@ from typing import Any
 from plimsoll.framework.terminal import phases
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-# Time limit in seconds for all `at_end` callbacks, so that a disk that does not respond cannot block the exit.
-_LAST_WORDS_SECONDS = 1.5
+# Time limit in seconds for all `register_cleanup` callbacks, so that a disk that does not respond cannot block the exit.
+_CLEANUP_SECONDS = 1.5
 
 # A listener receives the signal's number. It returns None if it handles the signal itself, or a line: then the process
 # shows that line and exits.
 Listener = Callable[[int], str | None]
 # An ending is called with the signal's number and the line that is shown.
-Ending = Callable[[int, str], object]
+Cleanup = Callable[[int, str], object]
 
 
-def stopped_by(number: int) -> str:
+def format_stop_message(number: int) -> str:
     """Return the line to show when the process had nothing to lose."""
     return f"stopped by {signal.Signals(number).name}"
 
 
-class _Watch:
+class _SignalWatcher:
     """The signal handlers, the pipe and the thread.
 
     It has to be created in the main thread, because Python sets handlers only there. At most one exists at a time.
@@ -50,7 +50,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
-        self.endings: dict[object, Ending] = {}
+        self.endings: dict[object, Cleanup] = {}
         # Signal masks of threads that are forking, by thread id.
         self.masks: dict[int, Any] = {}
         # Acquired once and never released: only the first signal ends the process.
@@ -106,7 +106,7 @@ class _Watch:
         for number in numbers:
             # If other code has replaced the handler, Python calls that one, and it is enough.
             if number in STOPS and signal.getsignal(number) == self._handle:
-                self.hear(number)
+                self.dispatch(number)
         return None if 0 in numbers else len(numbers)
 
     def _handle(self, number: int, frame: object) -> None:
@@ -120,27 +120,27 @@ class _Watch:
         else:
             # An event loop such as uvloop has temporarily set its own descriptor, so the pipe is empty.
             signal.set_wakeup_fd(descriptor)
-            self.hear(number)
+            self.dispatch(number)
 
-    def hear(self, number: int) -> None:
+    def dispatch(self, number: int) -> None:
         """Pass a signal to the innermost listener. Exit if there is none, or if it returns a line."""
-        line = self.listeners[-1](number) if self.listeners else stopped_by(number)
+        line = self.listeners[-1](number) if self.listeners else format_stop_message(number)
         if line is not None and self.ending.acquire(blocking=False):
-            # Exit in a separate thread and let the main thread continue: an `at_end` callback may need a lock that the
+            # Exit in a separate thread and let the main thread continue: an `register_cleanup` callback may need a lock that the
             # main thread holds.
             threading.Thread(target=self._end, args=(number, line), daemon=True).start()
 
     def _end(self, number: int, line: str) -> None:
         # Use os._exit after a limited time: the interpreter must not be torn down while XLA's threads run, and a
         # hanging callback must not block the exit.
-        last_words = threading.Thread(target=self._last_words, args=(number, line), daemon=True)
-        last_words.start()
-        last_words.join(_LAST_WORDS_SECONDS)
+        cleanup_thread = threading.Thread(target=self._run_cleanups, args=(number, line), daemon=True)
+        cleanup_thread.start()
+        cleanup_thread.join(_CLEANUP_SECONDS)
         os._exit(128 + number)
 
-    def _last_words(self, number: int, line: str) -> None:
+    def _run_cleanups(self, number: int, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            phases.hush()
+            phases.mute()
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             # On a terminal, start with a line break, because the cursor is behind ^C and possibly behind half a line.
@@ -151,7 +151,7 @@ class _Watch:
                 ending(number, line)
 
 
-_watch: _Watch | None = None
+_watch: _SignalWatcher | None = None
 _forks_forget = False
 
 
@@ -163,7 +163,7 @@ def begin() -> None:
     """
     global _watch, _forks_forget
     if _watch is None:
-        _watch = _Watch()
+        _watch = _SignalWatcher()
         if not _forks_forget:
             # Block signals around a fork: until the child has dropped the watch, a signal to the child would be written
             # to the pipe of this process.
@@ -172,7 +172,7 @@ def begin() -> None:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watch_signals() -> Iterator[None]:
     """Watch signals as `begin` does, until the context exits.
 
     It does nothing if signals are already watched, or in a thread other than the main one.
@@ -186,7 +186,7 @@ def watched() -> Iterator[None]:
     try:
         yield
     finally:
-        settle()
+        wait_if_exiting()
         _watch.close()
         _watch = None
 
@@ -217,12 +217,12 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def listen_for_signals(listener: Listener) -> Iterator[None]:
     """Pass signals to `listener`, in any thread, until the context exits.
 
     The process ends only if the listener returns a line.
     """
-    with watched():
+    with watch_signals():
         # No watch means that this is not the main thread.
         if _watch is None:
             yield
@@ -238,26 +238,26 @@ def heard_by(listener: Listener) -> Iterator[None]:
             watch.listeners.remove(listener)
 
 
-def at_end(ending: Ending) -> Callable[[], None]:
+def register_cleanup(ending: Cleanup) -> Callable[[], None]:
     """Register a callback for the time when a signal ends the process. Callbacks run last in, first out.
 
     Return a function that cancels the registration. If no signals are watched, nothing is registered.
     """
     # If the process is already ending, a file that the caller is about to create would not be removed.
-    settle()
+    wait_if_exiting()
     if _watch is None:
         return lambda: None
     endings, key = _watch.endings, object()
     endings[key] = ending
 
-    def take_back() -> None:
+    def unregister() -> None:
         endings.pop(key, None)
 
-    return take_back
+    return unregister
 
 
 @contextlib.contextmanager
-def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
+def remove_on_signal(path: str | os.PathLike[str]) -> Iterator[None]:
     """Remove a file or folder if a signal ends the process inside the context."""
 
     def remove(number: int, line: str) -> None:
@@ -266,14 +266,14 @@ def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
             shutil.rmtree(path, ignore_errors=True)
         Path(path).unlink(missing_ok=True)
 
-    take_back = at_end(remove)
+    unregister = register_cleanup(remove)
     try:
         yield
     finally:
-        take_back()
+        unregister()
 
 
-def settle() -> None:
+def wait_if_exiting() -> None:
     """Block the main thread if the process is ending, so that it prints and creates nothing more."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _watch is not None and _watch.ending.locked():
@@ -284,7 +284,7 @@ _raises = False
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Make `stop_signals` raise an exception instead of ending the process, until the context exits.
 
     This is for a program that calls Plimsoll, such as a notebook, which continues after Ctrl-C. SIGINT becomes
@@ -343,13 +343,15 @@ def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[in
         return
     received = []
 
-    def hear(number: int) -> str | None:
+    def dispatch(number: int) -> str | None:
         if not to_lose():
-            return stopped_by(number)
+            return format_stop_message(number)
         received.append(number)
         if len(received) == 1:
             return None
-        return f"{stopped_by(number)}, the second signal: what was trained since the last checkpoint is not saved"
+        return (
+            f"{format_stop_message(number)}, the second signal: what was trained since the last checkpoint is not saved"
+        )
 
-    with heard_by(hear):
+    with listen_for_signals(dispatch):
         yield received

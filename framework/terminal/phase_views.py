@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from plimsoll.framework.terminal.board import Phase, View
-from plimsoll.framework.terminal.phases import shown
+from plimsoll.framework.terminal.phase_tracker import Phase, View
+from plimsoll.framework.terminal.phases import show_phases
 
 # Without a terminal, in seconds: how often a line grows, mostly by a dot; how often it shows progress instead; and how
 # often it does so once the phase has taken longer than that.
@@ -45,13 +45,13 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def view_of(stream: TextIO) -> View:
+def create_view(stream: TextIO) -> View:
     """Return the view for a stream."""
     return Spinner(stream) if is_terminal(stream) else Lines(stream)
 
 
 @contextlib.contextmanager
-def shown_on_terminal() -> Iterator[None]:
+def show_phases_on_terminal() -> Iterator[None]:
     """Show phases until the context exits, if stderr is a terminal.
 
     In a notebook or a log, a function that is called from Python shows no phases.
@@ -59,7 +59,7 @@ def shown_on_terminal() -> Iterator[None]:
     if not is_terminal(sys.stderr):
         yield
         return
-    with shown(view_of(sys.stderr)):
+    with show_phases(create_view(sys.stderr)):
         yield
 
 
@@ -94,7 +94,7 @@ class Lines:
             # Other output may have ended its line.
             if self._open is not phase:
                 self._begin_line(phase)
-            self._write(_addition(phase, marks * _MARK_SECONDS))
+            self._write(_format_addition(phase, marks * _MARK_SECONDS))
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
         """See `View`."""
@@ -109,17 +109,17 @@ class Lines:
             self._open = None
             self._write(f" {how}\n")
         else:
-            self.aside()
+            self.break_line()
             self._write(f"{phase.text}: {how}\n")
 
-    def aside(self) -> None:
+    def break_line(self) -> None:
         """See `View`."""
         if self._open is not None:
             self._open = None
             self._write("\n")
 
     def _begin_line(self, phase: Phase) -> None:
-        self.aside()
+        self.break_line()
         self._open = phase
         self._write(f"{phase.text} ...")
 
@@ -127,7 +127,7 @@ class Lines:
         _write_out(self._stream, text)
 
 
-def _addition(phase: Phase, seconds: float) -> str:
+def _format_addition(phase: Phase, seconds: float) -> str:
     """Return the addition to a line after `seconds`: the progress of the phase, its duration, or only a dot."""
     # A dot is enough to show that it is running, and keeps the line of a ten-minute phase readable.
     interval = _DETAIL_SECONDS if seconds <= _MANY_SECONDS else _MANY_SECONDS
@@ -160,9 +160,9 @@ class Spinner:
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
         """See `View`."""
-        self.aside()
+        self.break_line()
 
-    def aside(self) -> None:
+    def break_line(self) -> None:
         """See `View`."""
         if self._drawn:
             self._drawn = False

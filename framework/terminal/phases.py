@@ -6,8 +6,8 @@
         evaluating.progress(40, 844)
 
 Library code names its phases and prints nothing. The owner of the terminal (a verb, or a run that shows its reports)
-opens a board with `shown`, and a thread then keeps the line of the innermost phase up to date. Without a board nothing
-is shown. `framework.terminal.board` decides which phase is shown when, and `framework.terminal.phase_views` how it
+opens a board with `show_phases`, and a thread then keeps the line of the innermost phase up to date. Without a board nothing
+is shown. `framework.terminal.phase_tracker` decides which phase is shown when, and `framework.terminal.phase_views` how it
 looks, on a terminal and elsewhere.
 """
 
@@ -19,11 +19,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
-from plimsoll.framework.terminal.board import Board, FirstWords, Phase, View
+from plimsoll.framework.terminal.phase_tracker import Phase, PhaseTracker, StartupMessage, View
 
 # Patience for tasks that are usually short, in seconds.
 SHORT = 0.5
-# Seconds that `hush` waits for a thread that is writing.
+# Seconds that `mute` waits for a thread that is writing.
 _LOCK_SECONDS = 0.2
 # Seconds before the startup message is shown; a command that prints something else by then does not need it.
 _FIRST_PATIENCE = 0.3
@@ -43,7 +43,7 @@ class _SharedStream:
             return self.stream.write(text)
         with board.lock:
             if text:
-                board.aside()
+                board.break_line()
                 board.mid_line = not text.endswith("\n")
             return self.stream.write(text)
 
@@ -57,7 +57,7 @@ class _SharedStream:
 
 
 # The board of this process; None while phases are not shown.
-_board: Board | None = None
+_board: PhaseTracker | None = None
 
 
 def _forget() -> None:
@@ -79,7 +79,7 @@ def phase(text: str, *, patience: float = 0.0) -> Iterator[Phase]:
     """
     new_phase = Phase(text, patience)
     board = _board
-    if board is None or not board.hears:
+    if board is None or not board.is_owner_thread:
         yield new_phase
         return
     board.begin(new_phase)
@@ -93,30 +93,30 @@ def phase(text: str, *, patience: float = 0.0) -> Iterator[Phase]:
 
 def are_shown() -> bool:
     """Return whether phases of this thread are shown, so that callers can skip composing a text."""
-    return _board is not None and _board.hears
+    return _board is not None and _board.is_owner_thread
 
 
 @contextlib.contextmanager
-def shown(view: View, first_words: str = "") -> Iterator[None]:
+def show_phases(view: View, startup_message: str = "") -> Iterator[None]:
     """Show phases until the context exits; nested contexts do nothing.
 
     Args:
         view: shows the phases. It has to write to the original standard stream, not to its replacement.
-        first_words: startup message, shown after a moment until the first other output.
+        startup_message: startup message, shown after a moment until the first other output.
     """
     global _board
     if _board is not None:
         yield
         return
-    board = Board(view)
+    board = PhaseTracker(view)
     shared_stdout = _SharedStream(sys.stdout)
     shared_stderr = _SharedStream(sys.stderr)
     # Other output, such as a library's warning, has to start on a new line.
     sys.stdout = cast(TextIO, shared_stdout)
     sys.stderr = cast(TextIO, shared_stderr)
     _board = board
-    if first_words:
-        board.begin(FirstWords(first_words, patience=_FIRST_PATIENCE))
+    if startup_message:
+        board.begin(StartupMessage(startup_message, patience=_FIRST_PATIENCE))
     try:
         yield
     finally:
@@ -130,16 +130,16 @@ def shown(view: View, first_words: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def viewed_by(view: View | None) -> Iterator[None]:
+def use_view(view: View | None) -> Iterator[None]:
     """Let another view, such as a bar, show the phases until the context exits; None keeps the current view."""
     if _board is None or view is None:
         yield
         return
-    with _board.viewed_by(view):
+    with _board.use_view(view):
         yield
 
 
-def hush() -> None:
+def mute() -> None:
     """Clear the display and show nothing more in this process: it is ending, or another process reports for it."""
     global _board
     board = _board

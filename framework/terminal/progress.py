@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from plimsoll.framework.terminal import interrupts, phases
-from plimsoll.framework.terminal.board import Phase
+from plimsoll.framework.terminal.escaping import escape_control_chars
+from plimsoll.framework.terminal.phase_tracker import Phase
 from plimsoll.framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
 from plimsoll.framework.terminal.tables import human_bytes, human_count
-from plimsoll.framework.terminal.visible import visible
 
 
 class Progress:
@@ -63,10 +63,10 @@ class Progress:
         self._cancel_interrupted: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Progress":
-        self._cancel_interrupted = interrupts.at_end(self._handle_interrupt)
+        self._cancel_interrupted = interrupts.register_cleanup(self._handle_interrupt)
         if self._bar is not None:
             # Between steps the bar shows the current phase: compiling, evaluating, saving.
-            self._open.enter_context(phases.viewed_by(_BarView(self._bar)))
+            self._open.enter_context(phases.use_view(_BarView(self._bar)))
             self._bar.start()
         return self
 
@@ -127,7 +127,7 @@ class Progress:
 
     def print(self, message: object) -> None:
         """Show a message on separate lines, above the bar."""
-        text = visible(str(message))
+        text = escape_control_chars(str(message))
         self._log_line(text)
         if self._bar is None:
             self._show(text)
@@ -228,7 +228,7 @@ class _BarView:
         """See `View`."""
         self._write("")
 
-    def aside(self) -> None:
+    def break_line(self) -> None:
         """See `View`. There is nothing to do, because rich prints other output above the bar."""
 
     def _write(self, text: str) -> None:

@@ -8,11 +8,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from plimsoll.framework.terminal.visible import visible
+from plimsoll.framework.terminal.escaping import escape_control_chars
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class TableSection:
     """A section of a table: a heading, and rows of cells.
 
     If `numbers`, all columns but the first are right-aligned.
@@ -37,7 +37,7 @@ def start_table(
     versions: Mapping[str, str],
     item: str = "token",
     course: Mapping[str, str] | None = None,
-) -> list[Section]:
+) -> list[TableSection]:
     """Return the table that is shown before the first step.
 
     Args:
@@ -63,11 +63,11 @@ def start_table(
         **(course or {}),
     }
     return [
-        Section("run", list(run.items())),
-        Section("parameters", _parameter_rows(parameters), numbers=True),
-        Section("bytes per device", _memory_rows(device_bytes, device_limit_bytes), numbers=True),
-        Section("data", list(data.items())),
-        Section("versions", list(versions.items())),
+        TableSection("run", list(run.items())),
+        TableSection("parameters", _parameter_rows(parameters), numbers=True),
+        TableSection("bytes per device", _memory_rows(device_bytes, device_limit_bytes), numbers=True),
+        TableSection("data", list(data.items())),
+        TableSection("versions", list(versions.items())),
     ]
 
 
@@ -103,7 +103,7 @@ def _memory_rows(
     return [*rows, sum_row]
 
 
-def render(sections: Sequence[Section]) -> str:
+def render(sections: Sequence[TableSection]) -> str:
     """Return the sections as plain text with aligned columns, for terminals, pipes and log.txt alike."""
     lines = []
     for section in sections:
@@ -115,7 +115,7 @@ def render(sections: Sequence[Section]) -> str:
                 cell = value.rjust(width) if section.numbers else value.ljust(width)
                 cells.append(cell)
             lines.append("  " + "   ".join(cells).rstrip())
-    return visible("\n".join(lines)) + "\n"
+    return escape_control_chars("\n".join(lines)) + "\n"
 
 
 def human_bytes(size: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from plimsoll.framework.files import hub_models
-from plimsoll.framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, packed_names
+from plimsoll.framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, find_packed_names
 
 
 class Directory:
@@ -43,7 +43,7 @@ class Directory:
                 raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
         # Keyed by the names in the files, while `home` has the names of weights.
         self._files = dict(self.home)
-        self._packed = packed_names(self.path, list(self.home))
+        self._packed = find_packed_names(self.path, list(self.home))
         for name in self._packed:
             self.home[name] = self.home.pop(f"{name}{BLOCKS}")
             del self.home[f"{name}{SCALES}"]
@@ -62,9 +62,9 @@ class Directory:
     def tensor(self, name: str) -> Any:
         """Return a slice reader for a tensor, with `get_shape()`, `get_dtype()` and `[slices]`."""
         if name in self._packed:
-            return PackedTensor(name, self._stored(f"{name}{BLOCKS}"), self._stored(f"{name}{SCALES}"))
-        return self._stored(name)
+            return PackedTensor(name, self._get_stored(f"{name}{BLOCKS}"), self._get_stored(f"{name}{SCALES}"))
+        return self._get_stored(name)
 
-    def _stored(self, name: str) -> Any:
+    def _get_stored(self, name: str) -> Any:
         """Return the slice reader of a tensor as it is stored in a file."""
         return self._open(self._files[name]).get_slice(name)

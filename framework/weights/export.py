@@ -25,14 +25,14 @@ from plimsoll.framework.layout import Nested, flatten, unflatten
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.phases import SHORT, phase
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source, layer_shape
 
 # File contents by name.
 Files = Mapping[str, bytes]
 
 
-class _Part(NamedTuple):
+class _TensorPart(NamedTuple):
     """The part of a stored tensor that holds one layer's parameter.
 
     Attributes:
@@ -47,17 +47,17 @@ class _Part(NamedTuple):
     source: Source
 
 
-Parts = list[_Part]
+TensorParts = list[_TensorPart]
 
 
 def export_model(
     to: str | Path,
     model: CausalLM,
     params: Nested,
-    family: Family,
+    family: ModelFamily,
     facts: dict[str, Any],
     *,
-    beside: Files = {},  # noqa: B006
+    extra_files: Files = {},  # noqa: B006
     shard_bytes: int = 4 << 30,
 ) -> None:
     """Write config.json, and the weights in `model.param_dtype` with adapters merged into them.
@@ -66,27 +66,27 @@ def export_model(
         to: a directory that must not exist yet; it appears once everything is written.
         model, params: the model and its parameters, a nested dict of arrays, all on this process's devices; the weights
             of one file are copied at a time.
-        family: the family of the model, see configs/families.
+        family: the family of the model, see framework/families.
         facts: contents of config.json. Its `dtype` and `torch_dtype` are set to that of the tensors, and any
             `quantization_config` is left out.
-        beside: other files to write into the directory, by name.
+        extra_files: other files to write into the directory, by name.
         shard_bytes: maximum size of a file that holds more than one tensor.
 
     Raises:
         FileExistsError: `to` exists.
         ValueError: the family has no place for one of the parameters.
     """
-    tensors: dict[str, Parts] = {}
+    tensors: dict[str, TensorParts] = {}
     for path, sources in family.places(model).items():
         spec = model.base_specs[path]
-        for unit, source in enumerate(sources):
-            units = (unit,) if spec.num_layers is not None else ()
+        for layer_index, source in enumerate(sources):
+            layer_indices = (layer_index,) if spec.num_layers is not None else ()
             for expert, (part_source, ours) in enumerate(source.parts(layer_shape(spec))):
                 experts = (expert,) if ours != layer_shape(spec) else ()
-                part = _Part(path, units + experts, part_source)
+                part = _TensorPart(path, layer_indices + experts, part_source)
                 tensors.setdefault(part_source.name, []).append(part)
     shards = _shards(model, tensors, shard_bytes)
-    with _appearing(to, beside) as folder:
+    with _create_atomically(to, extra_files) as folder:
         _write_weights(folder, model, flatten(params), tensors, shards)
         # transformers reads `dtype` from 4.56 on, and `torch_dtype` before; if both are set, it reads `dtype`.
         dtype = str(model.param_dtype)
@@ -106,7 +106,7 @@ def _write_weights(
     folder: Path,
     model: CausalLM,
     flat_params: dict[str, jax.Array],
-    tensors: dict[str, Parts],
+    tensors: dict[str, TensorParts],
     shards: list[list[str]],
 ) -> None:
     """Write the weight files, and their index if there is more than one file.
@@ -133,13 +133,13 @@ def _write_weights(
             # The arrays are not bound to a variable, so that only one file's arrays are in memory at a time, not two.
             _write_tensors(
                 folder / file,
-                {name: _tensor(model, flat_params, tensors[name]) for name in shard},
+                {name: _join_tensor(model, flat_params, tensors[name]) for name in shard},
             )
 
 
 def _shards(
     model: CausalLM,
-    tensors: dict[str, Parts],
+    tensors: dict[str, TensorParts],
     shard_bytes: int,
 ) -> list[list[str]]:
     """Return the tensor names of each file, in order. A new file starts before a tensor that would not fit."""
@@ -163,15 +163,15 @@ def export_adapters(
     to: str | Path,
     model: CausalLM,
     params: Nested,
-    family: Family,
+    family: ModelFamily,
     base: str,
     *,
-    beside: Files = {},  # noqa: B006
+    extra_files: Files = {},  # noqa: B006
 ) -> None:
     """Write only the adapters, as peft's LoRA (adapter_config.json, adapter_model.safetensors).
 
     Args:
-        to, model, params, family, beside: see `export_model`.
+        to, model, params, family, extra_files: see `export_model`.
         base: directory of the model that they belong to, or hf://ORG/NAME@COMMIT.
 
     Raises:
@@ -192,7 +192,7 @@ def export_adapters(
     facts = {
         "peft_type": "LORA",
         **task_facts,
-        **hub_models.base_of_adapter(base),
+        **hub_models.get_adapter_base(base),
         "r": model.lora.rank,
         "lora_alpha": model.lora.scale * model.lora.rank,
         "lora_dropout": model.lora.dropout,
@@ -200,7 +200,7 @@ def export_adapters(
         "bias": "none",
         "inference_mode": True,
     }
-    with _appearing(to, beside) as folder:
+    with _create_atomically(to, extra_files) as folder:
         _write_tensors(folder / "adapter_model.safetensors", tensors)
         _write(folder / "adapter_config.json", facts)
 
@@ -208,7 +208,7 @@ def export_adapters(
 def _adapter_tensors(
     model: CausalLM,
     flat_params: dict[str, jax.Array],
-    family: Family,
+    family: ModelFamily,
 ) -> dict[str, np.ndarray]:
     """Return the adapters under peft's names, transposed to torch's [out, in].
 
@@ -225,32 +225,32 @@ def _adapter_tensors(
         parent = path.rsplit("/", 1)[0]
         if not path.endswith("/weight") or f"{parent}/lora_a" not in flat_params:
             continue
-        for unit, source in enumerate(sources):
+        for layer_index, source in enumerate(sources):
             if source.is_fused:
                 raise ValueError(
                     f"{source.name} holds several of our layers, which peft cannot adapt one by one; merge"
                 )
             module = source.name.removesuffix(".weight")
             for our_name, peft_name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-                array = np.asarray(flat_params[f"{parent}/{our_name}"][unit]).T
+                array = np.asarray(flat_params[f"{parent}/{our_name}"][layer_index]).T
                 tensors[f"base_model.model.{module}.{peft_name}.weight"] = np.ascontiguousarray(array)
     return tensors
 
 
-def _tensor(
+def _join_tensor(
     model: CausalLM,
     flat_params: dict[str, jax.Array],
-    parts: Parts,
+    parts: TensorParts,
 ) -> np.ndarray:
     """Return a tensor as it is stored in a file, joined from its parts."""
-    ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.piece)
-    pieces = [_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
+    ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.fused_part)
+    arrays = [_get_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
     # All parts of a tensor have the same orientation and interleaving.
-    tensor = parts[0].source.join(pieces)
+    tensor = parts[0].source.join(arrays)
     return np.ascontiguousarray(tensor)
 
 
-def _layer(
+def _get_layer(
     model: CausalLM,
     flat_params: dict[str, jax.Array],
     path: str,
@@ -262,7 +262,7 @@ def _layer(
         model: the model.
         flat_params: the model's parameters, by path.
         path: path of the parameter.
-        indices: see `_Part`.
+        indices: see `_TensorPart`.
     """
     parent, name = path.rsplit("/", 1)
     prefix = f"{parent}/"
@@ -306,7 +306,7 @@ def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 @contextlib.contextmanager
-def _appearing(to: str | Path, extra_files: Files) -> Iterator[Path]:
+def _create_atomically(to: str | Path, extra_files: Files) -> Iterator[Path]:
     """Yield a temporary directory that gets its final name if the block ends without an error.
 
     Args:
@@ -324,7 +324,7 @@ def _appearing(to: str | Path, extra_files: Files) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        with interrupts.removed_at_end(folder):
+        with interrupts.remove_on_signal(folder):
             for name, data in extra_files.items():
                 file = folder / name
                 with writing(file):

@@ -14,7 +14,7 @@ from plimsoll.framework.weights.source import Source
 SCORE = {"head/score": Source("score.weight")}
 
 
-class Family:
+class ModelFamily:
     """A family of published models. It converts configs from and to config.json, and finds tensors by name."""
 
     # {value of `architectures` in config.json: its `model_type`, by which transformers chooses the class}
@@ -23,7 +23,7 @@ class Family:
     names: dict[str, Source] = {}
     # Whether such models were published with their own code (auto_map). transformers has since adopted it, so that code
     # never needs to run.
-    has_own_code: bool = False
+    has_custom_code: bool = False
     # Pattern for tensors that hold no weights.
     ignored: str = r"rotary_emb\.inv_freq$"
     # Whether float16 models may be read, as bfloat16. For some families transformers keeps the norms in float32 then.
@@ -46,7 +46,7 @@ class Family:
         # {stage: (its stack, number of layers before it)}
         stacks: dict[str, tuple[Stack, int]] = {"stack": (model.stack, 0)}
         if model.first is not None:
-            num_first = model.first.num_units * len(model.first.unit.layers)
+            num_first = model.first.num_repeats * len(model.first.pattern.layers)
             stacks = {"first": (model.first, 0), "stack": (model.stack, num_first)}
         for name, (stack, _) in stacks.items():
             if stack.streams is not None:
@@ -58,14 +58,14 @@ class Family:
                 stack, num_before = stacks[block[1]]
                 name = block[3]
                 # A stack unit may have several layers (blocks): block b of unit u is layer b + period * u of the stack.
-                period = len(stack.unit.layers)
+                period = len(stack.pattern.layers)
                 first_layer = num_before + int(block[2])
-                layers = [first_layer + period * unit for unit in range(stack.num_units)]
+                layers = [first_layer + period * unit for unit in range(stack.num_repeats)]
             else:
                 name = path
                 layers = [0]
             names = {**self.names, **SCORE}
             if name not in names:
                 raise ValueError(f"{type(self).__name__} models have no {path}; they have {', '.join(self.names)}")
-            sources[path] = [names[name].of(layer) for layer in layers]
+            sources[path] = [names[name].for_layer(layer) for layer in layers]
         return sources

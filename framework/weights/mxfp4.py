@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from plimsoll.framework.files.texts import parse_json
+from plimsoll.framework.files.text_files import parse_json
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
@@ -104,7 +104,7 @@ class PackedTensor:
         return values_EOI[:, :, start - offset : stop - offset].swapaxes(1, 2)
 
 
-def packed_names(folder: Path, stored: list[str]) -> set[str]:
+def find_packed_names(folder: Path, stored: list[str]) -> set[str]:
     """Return the names of the weights that a directory stores as blocks and scales, according to its config.json.
 
     Args:
@@ -115,11 +115,13 @@ def packed_names(folder: Path, stored: list[str]) -> set[str]:
         ValueError: config.json does not agree with the files, or blocks lack their scales.
     """
     names = sorted(name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS))
-    is_said = _method(folder / "config.json") == METHOD
-    if is_said != bool(names):
-        said = f"quantization_config.quant_method = {METHOD}" if is_said else f"no quantization_config of {METHOD}"
+    is_declared = _method(folder / "config.json") == METHOD
+    if is_declared != bool(names):
+        declared = (
+            f"quantization_config.quant_method = {METHOD}" if is_declared else f"no quantization_config of {METHOD}"
+        )
         found = f"tensors as {names[0]}{BLOCKS}" if names else f"no tensor NAME{BLOCKS}"
-        raise ValueError(f"{folder}: config.json has {said}, but the files have {found}")
+        raise ValueError(f"{folder}: config.json has {declared}, but the files have {found}")
     for name in names:
         if f"{name}{SCALES}" not in stored:
             raise ValueError(f"{folder}: {name}{BLOCKS} is there without {name}{SCALES}")

@@ -1,6 +1,6 @@
 """Loads weights from a Hugging Face directory into the layout's shardings and memory kinds, one layer at a time.
 
-A `Family` maps configs and tensor names in both directions; the supported families are in configs/families/.
+A `Family` maps configs and tensor names in both directions; the supported families are in framework/families/.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from plimsoll.framework.layout import (
     store_leaf,
 )
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.program.execution import Execution
+from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.step import State
-from plimsoll.framework.terminal.board import Phase
+from plimsoll.framework.terminal.phase_tracker import Phase
 from plimsoll.framework.terminal.phases import SHORT, phase
-from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.check_tensors import check_tensors
 from plimsoll.framework.weights.directory import Directory
-from plimsoll.framework.weights.family import Family
+from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Index, Source, layer_shape
 
 
@@ -39,7 +39,7 @@ class Pretrained:
 
     Args:
         path: a directory with config.json and safetensors files, or hf://ORG/NAME@COMMIT, a model of the Hub.
-        family: config of the family that maps tensor names, one of configs/families.
+        family: config of the family that maps tensor names, one of framework/families.
         facts: the directory's config.json, the starting point of an export.
         generation: the directory's generation_config.json, which an export writes again; empty if there is none.
         draws_head: whether the directory holds a language model, so that the score head is initialized randomly.
@@ -62,7 +62,7 @@ class Pretrained:
         self.facts = facts
         self.generation = generation
         self.draws_head = draws_head
-        self.family: Family = family.instantiate()
+        self.family: ModelFamily = family.instantiate()
 
     def warnings(self, seq_len: int) -> list[str]:
         """List warnings about training on sequences of `seq_len` tokens, one line each."""
@@ -80,7 +80,7 @@ class Pretrained:
         Raises:
             FileNotFoundError, ValueError: see `Directory`; or tensors are missing, unexpected, or of another shape.
         """
-        return checked(Directory(self.path), self.family, model, draws_head=self.draws_head)
+        return check_tensors(Directory(self.path), self.family, model, draws_head=self.draws_head)
 
     def init(self, program: Program) -> State:
         """Return the state at step 0, with the directory's weights.
@@ -118,7 +118,7 @@ class Pretrained:
                 layer_sources = slice(layer, layer + 1) if by_layer else slice(None)
                 values = {}
                 for path in paths:
-                    values[path] = _value(
+                    values[path] = _read_value(
                         directory,
                         program,
                         path,
@@ -126,10 +126,10 @@ class Pretrained:
                         by_layer,
                     )
                 # All layers of a stack have the same shapes, so the writer for the first one also writes the others.
-                write = write or _writer(program, values, by_layer)
+                write = write or _create_writer(program, values, by_layer)
                 for group, leaves in write(state, values, layer).items():
                     state[group] |= leaves
-        return program.execution.first_values.nested(state)
+        return program.backend.initializer.to_state_tree(state)
 
 
 def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -149,22 +149,22 @@ def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str,
     return leaves
 
 
-def _find_stored_paths(execution: Execution, written_leaves: Nested, layer: int | None) -> dict[str, str]:
+def _find_stored_paths(backend: StepBackend, written_leaves: Nested, layer: int | None) -> dict[str, str]:
     """Return {path of a written leaf: its path in the state}.
 
     Args:
-        execution: the execution backend, which knows where the state stores a layer's leaves.
+        backend: the execution backend, which knows where the state stores a layer's leaves.
         written_leaves: the leaves by state group and path.
         layer: the layer's index in the stack; None for leaves of all layers, or outside of any stack.
     """
     stored_paths = {}
     for leaves in written_leaves.values():
         for path in leaves:
-            stored_paths[path] = path if layer is None else execution.parts.place(path, layer)[0]
+            stored_paths[path] = path if layer is None else backend.parts.place(path, layer)[0]
     return stored_paths
 
 
-def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
+def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
     """Return a function (state, parameter values, layer) -> the state's new leaves, including copies and averages.
 
     Args:
@@ -173,29 +173,29 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
         by_layer: whether the values are those of one layer.
     """
 
-    execution = program.execution
+    backend = program.backend
 
-    def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
+    def compute_leaves(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         leaves = _precise_leaves(program, values)
-        made_values = execution.first_values.values_of(leaves, unit=by_layer)
+        computed_values = backend.initializer.build_arrays(leaves, single_layer=by_layer)
         # Gradients stay zero.
-        return {group: leaves for group, leaves in made_values.items() if group != "gradient"}
+        return {group: leaves for group, leaves in computed_values.items() if group != "gradient"}
 
     def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
-        new = jax.tree.map(store_leaf, places, made(values))
+        new = jax.tree.map(store_leaf, places, compute_leaves(values))
         if not by_layer:
             return new
-        return execution.with_layer(old, new, layer)
+        return backend.with_layer(old, new, layer)
 
-    written_leaves = jax.eval_shape(made, like)
+    written_leaves = jax.eval_shape(compute_leaves, like)
     # Compiled programs by the leaves' memory kinds: one layer may be in host memory, another on the device.
     programs_by_kinds = dict[Any, Any]()
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
-        stored_paths = _find_stored_paths(execution, written_leaves, layer if by_layer else None)
+        stored_paths = _find_stored_paths(backend, written_leaves, layer if by_layer else None)
         # All leaves of a layer are at the same index.
-        index = execution.parts.place(next(iter(values)), layer)[1] if by_layer else layer
+        index = backend.parts.place(next(iter(values)), layer)[1] if by_layer else layer
         places = {}
         old = {}
         for group, leaves in written_leaves.items():
@@ -214,7 +214,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
     return write
 
 
-def _value(
+def _read_value(
     directory: Directory,
     program: Program,
     path: str,

@@ -29,32 +29,32 @@ class Source:
         name: name of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is one tensor for each
             index of the parameter's first axis, and the other fields describe one expert's tensor.
         transpose: whether the tensor is [out, in], as in torch's Linear, while ours is [in, out].
-        piece: (i, n): the parameter is the i-th of n equal parts of a fused matrix along the last axis.
+        fused_part: (i, n): the parameter is the i-th of n equal parts of a fused matrix along the last axis.
         interleaved: whether the parts alternate along that axis: the i-th has the elements i, i + n, i + 2 n, ...
         span: (first, width): start of the parameter in the last axis of a fused matrix, and the size of that axis; used
-            instead of `piece` if the parts are not equal.
+            instead of `fused_part` if the parts are not equal.
     """
 
     name: str
     transpose: bool = False
-    piece: tuple[int, int] = (0, 1)
+    fused_part: tuple[int, int] = (0, 1)
     interleaved: bool = False
     span: tuple[int, int] | None = None
 
     @property
     def is_fused(self) -> bool:
         """True if the tensor also holds other parameters."""
-        return self.piece != (0, 1) or self.span is not None
+        return self.fused_part != (0, 1) or self.span is not None
 
     def first(self, ours: tuple[int, ...]) -> int:
         """Return the start of the parameter along the last axis, in our orientation."""
-        return self.piece[0] * ours[-1] if self.span is None else self.span[0]
+        return self.fused_part[0] * ours[-1] if self.span is None else self.span[0]
 
     def width(self, ours: tuple[int, ...]) -> int:
         """Return the whole tensor's size along the last axis, in our orientation."""
-        return self.piece[1] * ours[-1] if self.span is None else self.span[1]
+        return self.fused_part[1] * ours[-1] if self.span is None else self.span[1]
 
-    def of(self, layer: int) -> Source:
+    def for_layer(self, layer: int) -> Source:
         """Return this source with the layer's number in its name."""
         return replace(self, name=self.name.replace(LAYER, str(layer)))
 
@@ -67,21 +67,21 @@ class Source:
 
     def read(
         self,
-        tensor_of: Callable[[str], Any],
+        get_tensor: Callable[[str], Any],
         ours: tuple[int, ...],
         index: Index,
     ) -> np.ndarray:
         """Read a slice of the parameter from its tensor, or from those of its experts.
 
         Args:
-            tensor_of: returns the tensor of a given name.
+            get_tensor: returns the tensor of a given name.
             ours: the parameter's shape.
             index: the slice of the parameter, one `slice` for each axis.
         """
         if EXPERT not in self.name:
-            return self.take(tensor_of(self.name), ours, index)
+            return self.take(get_tensor(self.name), ours, index)
         experts = self.parts(ours)[index[0]]
-        return np.stack([part.source.take(tensor_of(part.source.name), part.ours, index[1:]) for part in experts])
+        return np.stack([part.source.take(get_tensor(part.source.name), part.ours, index[1:]) for part in experts])
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole tensor in a file, for a parameter of shape `ours`."""
@@ -103,7 +103,7 @@ class Source:
         """
         bounds = [part.indices(size)[:2] for part, size in zip(index, ours, strict=True)]
         # The parameter is a range of the last axis in our orientation, or every n-th element of one.
-        number, count = self.piece
+        number, count = self.fused_part
         start, stop = bounds[-1]
         if self.interleaved:
             bounds[-1] = (start * count, stop * count)
@@ -119,15 +119,15 @@ class Source:
         # All parts are read: safetensors takes sixteen times as long to read every second element.
         return array[..., number::count] if self.interleaved else array
 
-    def join(self, pieces: list[np.ndarray]) -> np.ndarray:
+    def join(self, arrays: list[np.ndarray]) -> np.ndarray:
         """Return the whole tensor of a file, joined from all its parts in order, each in our orientation."""
-        if len(pieces) == 1:
-            joined = pieces[0]
+        if len(arrays) == 1:
+            joined = arrays[0]
         elif self.interleaved:
-            stacked = np.stack(pieces, axis=-1)
+            stacked = np.stack(arrays, axis=-1)
             joined = stacked.reshape(*stacked.shape[:-2], -1)
         else:
-            joined = np.concatenate(pieces, axis=-1)
+            joined = np.concatenate(arrays, axis=-1)
         return joined.T if self.transpose else joined
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from plimsoll.api.loaded import Loaded, Tell
-from plimsoll.framework.config import Config, target_of
+from plimsoll.api.loaded import LoadedModel, Log
+from plimsoll.framework.config import Config, get_target
 from plimsoll.framework.data.chats import ChatSource
-from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.preferences import PairSource, UnpairedSource
 from plimsoll.framework.data.pretrained_tokenizer import Message
-from plimsoll.framework.inference.chat import Answer, Chat, TranscriptForm, Turn, form_of
+from plimsoll.framework.inference.chat import Chat, ChatTurn, StreamedAnswer, TranscriptFormat, get_chat_format
 from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
 
@@ -29,7 +29,7 @@ class History(NamedTuple):
     """
 
     system: str | None
-    turns: list[Turn]
+    turns: list[ChatTurn]
     question: str | None
 
 
@@ -51,7 +51,7 @@ class Conversation:
         ValueError: the model's template does not support a system prompt, or it is too long.
     """
 
-    def __init__(self, chat: Chat, system: str | None = None, turns: Sequence[Turn] = ()):
+    def __init__(self, chat: Chat, system: str | None = None, turns: Sequence[ChatTurn] = ()):
         if system:
             chat.check_system(system)
         self.system = system
@@ -78,21 +78,21 @@ class Conversation:
         if not text.strip():
             raise ValueError("the message is empty")
         prompt = self._chat.prompt(self.system, self.turns, text)
-        return self._pieces(text, self._chat.answer(prompt))
+        return self._stream_chunks(text, self._chat.answer(prompt))
 
-    def _pieces(self, question: str, answer: Answer) -> Pieces[str]:
+    def _stream_chunks(self, question: str, answer: StreamedAnswer) -> Pieces[str]:
         """Yields the text of the first sample, and updates the history."""
         has_ended = False
         try:
-            for pieces in answer:
-                if pieces[0]:
-                    yield pieces[0]
+            for chunks in answer:
+                if chunks[0]:
+                    yield chunks[0]
             has_ended = True
         finally:
             # An answer that was stopped before its first word is not added to the history.
             if has_ended or answer.texts[0]:
                 self.samples = answer.texts
-                self.turns.append(Turn(question, answer.texts[0]))
+                self.turns.append(ChatTurn(question, answer.texts[0]))
 
     @property
     def messages(self) -> list[Message]:
@@ -109,14 +109,14 @@ class Conversation:
         return f"Conversation of {len(self.turns)} turns"
 
 
-def chat_of(
-    loaded: Loaded,
+def create_chat(
+    loaded: LoadedModel,
     generator: Generator,
     sampling: Sampling,
     *,
     num_samples: int = 1,
-    shortens: bool,
-    tell: Tell,
+    clamp_max_tokens: bool,
+    log: Log,
 ) -> Chat:
     """Create a chat that uses the model's own chat template; a model without one continues a transcript.
 
@@ -125,8 +125,8 @@ def chat_of(
         generator: generator of that model.
         sampling: sampling settings.
         num_samples: number of answers to each message.
-        shortens: limit max_new_tokens to half of the context instead of raising an error.
-        tell: receives a line if there is no chat template.
+        clamp_max_tokens: limit max_new_tokens to half of the context instead of raising an error.
+        log: receives a line if there is no chat template.
 
     Raises:
         ValueError: the tokenizer has no text, num_samples is below 1, or max_new_tokens leaves no room for a message.
@@ -136,29 +136,27 @@ def chat_of(
     tokenizer = loaded.tokenizer
     context = loaded.experiment.data.seq_len
     max_tokens = sampling.max_new_tokens
-    if shortens:
+    if clamp_max_tokens:
         sampling = replace(sampling, max_new_tokens=max(1, min(max_tokens, context // 2)))
     elif max_tokens >= context:
         raise ValueError(
             f"max_new_tokens={max_tokens} leaves no room for a message in a context of {context} tokens (data.seq_len)"
         )
-    form = form_of(tokenizer, _template_variables(loaded.config))
-    if isinstance(form, TranscriptForm):
-        tell(
-            "no chat template: the model continues a plain transcript (User: ... Assistant: ...), as a base model does"
-        )
+    form = get_chat_format(tokenizer, _template_variables(loaded.config))
+    if isinstance(form, TranscriptFormat):
+        log("no chat template: the model continues a plain transcript (User: ... Assistant: ...), as a base model does")
     return Chat(generator, tokenizer, form, sampling, context=context, num_samples=num_samples)
 
 
 def _template_variables(config: Config) -> dict[str, Any]:
     """Return the chat template variables of a run on chats or preferences; {} for other runs."""
-    sources = (ChatSource, PairSource, ThumbSource)
-    if not config.data.takes("source") or target_of(config.data.source) not in sources:
+    sources = (ChatSource, PairSource, UnpairedSource)
+    if not config.data.takes("source") or get_target(config.data.source) not in sources:
         return {}
     return config.data.source.instantiate().template_variables
 
 
-def history_of(messages: Sequence[Message]) -> History:
+def history_from_messages(messages: Sequence[Message]) -> History:
     """Converts messages to a history.
 
     Raises:
@@ -166,7 +164,7 @@ def history_of(messages: Sequence[Message]) -> History:
             error names the position.
     """
     system = None
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     question: str | None = None
     for index, message in enumerate(messages):
         role, content = _fields(index, message)
@@ -175,7 +173,7 @@ def history_of(messages: Sequence[Message]) -> History:
         elif role == "user" and question is None:
             question = content
         elif role == "assistant" and question is not None:
-            turns.append(Turn(question, content))
+            turns.append(ChatTurn(question, content))
             question = None
         else:
             raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
-from plimsoll.framework.config import Config, diff, target_of
+from plimsoll.framework.config import Config, diff, get_target
 from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules
-from plimsoll.framework.program import stored
-from plimsoll.framework.terminal.visible import visible
+from plimsoll.framework.program import stored_config
+from plimsoll.framework.terminal.escaping import escape_control_chars
 
 
 class _Origin(NamedTuple):
@@ -42,7 +42,7 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     *,
     data: str | Path | None = None,
-    shape_is_enough: bool = False,
+    shape_only: bool = False,
 ) -> Config:
     """Load a new config. Its fields can be changed like attributes: `config.trainer.max_steps = 5`.
 
@@ -51,7 +51,7 @@ def load_config(
         overrides: {dotted path: value}, applied in order. Strings are parsed like command-line values; any other value
             is set unchanged.
         data: file, folder, glob or URL to train on instead of the config's own data; a part of it is held out.
-        shape_is_enough: the model's shape is sufficient, as for a plan: a well-known hf:ORG/NAME needs no files from
+        shape_only: the model's shape is sufficient, as for a plan: a well-known hf:ORG/NAME needs no files from
             the Hub.
 
     Raises:
@@ -61,9 +61,9 @@ def load_config(
     spec = str(spec)
     notes: list[str] = []
     if spec.endswith(".json"):
-        named = stored.read_to_train(Path(spec).expanduser(), notes.append)
+        named = stored_config.read_to_train(Path(spec).expanduser(), notes.append)
     else:
-        named = configs.load(spec, notes.append, shape_is_enough=shape_is_enough)
+        named = configs.load(spec, notes.append, shape_only=shape_only)
     changes = dict(overrides or {})
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))
@@ -97,7 +97,7 @@ class ConfigRequest:
     spec: str
     notes: list[str]
     config: Config
-    chosen: tuple[str, ...]  # dotted paths that the program has set
+    override_paths: tuple[str, ...]  # dotted paths that the program has set
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
         """Return (config for that accelerator, a line for each field that its rules changed)."""
@@ -107,7 +107,7 @@ class ConfigRequest:
 
     def _is_chosen(self, path: str) -> bool:
         """Return whether the program has set the field at a path, a field inside it, or a field that contains it."""
-        for chosen in self.chosen:
+        for chosen in self.override_paths:
             if path == chosen or path.startswith(f"{chosen}.") or chosen.startswith(f"{path}."):
                 return True
         return False
@@ -116,15 +116,15 @@ class ConfigRequest:
     def settings(self) -> list[str]:
         """The fields that the program has set, as `path=value`, for a report."""
         texts = []
-        for path in self.chosen:
+        for path in self.override_paths:
             value = self.config.get_path(path)
             # Show only the name of a component; its fields would fill the line.
-            shown = target_of(value).__name__ if isinstance(value, Config) else value
+            shown = get_target(value).__name__ if isinstance(value, Config) else value
             texts.append(f"{path}={shown}")
         return texts
 
 
-def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) -> ConfigRequest:
+def create_request(config: Config | str | Path, *, shape_only: bool = False) -> ConfigRequest:
     """Create the request for a config, or for the name of one. Later changes to the config do not affect the request.
 
     Raises:
@@ -132,7 +132,7 @@ def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) ->
         TypeError: the argument is neither a config nor a name.
     """
     if isinstance(config, (str, Path)):
-        config = load_config(config, shape_is_enough=shape_is_enough)
+        config = load_config(config, shape_only=shape_only)
     if not isinstance(config, Config):
         raise TypeError(f"expected a config or the name of one, given {type(config).__name__}")
     if isinstance(config, LoadedConfig):
@@ -141,15 +141,15 @@ def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) ->
         # An override counts as set even if its value equals that of the named config.
         chosen = tuple(dict.fromkeys([*origin.overridden, *changed]))
     else:
-        origin = _Origin(target_of(config).__name__, config, (), ())
+        origin = _Origin(get_target(config).__name__, config, (), ())
         chosen = ()
     copied = Config(config._target, config._fields)
     # Try all rules on copies, so that an error in one is found even without its accelerator.
     apply_accelerator_rules(copied, None)
-    stored.check(copied)
+    stored_config.check(copied)
     return ConfigRequest(origin.spec, list(origin.notes), copied, chosen)
 
 
-def tell(line: str) -> None:
+def log(line: str) -> None:
     """Prints a line that is not part of the result to stderr."""
-    print(visible(line), file=sys.stderr, flush=True)
+    print(escape_control_chars(line), file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plimsoll.api.loaded import Loaded
+from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework import families
 from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
 from plimsoll.framework.layers.score_head import ScoreHead
@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
 )
 
 
-class Exported(NamedTuple):
+class ExportResult(NamedTuple):
     """The result of an export."""
 
     folder: Path
@@ -27,14 +27,14 @@ class Exported(NamedTuple):
     num_bytes: int
 
 
-def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None]) -> Exported:
+def export(loaded: LoadedModel, to: str, *, adapter: bool, log: Callable[[str], None]) -> ExportResult:
     """Writes a model. All checks run before any file is written.
 
     Args:
         loaded: loaded model.
         to: output directory; it must not exist yet.
         adapter: write only the LoRA adapters instead of merging them into the weights.
-        tell: receives a line if no tokenizer files are written.
+        log: receives a line if no tokenizer files are written.
 
     Raises:
         FileExistsError: the directory exists.
@@ -46,18 +46,18 @@ def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None
     pretrained = loaded.experiment.pretrained
     tokenizer = loaded.experiment.data.tokenizer
     pretrained_facts = None if pretrained is None else pretrained.facts
-    facts, family = families.of_model(loaded.config.model, pretrained_facts)
+    facts, family = families.export_config(loaded.config.model, pretrained_facts)
     classes = getattr(loaded.experiment.data, "classes", None)
     if isinstance(model.head, ScoreHead) and classes is not None:
         facts = {**facts, "id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     params = loaded.program.weights(loaded.state, averaged=loaded.averaged)
-    beside = _tokenizer(loaded)
-    if not beside:
+    extra_files = _tokenizer(loaded)
+    if not extra_files:
         kind = type(tokenizer).__name__
-        tell(f"no tokenizer files are written: data.tokenizer is {kind}, which has none")
+        log(f"no tokenizer files are written: data.tokenizer is {kind}, which has none")
     if adapter:
         base = "" if pretrained is None else pretrained.path
-        export_adapters(to, model, params, family, base, beside=beside)
+        export_adapters(to, model, params, family, base, extra_files=extra_files)
     else:
         run_facts: dict[str, Any] = {"eos_token_id": tokenizer.eos_id}
         # With learned positions, the family writes the length of the table under its own name.
@@ -65,11 +65,11 @@ def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None
             run_facts["max_position_embeddings"] = loaded.experiment.data.seq_len
         if pretrained is not None and pretrained.generation:
             generation = _generation(pretrained.generation, tokenizer)
-            beside["generation_config.json"] = _json(generation)
+            extra_files["generation_config.json"] = _json(generation)
         # The facts of the published model take precedence.
-        export_model(to, model, params, family, {**run_facts, **facts}, beside=beside)
+        export_model(to, model, params, family, {**run_facts, **facts}, extra_files=extra_files)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    return Exported(folder, facts["architectures"][0], size)
+    return ExportResult(folder, facts["architectures"][0], size)
 
 
 def refuse_existing(folder: Path) -> None:
@@ -78,7 +78,7 @@ def refuse_existing(folder: Path) -> None:
         raise FileExistsError(f"--to={folder} is there already; choose another, or remove it")
 
 
-def _tokenizer(loaded: Loaded) -> dict[str, bytes]:
+def _tokenizer(loaded: LoadedModel) -> dict[str, bytes]:
     """Return {name: content} of the tokenizer's files; {} for a tokenizer without text.
 
     Files that transformers needs are generated for a tokenizer that was trained by a run, or that has no files.

@@ -7,15 +7,15 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from plimsoll.api.plans import Plan, of_target, uncached
+from plimsoll.api.plans import Plan, disable_compilation_cache, use_target_environment
 from plimsoll.framework.devices.environment import prepare_jax
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.function import plan_call
-from plimsoll.framework.plan.function_call import Call
-from plimsoll.framework.terminal.phase_views import shown_on_terminal
+from plimsoll.framework.plan.function_call import FunctionCall
+from plimsoll.framework.plan.function_report import plan_call
+from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 
 
-@shown_on_terminal()
+@show_phases_on_terminal()
 def plan_function(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -58,9 +58,9 @@ def plan_function(
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ValueError(f"device_memory_gib={device_memory_gib}: expected more than 0")
-    call = Call(function, arguments, donate, mesh, shardings, out_shardings, name, compiler_options or {})
+    call = FunctionCall(function, arguments, donate, mesh, shardings, out_shardings, name, compiler_options or {})
     prepare_jax()
     machine = targets.resolve(target)
     limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
-    with of_target(target, starts=True), uncached():
+    with use_target_environment(target, starts=True), disable_compilation_cache():
         return Plan(plan_call(call, machine, limit))

@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll import configs
-from plimsoll.framework.config import Config, config_for, target_of
+from plimsoll.framework.config import Config, config_for, get_target
 from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.data.tokenizers import BPETokenizer
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.workdir import read_only
-from plimsoll.framework.program import stored
+from plimsoll.framework.program import stored_config
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 # A function that changes a config in place, with the overrides of a command line or a program.
 Change = Callable[[Config], object]
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A loaded model: `state` holds only parameters (or "ema", if `averaged`), frozen weights and buffers."""
 
     config: Config
@@ -39,7 +39,7 @@ class Loaded:
         return tokenizer
 
 
-def is_of_mesh(path: str) -> bool:
+def is_mesh_setting(path: str) -> bool:
     """Return whether a setting, by its dotted path, belongs to the mesh."""
     return path.split(".")[0] == "mesh"
 
@@ -51,10 +51,10 @@ def load_run(
     step: int | None,
     averaged: bool,
     host_weights: bool,
-    mesh_is_asked: bool = False,
+    is_mesh_requested: bool = False,
     text: bool = True,
-    tell: Tell,
-) -> Loaded:
+    log: Log,
+) -> LoadedModel:
     """Loads the model of a run, without the optimizer state.
 
     Args:
@@ -63,9 +63,9 @@ def load_run(
         step: step of the checkpoint; None for the newest valid one.
         averaged: use the moving averages of the weights.
         host_weights: offload the stack to host memory; the device holds one layer of it at a time.
-        mesh_is_asked: `change` sets the mesh, so it is an error if the mesh does not fit the devices.
+        is_mesh_requested: `change` sets the mesh, so it is an error if the mesh does not fit the devices.
         text: the model is a language model, so prepare its tokenizer.
-        tell: receives a line about the loaded checkpoint.
+        log: receives a line about the loaded checkpoint.
 
     Raises:
         FileNotFoundError, ValueError: the run or checkpoint does not exist, or its parts do not fit together. The
@@ -76,7 +76,7 @@ def load_run(
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
-    config = _load_run_config(workdir, checkpointer, step, tell)
+    config = _load_run_config(workdir, checkpointer, step, log)
     change(config)
     experiment = _experiment(config, workdir, averaged=averaged, text=text)
     # Imported late, so that errors up to here are reported before JAX looks for devices.
@@ -86,21 +86,21 @@ def load_run(
     _refuse_empty(checkpointer)
     start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
-    program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
+    program = inference_program(experiment, host_weights=host_weights, is_mesh_requested=is_mesh_requested, log=log)
     restored = _restore_model(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
-    tell("\n".join([*restored.problems, source]))
+    log("\n".join([*restored.problems, source]))
     # Of parameter and ema, the group that was not read is empty.
     state = {"parameter": {}, "ema": {}, **restored.state}
-    return Loaded(config, experiment, program, state, averaged, workdir)
+    return LoadedModel(config, experiment, program, state, averaged, workdir)
 
 
-def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, tell: Tell) -> Config:
+def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Log) -> Config:
     """Load the config that the checkpoint was saved with, or that of the workdir if the checkpoint has none.
 
     The manifest's digest covers the former. config.json belongs to the last start, and may have been edited since.
     """
-    config = stored.read(workdir, tell)
+    config = stored_config.read(workdir, log)
     steps = checkpointer.steps() if step is None else [step]
     for saved_step in reversed(steps):
         try:
@@ -110,9 +110,11 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, tell: T
             continue
         if "config" not in extra:
             return config
-        saved = stored.of_checkpoint(extra["config"], f"the checkpoint of step {saved_step}", lambda line: None)
+        saved = stored_config.read_from_checkpoint(
+            extra["config"], f"the checkpoint of step {saved_step}", lambda line: None
+        )
         for change in config_changes(saved.to_dict()["model"], config.to_dict()["model"], path="config.model"):
-            tell(f"{workdir / 'config.json'} is not what step {saved_step} was saved with, which counts: {change}")
+            log(f"{workdir / 'config.json'} is not what step {saved_step} was saved with, which counts: {change}")
         return saved
     return config
 
@@ -152,7 +154,7 @@ def _name_tokenizer_file(config: Config, workdir: Path) -> None:
     if not config.data.takes("tokenizer"):
         return
     tokenizer = config.data.tokenizer
-    target = target_of(tokenizer)
+    target = get_target(tokenizer)
     if isinstance(target, type) and issubclass(target, BPETokenizer):
         tokenizer.path = str(workdir / "tokenizer.json")
 
@@ -168,7 +170,9 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
     tokenizer.prepare(workdir, None, write=False)
 
 
-def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_asked: bool = False, tell: Tell) -> Loaded:
+def load_published(
+    path: str, change: Change, *, host_weights: bool, is_mesh_requested: bool = False, log: Log
+) -> LoadedModel:
     """Loads a published model from a Hugging Face directory or by its Hub id. Other arguments as for `load_run`."""
     prepare_jax()
     import optax
@@ -179,19 +183,19 @@ def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_ask
     from plimsoll.framework.program.inference import inference_program
 
     config = configs.load(f"hf:{path}")
-    place = config.pretrained.path
-    for line in hub_models.note(place):
-        tell(line)
+    location = config.pretrained.path
+    for line in hub_models.describe_source(location):
+        log(line)
     # An experiment needs a learner. Plain SGD has no state, so it takes no memory.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
     config.learner = config_for(Learner, optimizer=optimizer)
-    config.data.tokenizer = config_for(PretrainedTokenizer, path=place, vocab_size=config.model.vocab_size)
+    config.data.tokenizer = config_for(PretrainedTokenizer, path=location, vocab_size=config.model.vocab_size)
     change(config)
     experiment: Any = config.instantiate()
-    folder = hub_models.folder(place)
+    folder = hub_models.folder(location)
     experiment.data.tokenizer.prepare(folder, None, write=False)
     start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
-    program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
+    program = inference_program(experiment, host_weights=host_weights, is_mesh_requested=is_mesh_requested, log=log)
     state = experiment.pretrained.init(program)
-    return Loaded(config, experiment, program, state, False, folder)
+    return LoadedModel(config, experiment, program, state, False, folder)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.api import chats, loaded
-from plimsoll.api.chats import Conversation, history_of
-from plimsoll.api.configs import override, tell
+from plimsoll.api.chats import Conversation, history_from_messages
+from plimsoll.api.configs import log, override
 from plimsoll.api.export import export
-from plimsoll.api.loaded import Loaded
+from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework.data.pretrained_tokenizer import Message
-from plimsoll.framework.files.texts import read_text
+from plimsoll.framework.files.text_files import read_text
 from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer, TextScore
-from plimsoll.framework.terminal.phase_views import shown_on_terminal
+from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 
 DEFAULT_TOKENS = 128
 
@@ -32,7 +32,7 @@ class Model:
         batch_size: number of rows to score at a time.
     """
 
-    def __init__(self, loaded: Loaded, *, batch_size: int = 8):
+    def __init__(self, loaded: LoadedModel, *, batch_size: int = 8):
         self.loaded = loaded
         self._batch_size = batch_size
 
@@ -78,8 +78,8 @@ class Model:
         stops = [stop] if isinstance(stop, str) else stop
         max_tokens = DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
         sampling = Sampling(max_tokens, temperature, top_k, top_p, seed=seed)
-        pieces = self.stream([prompt], sampling, stops, shortens=max_new_tokens is None)
-        return "".join(piece for (piece,) in pieces)
+        chunks = self.stream([prompt], sampling, stops, clamp_max_tokens=max_new_tokens is None)
+        return "".join(chunk for (chunk,) in chunks)
 
     def stream(
         self,
@@ -87,7 +87,7 @@ class Model:
         sampling: Sampling,
         stops: Sequence[str] = (),
         *,
-        shortens: bool = False,
+        clamp_max_tokens: bool = False,
     ) -> Iterator[list[str]]:
         """Yield the new text of each prompt, step by step. Errors are raised by this call, not at the first step.
 
@@ -95,7 +95,7 @@ class Model:
             texts: prompts, continued as one batch.
             sampling: sampling settings; the tokenizer's stop ids end a text in addition to `sampling.stop_ids`.
             stops: strings that end a continuation; they are not part of it.
-            shortens: reduce the number of new tokens to the model's maximum positions instead of raising an error.
+            clamp_max_tokens: reduce the number of new tokens to the model's maximum positions instead of raising an error.
         """
         tokenizer = self.loaded.tokenizer
         prompts = [tokenizer.encode_prompt(text) for text in texts]
@@ -103,7 +103,7 @@ class Model:
             raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
         max_tokens = sampling.max_new_tokens
         max_positions = self.loaded.experiment.language_model.max_positions
-        if shortens and max_positions is not None:
+        if clamp_max_tokens and max_positions is not None:
             longest_prompt = max(map(len, prompts))
             max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
         stop_ids = {*tokenizer.stop_ids, *sampling.stop_ids}
@@ -139,19 +139,19 @@ class Model:
         Raises:
             ValueError: a setting or a message is invalid, or the model has no tokenizer.
         """
-        history = history_of(messages)
+        history = history_from_messages(messages)
         if history.question is not None:
             raise ValueError("messages: the last one waits for an answer: pass it to say(), or all of them to answer()")
         if system is not None and history.system is not None:
             raise ValueError("the system prompt is given twice: in messages, and as system")
         max_tokens = chats.DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
-        chat = chats.chat_of(
+        chat = chats.create_chat(
             self.loaded,
             self.generator,
             Sampling(max_tokens, temperature, top_k, top_p, seed=seed),
             num_samples=num_samples,
-            shortens=max_new_tokens is None,
-            tell=tell,
+            clamp_max_tokens=max_new_tokens is None,
+            log=log,
         )
         return Conversation(chat, history.system if system is None else system, history.turns)
 
@@ -165,7 +165,7 @@ class Model:
         Raises:
             ValueError: as for `chat`, or the last message is not a user message.
         """
-        question = history_of(messages).question
+        question = history_from_messages(messages).question
         if question is None:
             raise ValueError("messages: expected the last one to be the user's")
         return self.chat(messages[:-1], **settings).say(question)
@@ -203,10 +203,10 @@ class Model:
             FileExistsError: the folder exists.
             ValueError: the model does not belong to a family that transformers supports.
         """
-        return export(self.loaded, os.fspath(folder), adapter=adapter, tell=tell).folder
+        return export(self.loaded, os.fspath(folder), adapter=adapter, log=log).folder
 
 
-@shown_on_terminal()
+@show_phases_on_terminal()
 def load(
     source: str | os.PathLike[str],
     overrides: Mapping[str, Any] | None = None,
@@ -234,10 +234,10 @@ def load(
     if is_published and (step is not None or averaged):
         raise ValueError(f"{path}: step and averaged are of a run's workdir")
     change = functools.partial(override, overrides=dict(overrides or {}))
-    mesh_is_asked = any(loaded.is_of_mesh(setting) for setting in overrides or {})
+    is_mesh_requested = any(loaded.is_mesh_setting(setting) for setting in overrides or {})
     if is_published:
         published = loaded.load_published(
-            directory, change, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell
+            directory, change, host_weights=host_weights, is_mesh_requested=is_mesh_requested, log=log
         )
         return Model(published)
     run = loaded.load_run(
@@ -246,7 +246,7 @@ def load(
         step=step,
         averaged=averaged,
         host_weights=host_weights,
-        mesh_is_asked=mesh_is_asked,
-        tell=tell,
+        is_mesh_requested=is_mesh_requested,
+        log=log,
     )
     return Model(run)

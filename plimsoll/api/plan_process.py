@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.phases import phase
 
@@ -28,10 +28,10 @@ def lacks_devices(target: Target) -> bool:
     import jax
 
     # Evaluated last, because listing the devices starts JAX.
-    return target.platform == "cpu" and not target.at_hand and target.num_devices > len(jax.devices("cpu"))
+    return target.platform == "cpu" and not target.available_devices and target.num_devices > len(jax.devices("cpu"))
 
 
-def planned_elsewhere(
+def plan_in_subprocess(
     spec: str,
     config: Config,
     name: str,
@@ -40,7 +40,7 @@ def planned_elsewhere(
     phases: bool,
     fresh: bool,
 ) -> Report:
-    """Run framework.plan.planned in another process and return its report; the arguments are the same.
+    """Run framework.plan.cached_report in another process and return its report; the arguments are the same.
 
     Raises:
         ConfigError: the plan is refused, or the config has classes that another process cannot find.
@@ -80,7 +80,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     from plimsoll import configs
     from plimsoll.framework.devices.environment import prepare_jax
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.planned import planned
+    from plimsoll.framework.plan.cached_report import get_report
 
     name = job["name"]
     try:
@@ -91,10 +91,10 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         reason = f"a plan for {name} needs another process, as JAX has started with fewer CPU devices in this one"
         return {"error": f"{reason}, and there {error}; or start Python with JAX_NUM_CPU_DEVICES set"}
-    targets.environment(name)
+    targets.set_environment(name)
     prepare_jax()
     try:
-        report = planned(
+        report = get_report(
             job["spec"],
             config,
             targets.resolve(name),

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import jax
 
-from plimsoll.api.configs import request_of
-from plimsoll.api.plan_process import lacks_devices, planned_elsewhere
+from plimsoll.api.configs import create_request
+from plimsoll.api.plan_process import lacks_devices, plan_in_subprocess
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
-from plimsoll.framework.plan import report, targets
+from plimsoll.framework.plan import report_tables, targets
+from plimsoll.framework.plan.cached_report import get_report
 from plimsoll.framework.plan.page import page
-from plimsoll.framework.plan.planned import planned
-from plimsoll.framework.plan.report import Report
-from plimsoll.framework.terminal.phase_views import shown_on_terminal
+from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 from plimsoll.framework.terminal.tables import render
 
 _PAGE_PIXELS = 900
@@ -45,10 +45,10 @@ class Plan:
         return self.report["device_allocated_bytes"]
 
     def __str__(self) -> str:
-        return render(report.sections(self.report))
+        return render(report_tables.sections(self.report))
 
     def __repr__(self) -> str:
-        return f"plan of {self.report['config']} on {self.report['target']}: {report.verdict(self.report)}"
+        return f"plan of {self.report['config']} on {self.report['target']}: {report_tables.verdict(self.report)}"
 
     def _repr_html_(self) -> str:
         # A separate frame, because the style of the page applies to its whole document.
@@ -56,7 +56,7 @@ class Plan:
         return f'<iframe srcdoc="{document}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
 
 
-@shown_on_terminal()
+@show_phases_on_terminal()
 def plan(
     config: Config | str | Path,
     target: str,
@@ -82,16 +82,16 @@ def plan(
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
-    request = request_of(config, shape_is_enough=True)
+    request = create_request(config, shape_only=True)
     prepare_jax()
     machine = targets.resolve(target)
     limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
     resolved, rule_lines = request.resolve(machine.name)
     if not estimate and lacks_devices(machine):
-        figures = planned_elsewhere(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
+        figures = plan_in_subprocess(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
         return Plan(figures | {"settings": [*request.settings, *rule_lines]})
-    with of_target(target, starts=not estimate), uncached():
-        figures = planned(
+    with use_target_environment(target, starts=not estimate), disable_compilation_cache():
+        figures = get_report(
             request.spec,
             resolved,
             machine,
@@ -105,7 +105,7 @@ def plan(
 
 
 @contextmanager
-def of_target(target: str, *, starts: bool) -> Iterator[None]:
+def use_target_environment(target: str, *, starts: bool) -> Iterator[None]:
     """Sets the environment of the target's compiler in a context; afterwards the program can train here as before.
 
     Args:
@@ -119,7 +119,7 @@ def of_target(target: str, *, starts: bool) -> Iterator[None]:
     start_devices()
     variables = set(os.environ)
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    targets.environment(target)
+    targets.set_environment(target)
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ def of_target(target: str, *, starts: bool) -> Iterator[None]:
 
 
 @contextmanager
-def uncached() -> Iterator[None]:
+def disable_compilation_cache() -> Iterator[None]:
     """Disables JAX's compilation cache: cached programs come without their buffers, which the report lists."""
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)

@@ -15,22 +15,22 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from plimsoll.api.configs import request_of
+from plimsoll.api.configs import create_request
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.files.workdir import read_only
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import read_metrics
 from plimsoll.framework.metrics.plot import plot_losses
-from plimsoll.framework.run import mistakes, start
+from plimsoll.framework.run import start, user_errors
 from plimsoll.framework.run.job import Job, RunError
 from plimsoll.framework.terminal import interrupts, phases
 from plimsoll.framework.terminal.exit_codes import ExitCode
-from plimsoll.framework.terminal.phase_views import view_of
+from plimsoll.framework.terminal.phase_views import create_view
 
 _RESUME = ("auto", "never", "must")
 
 
-class Curve(NamedTuple):
+class MetricCurve(NamedTuple):
     """One metric of a run."""
 
     steps: np.ndarray  # i64[n], ascending
@@ -47,7 +47,7 @@ class TrainedRun:
 
     def __init__(self, workdir: str, spec: str, unit: str, rows: list[dict]):
         self.workdir = workdir
-        self.metrics: Mapping[str, Curve] = _curves(rows)
+        self.metrics: Mapping[str, MetricCurve] = _curves(rows)
         self._rows = rows
         self._spec = spec
         self._unit = unit
@@ -99,7 +99,7 @@ def train(
     """
     began = time.monotonic()
     _check(resume, device_memory_gib)
-    request = request_of(config)
+    request = create_request(config)
     job = Job(
         request,
         # Build the experiment first, so that errors in the config appear before anything starts.
@@ -107,12 +107,12 @@ def train(
         folder=os.fspath(workdir),
         limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
         goodput=Goodput(since=began),
-        guarded=lambda training: _guarded(job, training),
+        handle_errors=lambda training: _train_catching_errors(job, training),
         resume=resume,
         force=force,
     )
     # The run prints its table and its progress, so it shows its phases as well.
-    with interrupts.raised(), phases.shown(view_of(sys.stderr)):
+    with interrupts.raise_on_signals(), phases.show_phases(create_view(sys.stderr)):
         code = start.execute(job, None)
     _raise_failure(job, code)
     folder, _ = read_only(os.fspath(workdir))
@@ -130,12 +130,12 @@ def _check(resume: str, device_memory_gib: float | None) -> None:
         raise ConfigError("pl.train is for a single process; `plimsoll local` and the other launchers start several")
 
 
-def _guarded(job: Job, training: Callable[[], int]) -> int:
+def _train_catching_errors(job: Job, training: Callable[[], int]) -> int:
     """Trains. A user error is stored as the job's failure, to be raised once the workdir has been restored."""
     try:
         return training()
     except Exception as error:
-        code = mistakes.exit_code(error)
+        code = user_errors.exit_code(error)
         if code is None:
             raise
         job.failure = error
@@ -147,7 +147,7 @@ def _raise_failure(job: Job, code: int) -> None:
     if code == ExitCode.DONE:
         return
     failure = job.failure
-    if failure is not None and mistakes.exit_code(failure) is not None:
+    if failure is not None and user_errors.exit_code(failure) is not None:
         raise failure
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"what was trained is saved in {job.folder}; the same call goes on from there")
@@ -157,7 +157,7 @@ def _raise_failure(job: Job, code: int) -> None:
     raise RunError(str(failure or f"the run ended with exit code {code}"), code) from failure
 
 
-def _curves(rows: list[dict]) -> dict[str, Curve]:
+def _curves(rows: list[dict]) -> dict[str, MetricCurve]:
     """Collect all numeric metrics of a run's rows, by name."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -169,5 +169,5 @@ def _curves(rows: list[dict]) -> dict[str, Curve]:
     for name, value_by_step in points.items():
         steps = np.array(sorted(value_by_step), np.int64)
         values = np.array([value_by_step[step] for step in steps.tolist()], np.float64)
-        curves[name] = Curve(steps, values)
+        curves[name] = MetricCurve(steps, values)
     return curves

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import plimsoll as pl
-from plimsoll.api.chats import Conversation, history_of
-from plimsoll.framework.inference.chat import Turn
+from plimsoll.api.chats import Conversation, history_from_messages
+from plimsoll.framework.inference.chat import ChatTurn
 from plimsoll.launch import chat as verb
 from tests.launch.test_chat import say
 from tests.support import chats
@@ -19,7 +19,7 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "two"}]
 
 def test_a_conversation_keeps_its_history() -> None:
     script = chats.Script()
-    talk = Conversation(chats.chat(script, num_samples=2), "be kind", [Turn("x", "y")])
+    talk = Conversation(chats.chat(script, num_samples=2), "be kind", [ChatTurn("x", "y")])
     assert talk.say("a") == "I heard a (0)"
     assert talk.samples == ["I heard a (0)", "I heard a (1)"]
     assert "".join(talk.stream("b")) == "I heard b (0)\n"
@@ -27,16 +27,16 @@ def test_a_conversation_keeps_its_history() -> None:
     contents = [(message["role"], message["content"]) for message in talk.messages]
     assert contents[0] == ("system", "be kind")
     assert contents[-2:] == [("user", "b"), ("assistant", "I heard b (0)")]
-    history = history_of(talk.messages)
+    history = history_from_messages(talk.messages)
     assert (history.system, history.turns, history.question) == ("be kind", talk.turns, None)
 
 
-def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far() -> None:
+def test_partially_read_answer_stays_in_the_history() -> None:
     talk = Conversation(chats.chat(chats.Script()))
-    pieces = talk.stream("long")
-    text = "".join(next(pieces) for _ in range(6))
-    pieces.close()
-    assert talk.turns == [Turn("long", text.rstrip())]
+    chunks = talk.stream("long")
+    text = "".join(next(chunks) for _ in range(6))
+    chunks.close()
+    assert talk.turns == [ChatTurn("long", text.rstrip())]
     unread = talk.stream("never read")
     unread.close()
     assert len(talk.turns) == 1
@@ -53,9 +53,9 @@ def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far() -> None:
         (["hello"], r"messages\[0\]: expected {\"role\""),
     ],
 )
-def test_messages_that_are_no_conversation(messages: list[Any], message: str) -> None:
+def test_invalid_conversations_are_refused(messages: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        history_of(messages)
+        history_from_messages(messages)
 
 
 def test_a_model_answers_as_the_verb_does(

@@ -52,9 +52,11 @@ def test_a_notebook_is_well_formed(name: str) -> None:
 
 
 @pytest.mark.pairs
-def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureFixture) -> None:
+def test_notebook_cells_run_and_show_pictures(capsys: pytest.CaptureFixture) -> None:
     names: dict[str, Any] = {}
-    _, plan, run, losses, _, bits_per_byte = [notebooks.executed(cell.replace(WRITTEN, SMALL), names) for cell in CELLS]
+    _, plan, run, losses, _, bits_per_byte = [
+        notebooks.execute_cell(cell.replace(WRITTEN, SMALL), names) for cell in CELLS
+    ]
     assert "<iframe" in plan._repr_html_()
     assert "image/png" in run._repr_html_()
     assert losses.shape == run.metrics["train/loss"].steps.shape
@@ -62,7 +64,7 @@ def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureF
 
 
 @pytest.mark.pairs
-def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFixture) -> None:
+def test_user_loop_resumes_from_its_save(capsys: pytest.CaptureFixture) -> None:
     source = OWN_LOOP.replace(WRITTEN, SMALL)
     exec(source, {})
     first = capsys.readouterr().out.splitlines()
@@ -79,7 +81,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFix
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["functions_eager", "functions_stream"])
-def test_the_pages_of_functions_train(name: str, capsys: pytest.CaptureFixture) -> None:
+def test_function_pages_train(name: str, capsys: pytest.CaptureFixture) -> None:
     [source] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
     exec(source, {})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -105,7 +107,7 @@ def test_lora_around_34_layers_as_it_is_written() -> None:
     exec(LORA, {})
 
 
-def test_the_check_of_lora_fails_without_it() -> None:
+def test_lora_check_fails_without_lora() -> None:
     """Check a smaller version on the CPU: the page's step passes, and the same step with merged weights fails."""
     small = LORA.replace("1024", "64").replace("4096", "160").replace("bfloat16", "float32")
     small = small.replace(', target="v5e-1"', "").replace("512", "9")

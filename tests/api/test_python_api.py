@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import plimsoll as pl
-from plimsoll.api.configs import request_of
+from plimsoll.api.configs import create_request
 from plimsoll.framework.data.tokenizers import ByteTokenizer
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.run.hooks import Hook
 from plimsoll.launch import evaluate, generate
 from tests.support.runs import CONFIG, ROOT, rows, write_text
-from tests.trainer.test_finished import files
+from tests.trainer.test_last_checkpoint import files
 
 SPEC = f"{CONFIG}:tiny"
 
@@ -42,9 +42,7 @@ def run(folder: Path) -> pl.TrainedRun:
 
 
 def test_importing_it_imports_nothing() -> None:
-    code = (
-        "import sys, framework; print([m for m in ('jax', 'numpy', 'plimsoll.framework.config') if m in sys.modules])"
-    )
+    code = "import sys, plimsoll; print([m for m in ('jax', 'numpy', 'plimsoll.framework.config') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
     for name in pl.__all__:
@@ -55,22 +53,20 @@ def test_importing_it_imports_nothing() -> None:
 
 
 @pytest.mark.pairs
-def test_a_folder_of_the_same_name_is_not_taken_for_the_named_configs(tmp_path: Path) -> None:
+def test_users_configs_package_is_theirs(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").touch()
-    (tmp_path / "configs" / "tiny.py").write_text("raise RuntimeError('taken')")
+    (tmp_path / "configs" / "tiny.py").write_text("name = 'theirs'")
     code = (
-        f"import sys; sys.path.append({str(ROOT)!r}); import plimsoll as pl; pl.load_config('nanogpt-cpu')\n"
-        "del sys.modules['configs']; import configs\n"
-        "try: pl.load_config('nanogpt-cpu')\n"
-        "except pl.ConfigError as error: print(error)"
+        f"import sys; sys.path.append({str(ROOT)!r}); import configs.tiny, plimsoll as pl\n"
+        "print(pl.load_config('nanogpt-cpu').trainer.max_steps > 0, configs.tiny.name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert f"the package 'configs' of {tmp_path / 'configs'} was imported before Plimsoll's" in done.stdout
+    assert done.stdout == "True theirs\n"
 
 
 @pytest.mark.pairs
-def test_overrides_are_texts_or_values(run: pl.TrainedRun, folder: Path) -> None:
+def test_overrides_accept_text_and_values(run: pl.TrainedRun, folder: Path) -> None:
     config = pl.load_config(SPEC, {"trainer.max_steps": "7", "data.tokenizer": pl.config_for(ByteTokenizer)})
     assert config.trainer.max_steps == 7
     stored = pl.load_config(folder / "run" / "config.json", {"trainer.max_steps": 5})
@@ -90,7 +86,7 @@ def test_overrides_are_texts_or_values(run: pl.TrainedRun, folder: Path) -> None
     assert list(pl.load_config("nanogpt-cpu", data=text).data.validation) == ["held_out"]
 
 
-def test_a_rule_changes_what_the_program_has_not_set() -> None:
+def test_rule_changes_only_fields_not_set_by_the_program() -> None:
     rules = {"cpu-*": {"trainer.max_steps": 9, "trainer.seed": 9, "trainer.log_every": 9}}
     named = pl.load_config(SPEC)
     named.accelerator_rules = [
@@ -99,11 +95,11 @@ def test_a_rule_changes_what_the_program_has_not_set() -> None:
     config = pl.load_config(SPEC, {"trainer.max_steps": named.trainer.max_steps})
     config.accelerator_rules = named.accelerator_rules
     config.trainer.seed = 3
-    resolved, lines = request_of(config.copy()).resolve("cpu-1")
+    resolved, lines = create_request(config.copy()).resolve("cpu-1")
     assert (resolved.trainer.max_steps, resolved.trainer.seed) == (named.trainer.max_steps, 3)
     assert resolved.trainer.log_every == 9
     assert len(lines) == 1
-    assert request_of(config).resolve("v5e-4")[1] == []
+    assert create_request(config).resolve("v5e-4")[1] == []
 
 
 def _rule() -> Any:
@@ -122,7 +118,7 @@ def test_a_run_has_its_metrics_as_arrays_and_as_a_picture(run: pl.TrainedRun, fo
     assert "data:image/png;base64," in run._repr_html_()
 
 
-def test_again_it_has_nothing_to_do_or_goes_on(run: pl.TrainedRun, folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_second_run_is_a_no_op_or_resumes(run: pl.TrainedRun, folder: Path, capsys: pytest.CaptureFixture) -> None:
     before = files(folder / "run")
     config = pl.load_config(SPEC, {"trainer.max_steps": 4, "trainer.save_every": 2})
     assert pl.train(config, folder / "run").metrics.keys() == run.metrics.keys()
@@ -133,7 +129,7 @@ def test_again_it_has_nothing_to_do_or_goes_on(run: pl.TrainedRun, folder: Path,
 
 
 @pytest.mark.pairs
-def test_what_cannot_be_is_raised_and_leaves_nothing(folder: Path) -> None:
+def test_invalid_settings_raise_and_leave_no_files(folder: Path) -> None:
     config = pl.load_config(SPEC)
     with pytest.raises(FileNotFoundError, match="--resume=must, but"):
         pl.train(config, folder / "new", resume="must")
@@ -166,7 +162,7 @@ class Spoils(Hook):
 
 
 @pytest.mark.pairs
-def test_an_interrupt_saves_and_is_raised(folder: Path) -> None:
+def test_interrupt_saves_and_raises(folder: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
     config = pl.load_config(SPEC, {"trainer.max_steps": 50, "trainer.hooks": [pl.config_for(Interrupts)]})
     with pytest.raises(KeyboardInterrupt, match="saved"):
@@ -195,7 +191,7 @@ def test_a_run_that_fails_has_its_exit_code_and_its_cause(folder: Path) -> None:
 
 
 @pytest.mark.pairs
-def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_model_output_matches_the_cli(run: pl.TrainedRun, folder: Path, capsys: pytest.CaptureFixture) -> None:
     model = pl.load(folder / "run")
     text = model.generate("the quick", max_new_tokens=6, temperature=0.7, seed=2)
     flags = [f"--workdir={folder / 'run'}"]
@@ -219,7 +215,7 @@ def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsy
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("step", [None, 2])
-def test_what_was_changed_in_config_json_does_not_count(
+def test_edits_to_config_json_are_ignored(
     run: pl.TrainedRun, folder: Path, step: int | None, capsys: pytest.CaptureFixture
 ) -> None:
     """The checkpoint stores the config with a digest, so an edited config.json is detected and ignored."""
@@ -257,7 +253,7 @@ class _Norm(RMSNorm):
     """A class defined in the test, which another process cannot import."""
 
 
-def test_a_plan_prints_and_draws_itself() -> None:
+def test_plan_has_text_and_html_representations() -> None:
     small = {"data.seq_len": 32, "model.stack.num_layers": 1}
     plan = pl.plan(pl.load_config("nanogpt-cpu", small), target="h200", estimate=True)
     assert plan.fits

@@ -77,7 +77,7 @@ def assert_same(a, b, *, placed=True):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def checkpoint_template(tmp_path_factory):
     root = tmp_path_factory.mktemp("written") / "checkpoints"
     with Checkpointer(directory=root) as checkpointer:
         for step in (10, 20):
@@ -86,17 +86,17 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture
-def saved(written, tmp_path):
+def checkpoint_folder(checkpoint_template, tmp_path):
     """A directory with steps 10 and 20."""
-    return Path(shutil.copytree(written, tmp_path / "checkpoints"))
+    return Path(shutil.copytree(checkpoint_template, tmp_path / "checkpoints"))
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", MESHES)
-def test_any_mesh_and_memory(saved, mesh):
+def test_any_mesh_and_memory(checkpoint_folder, mesh):
     """A checkpoint saved on (4, 2) restores host leaves to the host and device leaves to the device."""
     target = make_state(mesh)
-    restored = Checkpointer(directory=saved).restore_latest(like(target))
+    restored = Checkpointer(directory=checkpoint_folder).restore_latest(like(target))
     assert (restored.step, restored.extra, restored.problems) == (20, EXTRA, [])
     assert_same(restored.state, make_state(mesh, seed=20))
     assert restored.state["optimizer"][0].nu["dense"]["weight"].sharding.memory_kind == "pinned_host"
@@ -104,13 +104,13 @@ def test_any_mesh_and_memory(saved, mesh):
 
 
 @pytest.mark.pairs
-def test_one_device_and_other_memories(saved):
+def test_one_device_and_other_memory_kinds(checkpoint_folder):
     """Everything is restored to one device; host leaves may become device leaves, and vice versa."""
     one = SingleDeviceSharding(jax.devices()[5])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), make_state())
     weight = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=one.with_memory_kind("pinned_host"))
     abstract["parameter"]["dense"]["weight"] = weight
-    restored = Checkpointer(directory=saved).restore(10, abstract)
+    restored = Checkpointer(directory=checkpoint_folder).restore(10, abstract)
     assert_same(restored.state, make_state(seed=10), placed=False)
     assert restored.state["parameter"]["dense"]["weight"].sharding.memory_kind == "pinned_host"
     assert restored.state["optimizer"][0].nu["dense"]["weight"].sharding == one
@@ -124,9 +124,9 @@ def test_one_device_saved_comes_back_sharded(tmp_path):
         assert_same(checkpointer.restore(1, like(make_state())).state, make_state(seed=1))
 
 
-def test_groups(saved):
+def test_groups_save_and_restore(checkpoint_folder):
     """Evaluation needs only the parameters: other groups are neither compared nor read."""
-    checkpointer = Checkpointer(directory=saved, read_only=True)
+    checkpointer = Checkpointer(directory=checkpoint_folder, read_only=True)
     state = make_state()
     part = {"parameter": like(state["parameter"]), "ema": {}}
     restored = checkpointer.restore(20, part, groups=("parameter",))
@@ -156,7 +156,7 @@ def test_save_returns_when_the_arrays_may_be_donated(tmp_path):
             np.testing.assert_array_equal(np.asarray(restored["parameter"]["w"]), kept)
 
 
-def test_host_leaves_may_be_donated_too(tmp_path):
+def test_host_arrays_may_be_donated_too(tmp_path):
     host = sharding((4, 2), "fsdp", kind="pinned_host")
 
     def step(x):
@@ -213,10 +213,10 @@ def test_retention(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000005", "00000006", "00000007"]
 
 
-def test_same_step_again(saved, caplog):
+def test_same_step_again(checkpoint_folder, caplog):
     """A run saves a step once; a step from an earlier attempt of the run is replaced."""
     state = make_state(seed=99)
-    with Checkpointer(directory=saved) as checkpointer:
+    with Checkpointer(directory=checkpoint_folder) as checkpointer:
         assert checkpointer.save(20, state, {"n": 1})
         assert "step 20 exists from before and is being replaced" in caplog.text
         assert not checkpointer.save(20, state, {"n": 2})
@@ -228,11 +228,11 @@ def test_same_step_again(saved, caplog):
         checkpointer.restore(10, like(state))
         assert checkpointer.save(20, state, {"n": 3})
     assert checkpointer.manifest(20).extra == {"n": 3}
-    assert sorted(os.listdir(saved)) == ["00000010", "00000020"]
+    assert sorted(os.listdir(checkpoint_folder)) == ["00000010", "00000020"]
 
 
 @pytest.mark.pairs
-def test_checkpoint_of_another_model(saved):
+def test_checkpoint_from_another_model_is_refused(checkpoint_folder):
     """Row 20 of the fault table: one error with a table, and nothing is loaded."""
     state = make_state()
     state["parameter"]["head"] = state["parameter"].pop("norm")
@@ -241,7 +241,7 @@ def test_checkpoint_of_another_model(saved):
     before = live_bytes()
     for restore in (lambda c: c.restore(20, like(state)), lambda c: c.restore_latest(like(state))):
         with pytest.raises(CheckpointMismatchError) as error:
-            restore(Checkpointer(directory=saved))
+            restore(Checkpointer(directory=checkpoint_folder))
         lines = str(error.value).splitlines()
         assert lines[0].endswith("another model: 1 missing, 1 extra, 1 reshaped, 1 other dtype of 9 leaves")
         assert [line.split() for line in lines[1:]] == [
@@ -263,27 +263,27 @@ def test_long_tables_are_cut(tmp_path):
             checkpointer.restore(1, like({"parameter": {f"x{i}": jnp.zeros(2) for i in range(100)}}))
 
 
-def test_missing_step_is_named(saved):
-    checkpointer = Checkpointer(directory=saved)
+def test_missing_step_is_named(checkpoint_folder):
+    checkpointer = Checkpointer(directory=checkpoint_folder)
     with pytest.raises(
         FileNotFoundError, match=r"no checkpoint of step 15: .*no such directory; committed steps: \[10, 20\]"
     ):
         checkpointer.restore(15, like(make_state()))
     with pytest.raises(CheckpointMissingError, match=r"no checkpoint in .* can be restored"):
-        Checkpointer(directory=saved / "none").restore_latest(like(make_state()))
+        Checkpointer(directory=checkpoint_folder / "none").restore_latest(like(make_state()))
 
 
-def test_no_room(saved, monkeypatch):
+def test_save_fails_without_free_space(checkpoint_folder, monkeypatch):
     """Row 13 of the fault table: space is checked first, the error is clear, nothing is written, saving still works."""
-    usage = shutil.disk_usage(saved)
-    with Checkpointer(directory=saved, keep=2) as checkpointer:
+    usage = shutil.disk_usage(checkpoint_folder)
+    with Checkpointer(directory=checkpoint_folder, keep=2) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1 << 19))
             with pytest.raises(
                 CheckpointSaveError, match=r"step 30: it needs 1\.0 MiB, and .* has 0\.5 MiB free; .*steps \[10, 20\]"
             ):
                 checkpointer.save(30, make_state(), EXTRA)
-        assert sorted(os.listdir(saved)) == ["00000010", "00000020"]
+        assert sorted(os.listdir(checkpoint_folder)) == ["00000010", "00000020"]
         assert checkpointer.save(30, make_state(), EXTRA)
     assert checkpointer.steps() == [20, 30]
 
@@ -313,25 +313,23 @@ def test_extra_is_stored_as_json(tmp_path):
     assert checkpointer.manifest(1).extra == {"k": {"10": 1, "9": [2, 3]}, "x": 0.1}
 
 
-def test_manifest_is_readable_by_people_and_without_jax(saved):
+def test_manifest_is_human_readable_and_needs_no_jax(checkpoint_folder):
     """docs/checkpoints.md shows these ways to look at a checkpoint."""
-    value = json.loads((saved / "00000020" / "manifest" / "data.json").read_text())
+    value = json.loads((checkpoint_folder / "00000020" / "manifest" / "data.json").read_text())
     assert value["step"] == 20
     assert value["leaves"]["optimizer/0/mu/dense/weight"]["shape"] == [16, 8]
     assert set(value["versions"]) == {"plimsoll-train", "jax", "orbax-checkpoint"}
-    text = describe(saved)
+    text = describe(checkpoint_folder)
     assert "committed steps [10, 20]" in text
     assert "parameter/dense/weight" in text
-    code = (
-        f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe({str(saved)!r}, 10))"
-    )
+    code = f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe({str(checkpoint_folder)!r}, 10))"
     code += "\nassert not {'jax', 'orbax', 'numpy'} & set(sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path.cwd()
     ).stdout
     assert "step 10, saved" in out
     with pytest.raises(CheckpointMissingError, match="no checkpoint of step 11"):
-        describe(saved, 11)
+        describe(checkpoint_folder, 11)
 
 
 @pytest.mark.pairs

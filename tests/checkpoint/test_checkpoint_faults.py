@@ -55,19 +55,19 @@ def write(directory, steps):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def checkpoint_template(tmp_path_factory):
     root = tmp_path_factory.mktemp("written") / "checkpoints"
     write(root, [1, 2, 3])
     return root
 
 
 @pytest.fixture
-def three(written, tmp_path):
+def three(checkpoint_template, tmp_path):
     """A directory with steps 1, 2 and 3, for tests to damage."""
-    return Path(shutil.copytree(written, tmp_path / "checkpoints"))
+    return Path(shutil.copytree(checkpoint_template, tmp_path / "checkpoints"))
 
 
-def files_of(directory):
+def list_files(directory):
     return sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
 
 
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_any_file_is_found_or_harmless(three):
     """Row 8 of the fault table: a few flips in every file of a checkpoint never give silently wrong values."""
     rng, found = random.Random(0), 0
     checkpointer = Checkpointer(directory=three, read_only=True)
-    for path in files_of(three / "00000003"):
+    for path in list_files(three / "00000003"):
         good = path.read_bytes()
         for _ in range(4):
             flip(path, rng)
@@ -100,12 +100,12 @@ def test_a_flipped_bit_in_any_file_is_found_or_harmless(three):
 
 def data_file(step_directory):
     """Return the file that holds the bytes of the arrays."""
-    path = max(files_of(step_directory / "state"), key=lambda path: path.stat().st_size)
+    path = max(list_files(step_directory / "state"), key=lambda path: path.stat().st_size)
     assert path.stat().st_size > 64 * 128 * 4
     return path
 
 
-def test_flipped_array_is_named_and_the_step_before_is_taken_loudly(three, caplog):
+def test_corrupt_array_is_named_and_the_previous_step_is_used(three, caplog):
     rng = random.Random(1)
     flip(data_file(three / "00000003"), rng)
     checkpointer = Checkpointer(directory=three)
@@ -133,7 +133,7 @@ def test_corrupt_checkpoints_do_not_crowd_out_good_ones(three):
         assert is_step(checkpointer.restore(3, ABSTRACT), 3)
 
 
-def test_none_is_left(three):
+def test_error_if_no_checkpoint_is_valid(three):
     """All checkpoints are tried, the error lists every problem, and nothing stays in memory."""
     before = sum(x.nbytes for x in jax.live_arrays())
     for step in (1, 2, 3):
@@ -187,7 +187,7 @@ def test_partial_checkpoint_is_listed_and_ignored(three, missing, caplog):
         checkpointer.restore(3, ABSTRACT)
 
 
-def test_strays(three, tmp_path):
+def test_unrelated_files_are_ignored(three, tmp_path):
     """An empty directory, a file, a symlink, a renamed step and foreign files are listed or ignored, never restored."""
     (three / "00000007").mkdir()
     (three / "9").mkdir()
@@ -349,7 +349,7 @@ def test_write_fails_midway(tmp_path):
     assert lines[2] == "LISTED ['00000001', '00000004'] (4, [])"
 
 
-def test_failure_at_the_start_of_a_save(three, monkeypatch):
+def test_save_fails_at_its_start(three, monkeypatch):
     """The directory cannot be written: the error is immediate, and the step that was in the way is put back."""
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
@@ -398,7 +398,7 @@ def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
 # --- payloads --------------------------------------------------------------------------------------------------------
 
 
-class Canary:
+class Payload:
     def __reduce__(self):
         return (os.mkdir, (os.environ["CANARY"],))
 
@@ -413,7 +413,7 @@ def test_payloads_are_never_executed(three, tmp_path, monkeypatch):
         "next": 3,
         "yaml": yaml,
         "$class": "canary_module.Handler",
-        "pickle": pickle.dumps(Canary(), 0).decode("latin1"),
+        "pickle": pickle.dumps(Payload(), 0).decode("latin1"),
     }
     with Checkpointer(directory=three) as checkpointer:
         checkpointer.save(3, make_state(3), extra)
@@ -424,7 +424,7 @@ def test_payloads_are_never_executed(three, tmp_path, monkeypatch):
         (directory / "conftest.py").write_text(code)
         (directory / "data.yaml").write_text(yaml)
         for name in ("data.pkl", "metadata", "checkpoint", "x.npy"):
-            (directory / name).write_bytes(pickle.dumps(Canary()))
+            (directory / name).write_bytes(pickle.dumps(Payload()))
     monkeypatch.syspath_prepend(str(step))
     # Orbax's own files name the classes that read them; a different name must not be imported.
     for path, old, new in [

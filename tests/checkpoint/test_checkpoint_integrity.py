@@ -112,7 +112,7 @@ def test_each_single_bit_flip_changes_both_lanes(dtype):
         assert int(text, 16) not in np.asarray(lane).tolist()
 
 
-def test_finalizers_are_bijections_on_a_slice_of_words():
+def test_mixing_is_a_bijection_on_each_half_word():
     """2^16 neighboring words, in each half, map to as many distinct words in both lanes."""
     for shift in (0, 16):
         word = jnp.arange(1 << 16, dtype=jnp.uint32) << shift
@@ -129,17 +129,17 @@ def test_order_matters():
 
 
 @pytest.mark.pairs
-def test_same_on_any_mesh_and_memory(meshes, monkeypatch):
+def test_same_on_any_mesh_and_memory_kind(meshes, monkeypatch):
     x = np.random.default_rng(1).standard_normal((16, 8, 24)).astype(np.float32)
     expected = reference(words(x))
-    monkeypatch.setattr(integrity, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(integrity, "_CHUNK_BYTES", 1 << 10)
     shardings = {"one": SingleDeviceSharding(jax.devices()[3])}
     specs = [PartitionSpec(), PartitionSpec("a"), PartitionSpec(None, "b", "a"), PartitionSpec(("a", "b"))]
     for kind, shape in [("device", (4, 2)), ("device", (8, 1)), ("pinned_host", (4, 2)), ("unpinned_host", (2, 4))]:
         for spec in specs:
             shardings[f"{kind}{shape}{spec}"] = NamedSharding(meshes[shape], spec, memory_kind=kind)
     arrays = {name: jax.device_put(x, sharding) for name, sharding in shardings.items()}
-    pieces = {name: integrity.pieces(array) for name, array in arrays.items()}
+    pieces = {name: integrity.count_chunks(array) for name, array in arrays.items()}
     assert pieces[f"pinned_host(4, 2){specs[0]}"] == 16
     assert pieces[f"pinned_host(4, 2){specs[1]}"] == 1
     by_mesh: dict = {}
@@ -199,9 +199,9 @@ def test_no_temporaries_and_no_gather(meshes):
     assert all(dtype == "u32" and math.prod(map(int, shape.split(","))) <= 8 for dtype, shape in moved)
 
 
-def test_host_leaf_moves_in_pieces(meshes, monkeypatch):
+def test_host_leaf_is_hashed_in_chunks(meshes, monkeypatch):
     """A host leaf of 64 MiB passes through temporaries of one 1 MiB chunk, a few times over."""
-    monkeypatch.setattr(integrity, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(integrity, "_CHUNK_BYTES", 1 << 20)
     sharding = NamedSharding(meshes[8, 1], PartitionSpec(None, "b"), memory_kind="pinned_host")
     leaf = jax.ShapeDtypeStruct((64, 512, 512), jnp.float32, sharding=sharding)
     compiled = lower({"x": leaf}).compile()
@@ -220,7 +220,7 @@ def test_typed_key_is_refused_by_name():
         integrity.checksums({"counter/rng": jax.random.key(0)})
 
 
-def test_tpu_compiler_needs_one_piece_at_a_time(monkeypatch):
+def test_tpu_program_holds_one_chunk_at_a_time(monkeypatch):
     """The real TPU compiler, without a TPU (`pip install libtpu`): a host leaf passes through HBM in chunks."""
     pytest.importorskip("libtpu")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")

@@ -74,7 +74,7 @@ RESTORE = """
 checkpointer = Checkpointer(directory=restored_directory, keep=2)
 # Both see what process 0 sees, whatever their file system shows them.
 if process == 1:
-    import framework.checkpoint.directory
+    import plimsoll.framework.checkpoint.directory
     plimsoll.framework.checkpoint.directory.scan = lambda root: ([99], ["nonsense"])
 restored = checkpointer.restore_latest(abstract)
 assert restored.step == 1 and restored.extra == {"next": 8}, restored
@@ -111,7 +111,7 @@ def run(directory, restored_directory):
     return [[line for line in out.splitlines() if line.startswith(("REFUSED", "PROBLEMS"))] for out, _ in results]
 
 
-def abstract_of(values, spec, kind="device"):
+def make_abstract(values, spec, kind="device"):
     sharding = NamedSharding(jax.make_mesh((8,), ("x",)), spec, memory_kind=kind)
     return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
 
@@ -119,8 +119,8 @@ def abstract_of(values, spec, kind="device"):
 W, B = np.arange(8192, dtype=np.float32).reshape(64, 128), np.arange(5, dtype=np.int32)
 HOST = np.arange(4096, dtype=np.float32).reshape(64, 64)
 ABSTRACT = {
-    "parameter": {"w": abstract_of(W, PartitionSpec(None, "x")), "b": abstract_of(B, PartitionSpec())},
-    "optimizer": abstract_of(HOST, PartitionSpec("x"), "pinned_host"),
+    "parameter": {"w": make_abstract(W, PartitionSpec(None, "x")), "b": make_abstract(B, PartitionSpec())},
+    "optimizer": make_abstract(HOST, PartitionSpec("x"), "pinned_host"),
 }
 
 

@@ -29,7 +29,7 @@ def program(mesh: dict[str, int] | None) -> Program:
     return small.program(small.experiment(model, mesh=mesh, ema=0.9))
 
 
-def trained(program: Program, state: Any, steps: range) -> tuple[Any, list[float]]:
+def train_steps(program: Program, state: Any, steps: range) -> tuple[Any, list[float]]:
     """Return the state after these steps, and the loss of each."""
     losses = []
     for step in steps:
@@ -44,16 +44,16 @@ def device_shape(state: Any) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointer, Any, list[float]]:
+def run_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointer, Any, list[float]]:
     """After three steps on the first mesh: checkpoint, state on the host, and the losses of three more steps."""
     first = program(FIRST_MESH)
-    state, _ = trained(first, first.init(), range(3))
+    state, _ = train_steps(first, first.init(), range(3))
     assert device_shape(state) == (2, 2, 16, 24)
     host_state = jax.tree.map(np.array, state)
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     with Checkpointer(directory=folder) as checkpointer:
         assert checkpointer.save(3, state, {})
-    _, losses = trained(first, state, range(3, 6))
+    _, losses = train_steps(first, state, range(3, 6))
     return Checkpointer(directory=folder), host_state, losses
 
 
@@ -67,8 +67,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointer, Any, 
     ],
     ids=["expert4-model2", "fsdp4-model2", "one device"],
 )
-def test_a_mixture_goes_on_on_another_mesh(saved: Any, mesh: dict[str, int] | None, shape: tuple[int, ...]):
-    checkpointer, host_state, losses = saved
+def test_moe_run_resumes_on_another_mesh(run_checkpoint: Any, mesh: dict[str, int] | None, shape: tuple[int, ...]):
+    checkpointer, host_state, losses = run_checkpoint
     second = program(mesh)
     restored = checkpointer.restore(3, second.layout.abstract())
     second.layout.check(restored.state)
@@ -76,5 +76,5 @@ def test_a_mixture_goes_on_on_another_mesh(saved: Any, mesh: dict[str, int] | No
     buffers = flatten(restored.state["buffer"])
     assert np.asarray(buffers["stack/block0/mlp/router/bias"]).any(), "the bias of the choice has not moved"
     small.assert_same_bits(restored.state, host_state)
-    _, others = trained(second, restored.state, range(3, 6))
+    _, others = train_steps(second, restored.state, range(3, 6))
     np.testing.assert_allclose(others, losses, rtol=2e-5)

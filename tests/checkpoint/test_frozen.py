@@ -16,7 +16,7 @@ from plimsoll.framework.checkpoint.checkpointer import (
     CheckpointMismatchError,
     CheckpointMissingError,
 )
-from tests.checkpoint.test_checkpoint_faults import data_file, files_of, flip
+from tests.checkpoint.test_checkpoint_faults import data_file, flip, list_files
 from tests.support.runs import losses, train, write_text
 from tests.support.small import assert_same_bits
 
@@ -32,7 +32,7 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, shardin
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def checkpoint_folder(tmp_path: Path) -> Path:
     """Steps 1 and 2 from one process, 3 from another one that resumed, 4 from one that did not and has another base."""
     for steps in ([1, 2], [3], [4]):
         with Checkpointer(directory=tmp_path) as checkpointer:
@@ -43,23 +43,23 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_frozen_arrays_are_read_in_a_phase_of_their_own(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restoring_frozen_arrays_has_its_own_phase(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str] = []
 
-    def noted(name: str, **_: object) -> contextlib.AbstractContextManager[None]:
+    def record_phase(name: str, **_: object) -> contextlib.AbstractContextManager[None]:
         phases.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr("plimsoll.framework.checkpoint.checkpointer.phase", noted)
-    Checkpointer(directory=saved, read_only=True).restore(4, ABSTRACT)
+    monkeypatch.setattr("plimsoll.framework.checkpoint.checkpointer.phase", record_phase)
+    Checkpointer(directory=checkpoint_folder, read_only=True).restore(4, ABSTRACT)
     assert phases == ["reading the frozen weights", "reading the checkpoint of step 4"]
 
 
-def test_frozen_arrays_are_written_once_and_come_back(saved: Path) -> None:
-    assert sorted(path.name for path in saved.iterdir()) == ["00000002", "00000003", "00000004", "frozen"]
-    assert sorted(path.name for path in (saved / "frozen").iterdir()) == ["00000001", "00000002"]
-    assert sum(path.stat().st_size for path in files_of(saved / "00000003")) < 64 * 512
-    checkpointer = Checkpointer(directory=saved)
+def test_frozen_arrays_are_written_once_and_come_back(checkpoint_folder: Path) -> None:
+    assert sorted(path.name for path in checkpoint_folder.iterdir()) == ["00000002", "00000003", "00000004", "frozen"]
+    assert sorted(path.name for path in (checkpoint_folder / "frozen").iterdir()) == ["00000001", "00000002"]
+    assert sum(path.stat().st_size for path in list_files(checkpoint_folder / "00000003")) < 64 * 512
+    checkpointer = Checkpointer(directory=checkpoint_folder)
     for step in (2, 3, 4):
         assert_same_bits(checkpointer.restore(step, ABSTRACT).state, state(step, base=2.0 if step == 4 else 1.0))
     other = {**ABSTRACT, "frozen": {"w": jax.ShapeDtypeStruct((64, 512), "int8")}}
@@ -67,17 +67,17 @@ def test_frozen_arrays_are_written_once_and_come_back(saved: Path) -> None:
         checkpointer.restore(3, other)
 
 
-def test_damage_is_found(saved: Path) -> None:
-    flip(data_file(saved / "frozen" / "00000002"), random.Random(0))
+def test_damage_is_found(checkpoint_folder: Path) -> None:
+    flip(data_file(checkpoint_folder / "frozen" / "00000002"), random.Random(0))
     with pytest.raises(CheckpointCorruptError, match=r"step 2 of \S*frozen is corrupt: 1 of 1 arrays .* saved: w"):
-        Checkpointer(directory=saved).restore(4, ABSTRACT)
-    assert Checkpointer(directory=saved).restore_latest(ABSTRACT).step == 3
-    shutil.rmtree(saved / "frozen" / "00000001")
+        Checkpointer(directory=checkpoint_folder).restore(4, ABSTRACT)
+    assert Checkpointer(directory=checkpoint_folder).restore_latest(ABSTRACT).step == 3
+    shutil.rmtree(checkpoint_folder / "frozen" / "00000001")
     with pytest.raises(CheckpointMissingError, match=r"no checkpoint of step 1: \S*frozen/00000001: there is no such"):
-        Checkpointer(directory=saved).restore(3, ABSTRACT)
+        Checkpointer(directory=checkpoint_folder).restore(3, ABSTRACT)
 
 
-def test_checkpoints_from_before_hold_all_of_it(tmp_path: Path) -> None:
+def test_older_checkpoints_include_frozen_arrays(tmp_path: Path) -> None:
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, Old(**state(1)), {})
         checkpointer.wait()

@@ -29,7 +29,7 @@ from tests.support.runs import ROOT
 MIB = 1 << 20
 
 
-def state_of(step: int) -> dict[str, jax.Array]:
+def make_state(step: int) -> dict[str, jax.Array]:
     """Return a state whose values identify its step."""
     return {"a": jnp.arange(1000.0) + step, "b": jnp.full((3, 5), step, jnp.int32)}
 
@@ -40,26 +40,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     recorded: list[tuple[str, str]] = []
     fsync, rename, replace, rmtree = os.fsync, os.rename, os.replace, shutil.rmtree
 
-    def recorded_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         recorded.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def recorded_rename(source, target, **places) -> None:
+    def record_rename(source, target, **places) -> None:
         recorded.append(("rename", str(target)))
         rename(source, target, **places)
 
-    def recorded_replace(source, target, **places) -> None:
+    def record_replace(source, target, **places) -> None:
         recorded.append(("rename", str(target)))
         replace(source, target, **places)
 
-    def recorded_rmtree(path, *arguments, **options) -> None:
+    def record_rmtree(path, *arguments, **options) -> None:
         recorded.append(("remove", str(path)))
         rmtree(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    monkeypatch.setattr(shutil, "rmtree", recorded_rmtree)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(shutil, "rmtree", record_rmtree)
     return recorded
 
 
@@ -68,12 +68,12 @@ def paths_under(folder: Path) -> set[str]:
     return {str(path) for path in (folder, *folder.rglob("*"))}
 
 
-def test_all_of_a_step_is_synced_before_an_older_one_goes(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_step_is_synced_before_older_steps_are_deleted(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     with Checkpointer(directory=tmp_path, keep=1) as checkpointer:
-        checkpointer.save(1, state_of(1), {})
+        checkpointer.save(1, make_state(1), {})
         checkpointer.wait()
         calls.clear()
-        checkpointer.save(2, state_of(2), {})
+        checkpointer.save(2, make_state(2), {})
     synced_before_removal = set()
     for call, path in calls:
         if path.endswith("00000001.deleting"):
@@ -88,7 +88,7 @@ def test_all_of_a_step_is_synced_before_an_older_one_goes(tmp_path: Path, calls:
 
 def test_a_frozen_part_is_synced(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     with Checkpointer(directory=tmp_path) as checkpointer:
-        checkpointer.save(1, {"parameter": state_of(1), "frozen": state_of(0)}, {})
+        checkpointer.save(1, {"parameter": make_state(1), "frozen": make_state(0)}, {})
     synced = {path for call, path in calls if call == "fsync"}
     assert paths_under(tmp_path / "frozen" / "00000001") | {str(tmp_path / "frozen"), str(tmp_path)} <= synced
 
@@ -107,22 +107,22 @@ def test_content_is_synced_before_its_name(tmp_path: Path, calls: list[tuple[str
 
 
 @pytest.mark.parametrize("name", ["manifest/data.json", "commit_success.txt", "state/manifest.ocdbt"])
-def test_the_predecessor_of_a_step_that_was_emptied_comes_back(tmp_path: Path, name: str) -> None:
+def test_previous_step_returns_if_its_successor_is_emptied(tmp_path: Path, name: str) -> None:
     """A step is saved again in another attempt of the run; the power fails before the new one is on disk."""
     with Checkpointer(directory=tmp_path) as checkpointer:
-        checkpointer.save(1, state_of(1), {"course": 1})
+        checkpointer.save(1, make_state(1), {"course": 1})
     shutil.copytree(tmp_path / "00000001", tmp_path / "00000001.replaced")
     (tmp_path / "00000001" / name).write_bytes(b"")
     with Checkpointer(directory=tmp_path) as checkpointer:
-        restored = checkpointer.restore_latest(jax.eval_shape(lambda: state_of(1)) | state_of(1))
+        restored = checkpointer.restore_latest(jax.eval_shape(lambda: make_state(1)) | make_state(1))
     assert restored.extra == {"course": 1}
     assert not (tmp_path / "00000001.replaced").exists()
 
 
-def test_a_successor_that_is_whole_stays(tmp_path: Path) -> None:
+def test_complete_successor_is_kept(tmp_path: Path) -> None:
     for course in (1, 2):
         with Checkpointer(directory=tmp_path) as checkpointer:
-            checkpointer.save(1, state_of(1), {"course": course})
+            checkpointer.save(1, make_state(1), {"course": course})
         if course == 1:
             shutil.copytree(tmp_path / "00000001", tmp_path / "kept")
     (tmp_path / "kept").rename(tmp_path / "00000001.replaced")
@@ -136,10 +136,10 @@ def test_a_successor_that_is_whole_stays(tmp_path: Path) -> None:
 SAVES = """
 import sys, time
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
-from tests.checkpoint.test_power_cuts import state_of
+from tests.checkpoint.test_power_cuts import make_state
 with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
     for step in range(1, 1000000):
-        checkpointer.save(step, state_of(step), {"step": step})
+        checkpointer.save(step, make_state(step), {"step": step})
         checkpointer.wait()
         print(step, flush=True)
         time.sleep(float(sys.argv[3]))
@@ -147,7 +147,7 @@ with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
 
 
 @contextmanager
-def mounted(image: Path, place: Path) -> Iterator[Path]:
+def mount_image(image: Path, place: Path) -> Iterator[Path]:
     """Mount the image of a file system, which receives writes only when something is synced."""
     place.mkdir()
     subprocess.run(["mount", "-o", "loop,commit=300", image, place], check=True)
@@ -164,13 +164,13 @@ def can_mount(folder: Path) -> bool:
     os.truncate(image, 8 * MIB)
     try:
         subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
-        with mounted(image, folder / "probe"):
+        with mount_image(image, folder / "probe"):
             return True
     except (OSError, subprocess.CalledProcessError):
         return False
 
 
-def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list[str]:
+def find_losses(folder: Path, *, keep: int, every: float, cuts: int) -> list[str]:
     """Cut the power at random moments while checkpoints are saved, and return what was lost at each cut, if anything.
 
     Args:
@@ -186,7 +186,7 @@ def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list
     draw = random.Random(0)
     lost = []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    with mounted(image, folder / "disk") as disk:
+    with mount_image(image, folder / "disk") as disk:
         words = [sys.executable, "-c", SAVES, str(disk / "checkpoints"), str(keep), str(every)]
         with subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE) as saver:
             try:
@@ -204,7 +204,7 @@ def lost_after_cuts(folder: Path, *, keep: int, every: float, cuts: int) -> list
                     saver.send_signal(signal.SIGCONT)
                     said = said[said.rindex(b"\n", 0, -1) + 1 :] if said.count(b"\n") > 1 else said
                     committed = int(said)
-                    with mounted(copy, folder / f"cut-{number}") as place:
+                    with mount_image(copy, folder / f"cut-{number}") as place:
                         problem = problem_after_cut(place / "checkpoints", committed)
                     if problem:
                         lost.append(f"cut {number}, after step {committed} was committed: {problem}")
@@ -217,12 +217,12 @@ def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
     """Return what is wrong after a power cut; None if the newest checkpoint is of step `committed` or later."""
     try:
         with Checkpointer(directory=checkpoints) as checkpointer:
-            restored = checkpointer.restore_latest(state_of(0))
+            restored = checkpointer.restore_latest(make_state(0))
     except (ValueError, OSError) as error:
         return repr(error)
     if restored.step < committed:
         return f"step {restored.step} is the newest: {restored.problems}"
-    jax.tree.map(np.testing.assert_array_equal, restored.state, state_of(restored.step))
+    jax.tree.map(np.testing.assert_array_equal, restored.state, make_state(restored.step))
     return None
 
 
@@ -231,4 +231,4 @@ def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
 def test_no_power_cut_loses_what_was_committed(tmp_path: Path, keep: int) -> None:
     if not can_mount(tmp_path):
         pytest.skip("mounting an image of a file system needs root and loop devices")
-    assert lost_after_cuts(tmp_path, keep=keep, every=0.0, cuts=10) == []
+    assert find_losses(tmp_path, keep=keep, every=0.0, cuts=10) == []

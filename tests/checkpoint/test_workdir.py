@@ -31,7 +31,7 @@ def hold(path):
     return process
 
 
-def lock_of(workdir: Workdir) -> dict:
+def read_lock(workdir: Workdir) -> dict:
     return json.loads((workdir.path / "lock.json").read_text())
 
 
@@ -66,18 +66,18 @@ def test_second_job_is_refused_by_name_then_welcome(tmp_path):
     assert first.returncode == 0
     assert not (tmp_path / "lock.json").exists(), "released at exit"
     with Workdir(tmp_path) as workdir:
-        assert lock_of(workdir)["pid"] == os.getpid()
+        assert read_lock(workdir)["pid"] == os.getpid()
         assert workdir.claim() is None, "claiming twice does nothing"
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_lock_of_a_killed_job_is_taken_over(tmp_path):
+def test_stale_lock_from_a_killed_job_is_taken_over(tmp_path):
     first = hold(tmp_path)
     first.send_signal(signal.SIGKILL)
     first.communicate()
     workdir = Workdir(tmp_path)
     assert f"process {first.pid}" in (workdir.claim() or "")
-    assert lock_of(workdir)["pid"] == os.getpid()
+    assert read_lock(workdir)["pid"] == os.getpid()
     workdir.release()
 
 
@@ -98,14 +98,14 @@ def test_zombie_is_dead(tmp_path):
     first.communicate()
 
 
-def test_job_of_another_host_is_respected(tmp_path):
+def test_lock_held_on_another_host_is_respected(tmp_path):
     leave_lock(tmp_path, host="elsewhere")
     with pytest.raises(ValueError, match=r"cannot be told from host .* rm .*lock\.json"):
         Workdir(tmp_path).claim()
     assert (tmp_path / "lock.json").exists()
 
 
-def test_a_holder_that_nothing_names_is_respected(tmp_path):
+def test_unidentified_lock_holder_is_respected(tmp_path):
     """The lock file is removed or unreadable while the job runs."""
     first = hold(tmp_path)
     for spoil in (lambda lock: lock.write_text("{"), os.remove):
@@ -124,7 +124,7 @@ def test_unreadable_lock_is_respected(tmp_path, text):
     assert (tmp_path / "lock.json").read_text() == text
 
 
-def test_release_leaves_the_lock_of_another(tmp_path):
+def test_release_keeps_a_lock_held_by_another_job(tmp_path):
     workdir = Workdir(tmp_path)
     workdir.claim()
     (tmp_path / "lock.json").write_text("another's")
@@ -132,7 +132,7 @@ def test_release_leaves_the_lock_of_another(tmp_path):
     assert (tmp_path / "lock.json").read_text() == "another's"
 
 
-def test_many_jobs_at_once_one_wins(tmp_path):
+def test_only_one_concurrent_job_gets_the_lock(tmp_path):
     """All jobs find the same stale lock at the same time."""
     leave_lock(tmp_path)
     code = "import sys\nfrom plimsoll.framework.files.workdir import Workdir\n"
@@ -195,7 +195,7 @@ def test_bad_name_suggests_a_good_one(tmp_path):
         safe_child(tmp_path, "my run")
 
 
-def test_symlink_out_of_the_root_is_rejected(tmp_path):
+def test_symlink_that_leaves_the_root_is_rejected(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     (root / "inside").mkdir()
@@ -218,7 +218,7 @@ def test_write_json_is_all_or_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
-def test_the_umask_decides_who_may_read(umask, mode, tmp_path):
+def test_file_permissions_follow_the_umask(umask, mode, tmp_path):
     before = os.umask(umask)
     try:
         write_json(tmp_path / "config.json", {})

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.config import Config, ConfigError, config_for, target_of
-from plimsoll.framework.run import mistakes
+from plimsoll.framework.config import Config, ConfigError, config_for, get_target
+from plimsoll.framework.run import user_errors
 from plimsoll.launch import cli
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_parse_gives_flags_and_the_overridden_config(user_file):
     overrides = ["--config.optimizer=optax.lion", "--config.optimizer.learning_rate=1e-5", "--config.layers.1.heads=16"]
     command = parse(f"--config={user_file}:mine", overrides[0], "--workdir=w", *overrides[1:], "--dry_run")
     assert (command.args.workdir, command.args.dry_run) == ("w", True)
-    assert target_of(command.config.optimizer).__name__ == "lion"
+    assert get_target(command.config.optimizer).__name__ == "lion"
     assert command.config.optimizer.learning_rate == 1e-5
     assert command.config.layers[1].heads == 16
     assert command.named == configs.load(f"{user_file}:mine")  # untouched
@@ -95,7 +95,7 @@ def test_rules_come_after_the_name_and_before_overrides(user_file):
     assert command.resolve("cpu-8") == (command.config, [])
 
 
-def test_the_text_of_an_override_is_read_once(user_file, monkeypatch):
+def test_override_text_is_parsed_once(user_file, monkeypatch):
     """The same holds where rules are applied before it; without a rule, it is applied only once too."""
     read: list[str] = []
     override = Config.override
@@ -110,7 +110,7 @@ def test_the_text_of_an_override_is_read_once(user_file, monkeypatch):
     assert command.resolve("cpu-8") == (command.config, [])
     config, _ = command.resolve("v5e-8")
     assert read == ["optimizer", "optimizer.learning_rate", "layers.0.heads"]
-    assert (target_of(config.optimizer), config.optimizer.learning_rate) == (optax.lion, 1e-5)
+    assert (get_target(config.optimizer), config.optimizer.learning_rate) == (optax.lion, 1e-5)
     config.layers[0].heads = 16
     assert command.resolve("v5e-8")[0].layers[0].heads == 2
 
@@ -132,7 +132,7 @@ def test_rules_are_checked_and_may_be_overridden(user_file):
         cli.apply_accelerator_rules(config, None)  # on any accelerator
 
 
-def test_main_turns_mistakes_into_exit_code_2(capsys, monkeypatch):
+def test_main_returns_exit_code_2_for_user_errors(capsys, monkeypatch):
     def run(error: BaseException) -> int:
         @cli.main
         def verb(argv):
@@ -152,7 +152,7 @@ def test_main_turns_mistakes_into_exit_code_2(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_value_errors_are_told_apart_by_who_raised_them():
+def test_user_value_errors_differ_from_library_bugs():
     def ours():
         raise ValueError("mesh.data = 3 does not divide 8")
 
@@ -164,7 +164,7 @@ def test_value_errors_are_told_apart_by_who_raised_them():
     for raises, expected in ((ours, True), (theirs, False), (lambda: jnp.stack([]), False)):
         with pytest.raises(ValueError) as caught:  # with any message
             types.FunctionType(raises.__code__.replace(co_filename=file), globals())()
-        assert mistakes.is_user_error(caught.value) is expected, caught.value
+        assert user_errors.is_user_error(caught.value) is expected, caught.value
 
 
 def launch_process(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -224,7 +224,7 @@ def numbers():
         ("numbers", "my.py:12: ValueError", [12]),
     ],
 )
-def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, function, message, lines):
+def test_user_file_exception_shows_only_user_frames(tmp_path, function, message, lines):
     (tmp_path / "my.py").write_text(USERS)
     result = launch_process("-m", "plimsoll", "configs", "show", f"{tmp_path}/my.py:{function}")
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
@@ -236,7 +236,7 @@ def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, functi
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{"])
-def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
+def test_verb_run_as_main_recognizes_its_errors(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     result = launch_process("-m", "plimsoll", "evaluate", f"--workdir={tmp_path}", f"--choices={tmp_path}/x")
     assert result.returncode == 2, result.stderr
@@ -244,7 +244,7 @@ def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
     assert result.stderr.count("\n") == 1
 
 
-def test_what_packages_log_is_a_line_like_others():
+def test_package_logging_uses_our_line_format():
     """Packages that log through absl (orbax, grain and the framework), and packages with their own loggers."""
     script = """
 import logging, sys

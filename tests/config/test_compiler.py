@@ -18,9 +18,9 @@ from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer
 from plimsoll.framework.plan import cache
-from plimsoll.framework.plan.guard import need
-from plimsoll.framework.plan.plan import plan
-from plimsoll.framework.plan.targets import environment, resolve
+from plimsoll.framework.plan.build_report import compile_report
+from plimsoll.framework.plan.device_budget import measure_need
+from plimsoll.framework.plan.targets import resolve, set_environment
 from plimsoll.framework.program.experiment import AcceleratorRule
 from plimsoll.framework.program.program import Program
 from plimsoll.launch import cli
@@ -34,7 +34,7 @@ def mesh(name: str = "cpu:8"):
 @pytest.fixture
 def tpu():
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
-    environment("v5e-8")
+    set_environment("v5e-8")
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ def tpu():
         ({"xla_gpu_enable_triton_gemm": True}, r"xla_gpu_enable_triton_gemm: an option for GPUs"),
     ],
 )
-def test_what_the_compiler_refuses_is_one_line(options: dict[str, Any], message: str):
+def test_compiler_refusal_is_one_line(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as caught:
         Compiler(options=options).check(mesh())
     assert "\n" not in str(caught.value)
 
 
-def test_good_options_and_none_pass():
+def test_valid_options_and_no_options_pass():
     Compiler().check(mesh())
     Compiler(options={"xla_cpu_enable_fast_math": "true", "xla_backend_optimization_level": 1}).check(mesh())
 
@@ -92,7 +92,7 @@ def test_a_thousand_chips_are_checked_in_seconds(tpu):
 
 def test_an_option_for_gpus_is_checked_by_their_compiler():
     pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
-    environment("h200x8")
+    set_environment("h200x8")
     Compiler(options={"xla_gpu_enable_latency_hiding_scheduler": "true"}).check(mesh("h200x8"))
     with pytest.raises(ValueError, match=r"; did you mean 'xla_gpu_enable_latency_hiding_scheduler'"):
         Compiler(options={"xla_gpu_enable_latency_hiding_schedule": True}).check(mesh("h200x8"))
@@ -135,7 +135,7 @@ def test_rules_and_overrides_compose():
 
 
 @pytest.mark.parametrize("name", ["v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"])
-def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, name):
+def test_default_accelerator_options_are_valid(tpu, name):
     devices = mesh(name)
     usual = Compiler().options_for(devices)
     assert bool(usual) == (name == "v6e-8")
@@ -143,7 +143,7 @@ def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, na
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_a_cpu_is_told_is_known_to_its_compiler_and_goes_behind_xla_flags(monkeypatch: pytest.MonkeyPatch):
+def test_default_cpu_options_are_valid_and_follow_xla_flags(monkeypatch: pytest.MonkeyPatch):
     devices = MeshShape().build(jax.devices()[:1])
     (name,) = usual = Compiler().options_for(devices)
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
@@ -152,14 +152,14 @@ def test_what_a_cpu_is_told_is_known_to_its_compiler_and_goes_behind_xla_flags(m
     assert Compiler(options={name: "x"}).options_for(devices) == {name: "x"}
 
 
-def test_a_configs_options_go_before_those_of_the_accelerator(tpu):
+def test_config_options_override_accelerator_defaults(tpu):
     devices, name = mesh("v6e-8"), "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     assert Compiler().options_for(devices)[name] is True
     assert Compiler(options={name: False}).options_for(devices)[name] is False
     assert Compiler(options={name: False}, of_accelerator=False).options_for(devices) == {name: False}
 
 
-def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkeypatch: pytest.MonkeyPatch):
+def test_environment_options_override_accelerator_defaults(tpu, monkeypatch: pytest.MonkeyPatch):
     devices, name = mesh("v6e-8"), "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     usual = Compiler().options_for(devices)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
@@ -184,16 +184,16 @@ def test_every_program_is_compiled_with_the_options(tmp_path: Path):
 def test_training_and_plan_have_the_same_numbers():
     plain, told = small.experiment(), small.experiment()
     told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # changes the temporaries, and with them the peak
-    peaks = [need(Program(config.instantiate(), jax.devices()[:1])).peak for config in (plain, told)]
+    peaks = [measure_need(Program(config.instantiate(), jax.devices()[:1])).peak for config in (plain, told)]
     assert peaks[0] != peaks[1]
-    assert plan("small", told, resolve("cpu:1"), None, phases=False)["device_peak_bytes"] == peaks[1]
+    assert compile_report("small", told, resolve("cpu:1"), None, phases=False)["device_peak_bytes"] == peaks[1]
 
 
-def test_the_plans_cache_knows_the_options():
+def test_plan_cache_key_includes_the_options():
     experiment = small.experiment()
-    one = cache.path_of(experiment, target="cpu:1")
+    one = cache.cache_path(experiment, target="cpu:1")
     experiment.override("compiler.options.xla_backend_optimization_level", "1")
-    assert cache.path_of(experiment, target="cpu:1") != one
+    assert cache.cache_path(experiment, target="cpu:1") != one
 
 
 # --- the environment -------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.pairs
-def test_the_check_of_the_environment_agrees_with_xla():
+def test_environment_check_agrees_with_xla():
     """XLA accepts a flag that the check knows; an unknown flag ends the process, and verbs exit with code 2."""
     plan_it = ["-m", "plimsoll", "plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]
     for words, flag, code in (

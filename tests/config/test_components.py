@@ -30,24 +30,24 @@ from plimsoll.framework.layers.flow.linear import ActNorm
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.stack import Stack
-from tests.support.watched import watched
+from tests.support.audit_events import record_audit_events
 
 ROOT = Path(__file__).parents[2]
 
 
 def _modules() -> list[str]:
     """Return every module of ours that could be named, including `launch`."""
-    found = ["framework", "configs", "launch"]
+    found = ["plimsoll.framework", "plimsoll.configs", "plimsoll.launch"]
     for package in (framework, configs, launch):
         found += [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     return [name for name in found if not name.endswith("__main__")]
 
 
-def _marked_in_source() -> set[str]:
+def _find_marked_in_source() -> set[str]:
     """Return the dotted names of definitions under `@component`, as they appear in the source files."""
     names = set()
     for package in ("framework", "configs", "launch"):
-        for file in (ROOT / package).rglob("*.py"):
+        for file in (ROOT / "plimsoll" / package).rglob("*.py"):
             if "@component" not in (source := file.read_text()):
                 continue
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -58,10 +58,10 @@ def _marked_in_source() -> set[str]:
     return names
 
 
-MARKED = sorted(_marked_in_source())
+MARKED = sorted(_find_marked_in_source())
 
 
-def test_of_everything_public_exactly_the_marked_ones_can_be_named():
+def test_only_marked_public_names_resolve():
     resolved = {}
     for module_name in _modules():
         for attribute in vars(importlib.import_module(module_name)):
@@ -78,12 +78,12 @@ def test_the_mark_is_neither_inherited_nor_copied():
     class Wider(Linear): ...
 
     @functools.wraps(reference)
-    def wrapped(name: str): ...
+    def wrapper(name: str): ...
 
     assert is_component(Linear)
     assert is_component(reference)
     assert not is_component(Wider)
-    assert not is_component(wrapped)
+    assert not is_component(wrapper)
 
 
 # Values for required fields, by name. `_build` passes `specs`, which only a parent knows, at instantiation.
@@ -132,29 +132,29 @@ FIELDS: dict[str, Any] = {
 BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
 SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
-    "plimsoll.ImagePipeline": {"source": config_for(images.DigitsSource)},
-    "plimsoll.Rollouts": {"reward": "plimsoll.framework.companions.rewards.exact"},
-    "plimsoll.Prompts": {
+    "ImagePipeline": {"source": config_for(images.DigitsSource)},
+    "Rollouts": {"reward": "plimsoll.framework.batch_transforms.rewards.exact"},
+    "Prompts": {
         "source": config_for(prompts.Arithmetic),
         "answer_tokens": 4,
         "global_batch_size": 16,
     },
-    "plimsoll.Stack": {"pattern": [BLOCK]},
-    "plimsoll.MoE": {
+    "Stack": {"pattern": [BLOCK]},
+    "MoE": {
         "experts": config_for(Experts, hidden=16),
         "router": config_for(Router, top_k=2),
     },
-    "plimsoll.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
-    "plimsoll.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
-    "plimsoll.Learner": {"specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}},
-    "plimsoll.Rule": {"freeze": True, "optimizer": None},
-    "plimsoll.TrainerOptions": {"max_steps": 3},
-    **{f"plimsoll.framework.optimizers.learning_rates.{name}": {"steps": 10} for name in SCHEDULES},
+    "Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
+    "CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
+    "Learner": {"specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}},
+    "Rule": {"freeze": True, "optimizer": None},
+    "TrainerOptions": {"max_steps": 3},
+    **{name: {"steps": 10} for name in SCHEDULES},
 }
 
 
 def _build(target: Any, name: str) -> Any:
-    config, special = config_for(target), SPECIAL.get(name, {})
+    config, special = config_for(target), SPECIAL.get(target.__name__, {})
     late = {key: special.get(key, FIELDS.get(key)) for key in {*config.missing(), *special}}
     for key in [key for key in late if key != "specs"]:
         config[key] = late.pop(key)
@@ -167,7 +167,7 @@ def test_building_a_component_touches_no_file(name, tmp_path, monkeypatch):
     target = config_names.resolve(name)
     if inspect.signature(target).parameters:
         _build(target, name)  # triggers imports and JAX's first compilations
-    with watched() as events:
+    with record_audit_events() as events:
         _build(target, name)
     assert events == []
     assert list(tmp_path.iterdir()) == []
@@ -178,14 +178,14 @@ def test_building_an_experiment_touches_no_file(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = configs.load(name)
     config.instantiate()
-    with watched() as events:
+    with record_audit_events() as events:
         config.instantiate()
     assert events == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_watch_sees_what_it_is_for(tmp_path):
-    with watched() as events:
+def test_audit_hook_detects_file_access(tmp_path):
+    with record_audit_events() as events:
         (tmp_path / "x").write_text("y")
         (tmp_path / "d").mkdir()
         subprocess.run(["true"], check=True)
@@ -259,16 +259,16 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def _public_of_optax() -> list[tuple[str, str, Any]]:
+def _list_public_optax() -> list[tuple[str, str, Any]]:
     modules = [(name, importlib.import_module(name)) for name in config_components.OPTAX]
     return [(name, key, target) for name, module in modules for key, target in sorted(vars(module).items())]
 
 
 @pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-def test_of_optax_exactly_the_transformations_and_schedules_can_be_named():
+def test_only_optax_transformations_and_schedules_resolve():
     accepted, refused = 0, 0
-    for module_name, key, target in _public_of_optax():
+    for module_name, key, target in _list_public_optax():
         try:
             assert config_names.resolve(f"{module_name}.{key}") is target
         except ConfigError:
@@ -281,7 +281,7 @@ def test_of_optax_exactly_the_transformations_and_schedules_can_be_named():
         part = ("name", OPTIMIZER) if key == "named_chain" else OPTIMIZER
         positional = [part for one in needed if one.kind is one.VAR_POSITIONAL]
         named = {one.name: ARGUMENTS[one.name] for one in needed if one.kind is not one.VAR_POSITIONAL}
-        with watched() as events:
+        with record_audit_events() as events:
             product = target(*positional, **named)
         assert events == [], key
         is_transformation = isinstance(product, optax.GradientTransformation)
@@ -290,7 +290,7 @@ def test_of_optax_exactly_the_transformations_and_schedules_can_be_named():
     assert refused > 50
 
 
-def test_what_optax_has_besides_is_refused():
+def test_other_optax_names_are_refused():
     for name in [
         *("optax.inject_hyperparams", "optax.apply_updates", "optax.microbatch", "optax.MultiSteps", "optax.nnls"),
         *("optax.GradientTransformation", "optax.tree_utils.tree_map_params", "optax.second_order.hvp"),
@@ -314,18 +314,18 @@ def test_initializers_build_and_functions_are_passed():
             Config.from_dict({"$class": name})
 
 
-def test_what_our_own_code_configures_is_not_thereby_open_to_files():
+def test_config_for_does_not_open_a_target_to_files():
     config_for(configs.load, spec="nanogpt-cpu")  # as any code of ours, or a user's, may do
     with pytest.raises(ConfigError, match=r"'configs\.load' is refused: it is no component"):
         Config.from_dict({"$class": "configs.load", "spec": "nanogpt-cpu"})
 
 
 @pytest.mark.pairs
-def test_our_own_code_configures_nothing_that_files_may_not_name():
+def test_our_code_configures_only_marked_components():
     """Foreign names that this process configures become loadable, so our own code must not add any to the list."""
     named = set()
     for package in ("framework", "configs", "launch"):
-        for file in (ROOT / package).rglob("*.py"):
+        for file in (ROOT / "plimsoll" / package).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call) and node.args]
             named |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "config_for"}
     foreign = {name for name in named if name.startswith(("optax.", "jax."))}

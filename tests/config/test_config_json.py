@@ -13,7 +13,7 @@ from plimsoll.framework.config import (
     FieldError,
     FieldTypeError,
     config_for,
-    target_of,
+    get_target,
 )
 from plimsoll.framework.config import names as config_names
 from plimsoll.framework.layers.linear import Linear
@@ -33,14 +33,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("data", "kind", "message"), BAD, ids=lambda value: str(value)[:40])
-def test_what_is_loaded_is_checked(data, kind, message):
+def test_loaded_values_are_checked(data, kind, message):
     with pytest.raises(kind) as caught:
         Config.from_dict(data)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("depth", [700, 100_000])
-def test_text_that_is_no_json(depth):
+def test_invalid_json_is_refused(depth):
     deep = '{"$class": "optax.adamw", "mask": ' + "[" * depth + "]" * depth + "}"
     for text in ("{", "", b"\x80\x04\x95pickle", "!!python/object/apply:os.system ['true']", deep):
         with pytest.raises(ConfigError, match=r"not valid JSON|expected at most 100 levels"):
@@ -76,13 +76,13 @@ def test_hostile_names_are_refused(name, tmp_path, monkeypatch):
         Config.from_dict({"$class": "plimsoll.framework.config.reference", "name": name}).instantiate()
 
 
-def test_own_code_makes_its_names_loadable():
+def test_importing_user_code_makes_its_names_loadable():
     def local(*, x: int = 0):
         return x
 
     with pytest.raises(ConfigError, match="your own config file configures"):
-        Config.from_dict({"$class": config_names.name_of(local)})
-    assert target_of(Config.from_json(config_for(local, x=2).to_json())) is local
+        Config.from_dict({"$class": config_names.get_dotted_name(local)})
+    assert get_target(Config.from_json(config_for(local, x=2).to_json())) is local
 
 
 def test_public_names_are_short_and_resolve(monkeypatch):
@@ -95,10 +95,10 @@ def test_public_names_are_short_and_resolve(monkeypatch):
     ]
     targets = [optax.adamw, optax.contrib.muon, jax.nn.initializers.normal, jax.nn.gelu, Linear]
     for target, name in zip(targets, names, strict=True):
-        assert config_names.name_of(target) == name
+        assert config_names.get_dotted_name(target) == name
         assert config_names.resolve(name, passed=True) is target
     # A missing module is distinguished from a broken one.
-    with pytest.raises(ConfigError, match=r"no module 'framework\.confg'"):
+    with pytest.raises(ConfigError, match=r"no module 'plimsoll\.framework\.confg'"):
         config_names.resolve("framework.confg.Config")
     monkeypatch.setattr(config_names.importlib, "import_module", lambda name: __import__("no_such_dependency"))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):

@@ -20,22 +20,22 @@ from plimsoll.framework.config import (
     PositiveInt,
     Probability,
     config_for,
+    get_target,
     reference,
-    target_of,
 )
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
 
-class Leaf:
+class LeafConfig:
     def __init__(self, *, dim: PositiveInt, scale: float = 1.0):
         if dim % 2:
             raise ValueError(f"dim = {dim} is odd")
         self.dim, self.scale = dim, scale
 
 
-class Scaled(Leaf):
+class Scaled(LeafConfig):
     def __init__(self, *args, heads: int = 2, scale: Probability = 0.5, **kwargs):
         super().__init__(*args, scale=scale, **kwargs)
 
@@ -45,7 +45,7 @@ class Node:
         self,
         *,
         dim: PositiveInt,
-        leaf: Config = config_for(Leaf),
+        leaf: Config = config_for(LeafConfig),
         more: list[Config] = [],  # noqa: B006
         named: dict[str, Config] = {},  # noqa: B006
         activation: Callable[[Any], Any] = jax.nn.relu,
@@ -73,7 +73,7 @@ def collect(*, parts: Any, arrays: list[Callable] | None = None) -> Any:
     return parts, arrays
 
 
-def field_of(hint: Any, *default: Any) -> Config:
+def make_field_config(hint: Any, *default: Any) -> Config:
     """Return the config of a function with one parameter `x` with this hint."""
 
     def target(*, x):
@@ -85,11 +85,11 @@ def field_of(hint: Any, *default: Any) -> Config:
 
 
 def test_the_signature_is_the_schema():
-    config = config_for(Leaf)
+    config = config_for(LeafConfig)
     assert dict(config.items()) == {"scale": 1.0}
     assert config.missing() == ["dim"]
-    assert list(config_for(Leaf, scale=2, dim=3)) == ["dim", "scale"]  # signature order, not set order
-    assert target_of(config) is Leaf
+    assert list(config_for(LeafConfig, scale=2, dim=3)) == ["dim", "scale"]  # signature order, not set order
+    assert get_target(config) is LeafConfig
     assert config_for(Pair, left=1).instantiate() == (1, "r")
 
 
@@ -99,14 +99,19 @@ def test_forwarded_keywords_come_from_the_bases():
     assert config.instantiate().scale == 0.5  # the nearest class decides
     with pytest.raises(ConfigError, match="expected a number >= 0 and <= 1"):
         config.scale = 2.0
-    with pytest.raises(FieldError, match=r"Leaf\.heads: no such field"):
-        config_for(Leaf, heads=3)
+    with pytest.raises(FieldError, match=r"LeafConfig\.heads: no such field"):
+        config_for(LeafConfig, heads=3)
 
 
 def test_values_are_not_shared_between_configs():
-    def target(*, child: Config = config_for(Leaf, dim=2), entries: list[int] = [1], table: dict[str, int] = {}): ...  # noqa: B006
+    def target(
+        *,
+        child: Config = config_for(LeafConfig, dim=2),
+        entries: list[int] = [1],  # noqa: B006
+        table: dict[str, int] = {},  # noqa: B006
+    ): ...
 
-    child = config_for(Leaf, dim=1)
+    child = config_for(LeafConfig, dim=1)
     one, two = config_for(target, child=child), config_for(target)
     one.child.dim = 7
     one.entries.append(2)
@@ -116,12 +121,12 @@ def test_values_are_not_shared_between_configs():
         assert other == one
         other.child.dim = 9
         assert other != one
-    assert config_for(Leaf, dim=1) != config_for(Scaled, dim=1)
+    assert config_for(LeafConfig, dim=1) != config_for(Scaled, dim=1)
 
 
-def test_unset_is_required_and_says_so():
-    config = config_for(Leaf)
-    with pytest.raises(FieldError, match=r"Leaf\.dim: required, and not set"):
+def test_unset_required_field_is_named():
+    config = config_for(LeafConfig)
+    with pytest.raises(FieldError, match=r"LeafConfig\.dim: required, and not set"):
         _ = config.dim
     assert not hasattr(config, "dim")
     assert "dim" not in config
@@ -130,12 +135,12 @@ def test_unset_is_required_and_says_so():
         config.get("din", 3)  # a default must not hide a typo
     config.dim, config.scale = 4, 2.0
     del config.dim, config["scale"]
-    assert config == config_for(Leaf)
+    assert config == config_for(LeafConfig)
 
 
 def test_unknown_names_suggest_the_nearest():
-    config = config_for(Leaf)
-    with pytest.raises(FieldError, match=r"Leaf\.sclae: no such field in .*Leaf; did you mean 'scale'\?"):
+    config = config_for(LeafConfig)
+    with pytest.raises(FieldError, match=r"LeafConfig\.sclae: no such field in .*LeafConfig; did you mean 'scale'\?"):
         config.sclae = 0.1
     with pytest.raises(FieldError, match=r"valid: dim, scale"):
         _ = config.zzzzzz
@@ -168,19 +173,19 @@ def test_update_is_a_field_where_the_target_has_it():
     assert config.update == "after_backward"
     assert config_for(memory, update="streamed").instantiate() == "streamed"
     with pytest.raises(AttributeError):
-        _ = config_for(Leaf).update
+        _ = config_for(LeafConfig).update
 
 
 def test_defaults():
     with pytest.raises(ConfigError, match="by default: expected an integer > 0, given 0"):
-        field_of(PositiveInt, 0)  # a bug in the component
-    config = field_of(int, None)  # implicit Optional, common in third-party code
+        make_field_config(PositiveInt, 0)  # a bug in the component
+    config = make_field_config(int, None)  # implicit Optional, common in third-party code
     config.x = 3
     config.x = None
     with pytest.raises(FieldTypeError, match="expected an integer or none"):
         config.x = "3"
     for own in (object(), {1, 2}, np.zeros(1).dtype):  # not data: left to the constructor
-        config = field_of(Any, own)
+        config = make_field_config(Any, own)
         assert config.x is own
         assert config.instantiate() is own
         assert "x" not in config.to_dict()
@@ -190,13 +195,13 @@ def test_hints_that_cannot_be_resolved_accept_any_data():
     def target(*, amount: "Decimal", child: "Config | Decimal"):  # only type checkers import Decimal
         return amount, child
 
-    config = config_for(target, amount=3, child=config_for(Leaf, dim=1))
+    config = config_for(target, amount=3, child=config_for(LeafConfig, dim=1))
     assert config.amount == 3
     assert isinstance(config.instantiate()[1], Config)  # the text of the hint still asks for configs
     with pytest.raises(FieldTypeError, match="expected data"):
         config.amount = object()
     with pytest.raises(ConfigError, match=r"MultipleOf.* is not supported in a type hint"):
-        field_of(Annotated[int, at.MultipleOf(8)]).x = 8
+        make_field_config(Annotated[int, at.MultipleOf(8)]).x = 8
 
 
 ACCEPTED = [
@@ -215,13 +220,15 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("hint", "value", "stored"), ACCEPTED, ids=str)
 def test_accepted_values(hint, value, stored):
-    config = field_of(hint)
+    config = make_field_config(hint)
     config.x = value
     assert repr(config.x) == repr(stored)
 
 
 def test_a_width_is_written_once():
-    config = config_for(Tree, node=config_for(Node, more=[config_for(Leaf, scale=2)], named={"a": config_for(Leaf)}))
+    config = config_for(
+        Tree, node=config_for(Node, more=[config_for(LeafConfig, scale=2)], named={"a": config_for(LeafConfig)})
+    )
     node = config.instantiate().node
     assert [leaf.dim for leaf in (node.leaf, *node.children)] == [4, 4, 4]
     assert node.children[0].scale == 2.0
@@ -231,10 +238,10 @@ def test_a_width_is_written_once():
 
 
 def test_late_arguments_and_missing_fields():
-    assert config_for(Leaf, dim=2).instantiate(dim=4).dim == 4
+    assert config_for(LeafConfig, dim=2).instantiate(dim=4).dim == 4
     assert config_for(Node, dim=2).instantiate(activation=len).activation is len
-    with pytest.raises(FieldError, match=r"Leaf\.dmi: no such field in .*Leaf; did you mean 'dim'\?"):
-        config_for(Leaf).instantiate(dmi=4)
+    with pytest.raises(FieldError, match=r"LeafConfig\.dmi: no such field in .*LeafConfig; did you mean 'dim'\?"):
+        config_for(LeafConfig).instantiate(dmi=4)
 
     def target(*, alpha: int, beta: int, gamma: int = 0, delta: int): ...
 
@@ -255,12 +262,15 @@ def test_errors_while_building_name_the_dotted_path():
     def parent(*, parts: list[Config]):
         return [part.instantiate(dimm=3) for part in parts]
 
-    leaves = [config_for(Leaf, dim=2), config_for(Leaf, dim=3)]
+    leaves = [config_for(LeafConfig, dim=2), config_for(LeafConfig, dim=3)]
     for config, message in (
-        (config_for(Tree, width=3, node=config_for(Node)), r"^node\.leaf: .*Leaf: dim = 3 is odd$"),
-        (config_for(collect, parts=leaves), r"^parts\.1: .*Leaf: dim = 3 is odd"),
+        (config_for(Tree, width=3, node=config_for(Node)), r"^node\.leaf: .*LeafConfig: dim = 3 is odd$"),
+        (config_for(collect, parts=leaves), r"^parts\.1: .*LeafConfig: dim = 3 is odd"),
         (config_for(parent, parts=leaves), r"^parts\.0\.dimm: no such field"),
-        (config_for(collect, parts={"a": config_for(Leaf)}), r"^parts\.a: .*Leaf: required, and not set: dim"),
+        (
+            config_for(collect, parts={"a": config_for(LeafConfig)}),
+            r"^parts\.a: .*LeafConfig: required, and not set: dim",
+        ),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             config.instantiate()
@@ -268,7 +278,7 @@ def test_errors_while_building_name_the_dotted_path():
 
 
 def test_values_changed_in_place_are_checked_before_use():
-    config = config_for(Node, dim=2, more=[config_for(Leaf)])
+    config = config_for(Node, dim=2, more=[config_for(LeafConfig)])
     config.more.append("leaf")
     for use in (config.instantiate, config.to_dict):
         with pytest.raises(FieldTypeError, match=r"Node\.more\.1: expected a config"):

@@ -128,7 +128,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("path", "at", "message"), PATHS)
-def test_paths_that_lead_nowhere(path, at, message):
+def test_unknown_paths_are_refused(path, at, message):
     config = config_for(All)
     for attempt in (
         lambda: config.set_path(path, 1),
@@ -226,7 +226,7 @@ def test_overrides_apply_in_order_and_swap_components():
     assert config.optimizer is None
 
 
-def test_a_component_goes_by_its_name_alone():
+def test_component_can_be_set_by_name_only():
     config = config_for(All, optimizer=config_for(optax.adamw, learning_rate=1.0))
     config.override("optimizer", "lion")
     assert config.optimizer == config_for(optax.lion)

@@ -6,7 +6,7 @@ import json
 
 from plimsoll import configs
 from plimsoll.framework.config import Config
-from plimsoll.framework.config.texts import as_text, literal
+from plimsoll.framework.config.value_parsing import as_text, parse_literal
 from plimsoll.launch import __main__ as entry
 from plimsoll.launch import configs as verb
 
@@ -44,7 +44,7 @@ def test_show_prints_one_line_per_leaf_with_its_doc(capsys, user_file, monkeypat
     assert max(map(len, run(capsys, "show", f"{user_file}:mine"))) == 60
 
 
-def test_show_is_short_unless_asked_for_more(capsys):
+def test_show_is_short_by_default(capsys):
     def paths(*flags: str) -> list[str]:
         lines = run(capsys, "show", "nanogpt-cpu", *flags)
         return [line.split(" = ")[0] for line in lines if " = " in line]
@@ -79,7 +79,7 @@ def test_show_marks_rules_and_overrides(capsys, user_file):
     assert Config.from_json(text).steps == 30
 
 
-def test_diff_prints_what_differs(capsys, user_file):
+def test_diff_prints_only_differences(capsys, user_file):
     mine, other = f"{user_file}:mine", f"{user_file}:other"
     rows = [line.split() for line in run(capsys, "diff", mine, other)]
     assert rows[0] == [mine, other]
@@ -90,7 +90,7 @@ def test_diff_prints_what_differs(capsys, user_file):
     assert run(capsys, "diff", mine, mine, "--config.steps=3") == [f"{mine} and {mine} do not differ"]
 
 
-def test_mistakes(capsys, user_file):
+def test_user_errors(capsys, user_file):
     mine = f"{user_file}:mine"
     for argv, message in [
         ((), "required: action"),
@@ -126,6 +126,6 @@ def test_every_verb_is_listed_with_its_first_line(capsys, user_file):
     assert entry.main(["configs", "shwo"]) == 2
 
 
-def test_values_print_as_one_would_type_them():
+def test_values_print_in_command_line_syntax():
     for value in (None, True, 3, 1e-4, "full", "a/b-c.d:e", "a b", "none", "3", "", [1, "x"], {"a": 1}):
-        assert literal(as_text(value)) == value
+        assert parse_literal(as_text(value)) == value

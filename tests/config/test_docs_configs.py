@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTA
 
 
 @pytest.fixture
-def saved_files(tmp_path, monkeypatch) -> Path:
+def page_files(tmp_path, monkeypatch) -> Path:
     """A working directory with the files that the page asks readers to save (their first line names them)."""
     for kind, block in BLOCKS:
         if kind == "python" and (name := re.match(r"# (\w+\.py)\n", block)):
@@ -34,6 +34,6 @@ def test_python_blocks_run_in_order(monkeypatch):
     assert ran >= 5
 
 
-def test_the_users_config_builds(saved_files):
+def test_the_users_config_builds(page_files):
     experiment = configs.load("my_configs.py:small").instantiate()
     assert experiment.model is not None

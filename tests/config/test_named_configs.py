@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.config import Config, ConfigError, target_of
-from plimsoll.framework.config.names import name_of
+from plimsoll.framework.config import Config, ConfigError, get_target
+from plimsoll.framework.config.names import get_dotted_name
 from plimsoll.framework.config.schema import schema
 
 
-def test_every_hint_of_every_component_resolves():
+def test_all_component_hints_resolve():
     """A hint that does not resolve would accept anything, so all of ours must resolve."""
     for name, function in configs.functions().items():
         assert (function.__doc__ or "").strip(), f"{name} needs a docstring: it documents the config"
         for path, value in configs.load(name).walk():
-            if isinstance(value, Config) and name_of(target_of(value)).startswith("framework."):
-                for field, parameter in schema(target_of(value)).items():
+            if isinstance(value, Config) and get_dotted_name(get_target(value)).startswith("framework."):
+                for field, parameter in schema(get_target(value)).items():
                     assert not isinstance(parameter.hint, str), f"{name}: {path}.{field}: {parameter.hint}"
 
 
 @pytest.mark.pairs
-def test_named_configs_load_from_json_in_a_process_that_knows_none_of_them():
+def test_named_configs_load_from_json_in_a_fresh_process():
     texts = {name: configs.load(name).to_json(indent=None) for name in configs.names()}
     code = (
         "import json, sys\n"
@@ -63,7 +63,7 @@ def test_a_users_file(user_file, monkeypatch):
     assert configs.load("~/my.py:mine") == configs.load("my.py:mine") == config
 
 
-def test_file_errors_name_what_is_there(user_file, tmp_path):
+def test_file_errors_list_the_available_names(user_file, tmp_path):
     cases = {
         f"{user_file}:mien": r"no function or CONFIGS entry 'mien'; did you mean 'mine'\?",
         f"{user_file}": r"no function or CONFIGS entry ''; valid: broken, mine, no_config, other",
@@ -79,7 +79,7 @@ def test_file_errors_name_what_is_there(user_file, tmp_path):
         configs.load(f"{tmp_path}/nowhere/x.py:mine")
 
 
-def test_files_of_one_name_do_not_mix_and_may_import_their_neighbours(tmp_path, monkeypatch):
+def test_config_files_with_equal_names_do_not_mix(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     for index in (1, 2):
         (tmp_path / str(index)).mkdir()
@@ -97,7 +97,7 @@ def test_files_of_one_name_do_not_mix_and_may_import_their_neighbours(tmp_path, 
     sys.path[:] = [folder for folder in sys.path if not folder.startswith(str(tmp_path))]
 
 
-def test_a_file_that_fails_can_be_mended_and_loaded(tmp_path):
+def test_fixed_file_can_be_reloaded(tmp_path):
     path = tmp_path / "mended.py"
     path.write_text("def only(:\n")
     with pytest.raises(ConfigError, match=r"mended\.py, line 1: "):

@@ -16,7 +16,7 @@ from plimsoll.framework.config import Config, ConfigError, config_for, reference
 from plimsoll.framework.families.llama import Llama
 from plimsoll.framework.weights.pretrained import Pretrained
 from plimsoll.launch import cli
-from tests.support.watched import watched
+from tests.support.audit_events import record_audit_events
 
 # In texts, {dir} is a folder with evil.py, which writes the file PWNED when it runs, and with the file `precious`.
 EVIL = "import pathlib; pathlib.Path(r'{dir}/PWNED').write_text('ran')\ndef f(): ...\n"
@@ -75,23 +75,23 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "plimsoll.framework.checkpoint.directory.delete_step", "root": "{dir}", "step": 1},
     {"$class": "plimsoll.framework.checkpoint.directory.remove_leftovers", "root": "{dir}"},
     {"$class": "plimsoll.framework.data.tokenize.write_tokens", "path": "{dir}/precious"},
-    {"$class": "plimsoll.framework.data.pipeline.cached_tokens", "cache": "{dir}"},
-    {"$class": "plimsoll.framework.data.files.fetched", "folder": "{dir}"},
+    {"$class": "plimsoll.framework.data.pipeline.load_or_tokenize", "cache": "{dir}"},
+    {"$class": "plimsoll.framework.data.files.fetch_local_copy", "folder": "{dir}"},
     {"$class": "plimsoll.framework.data.files.find", "paths": "{dir}/precious"},
     {"$class": "plimsoll.framework.weights.export.export_model", "path": "{dir}/PWNED"},
     {"$class": "plimsoll.framework.devices.executables.use_compilation_cache", "directory": "{dir}/PWNED"},
     {"$class": "plimsoll.framework.run.trainer.Trainer"},
-    {"$class": "plimsoll.framework.devices.executables.compiled", "lowered": 1},
-    {"$class": "plimsoll.framework.run.canary.check"},
+    {"$class": "plimsoll.framework.devices.executables.compile_or_load", "lowered": 1},
+    {"$class": "plimsoll.framework.run.offload_self_test.check"},
     # Connect to other machines, or start processes and threads
     {"$class": "plimsoll.framework.files.remote.Mirror", "url": "gs://a/b"},
     {"$class": "plimsoll.framework.files.remote.connect", "url": "http://127.0.0.1:9"},
     {"$class": "plimsoll.framework.processes.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
     {"$class": "plimsoll.framework.processes.distributed.Cluster"},
-    {"$class": "plimsoll.framework.processes.rendezvous.meet"},
+    {"$class": "plimsoll.framework.processes.rendezvous.wait_for_all"},
     {"$class": "plimsoll.launch.train.main", "argv": ["--config=stdlib-tiny"]},
-    {"$class": "plimsoll.launch.preload.orbax"},
-    {"$class": "plimsoll.framework.program.stored.read_to_train", "file": "{dir}/precious"},
+    {"$class": "plimsoll.launch.warm_imports.orbax"},
+    {"$class": "plimsoll.framework.program.stored_config.read_to_train", "file": "{dir}/precious"},
     {"$class": "framework.api.runs.train", "config": "nanogpt-cpu", "workdir": "{dir}/PWNED"},
     {"$class": "plimsoll.framework.plan", "config": "nanogpt-cpu", "target": "local"},
     {"$class": "plimsoll.launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
@@ -103,7 +103,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "plimsoll.framework.layers.base.Layer"},
     {"$class": "plimsoll.framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
     {"$class": "plimsoll.framework.data.chats.ChatCodec"},
-    {"$class": "plimsoll.framework.optimizers.partition.partitioned", "optimizer": 1},
+    {"$class": "plimsoll.framework.optimizers.partition.add_partition", "optimizer": 1},
     {"$class": "plimsoll.framework.program.program.Program", "experiment": 1},
     # Names in optax and jax.nn that are not optimizers, schedules or initializers
     {
@@ -141,7 +141,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "plimsoll.framework.files.workdir"},
 ]
 # Where a payload is put: dotted paths into the JSON of nanogpt-cpu's config; "" is the whole file.
-PLACES = [
+INSERTION_PATHS = [
     "",
     "model",
     "model.stack",
@@ -168,21 +168,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _filled(value: Any, folder: Path) -> Any:
+def _fill_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(item, folder) for key, item in value.items()}
+        return {key: _fill_folder(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, folder) for item in value]
+        return [_fill_folder(item, folder) for item in value]
     return value.replace("{dir}", str(folder)) if isinstance(value, str) else value
 
 
-def _placed(experiment: dict[str, Any], place: str, payload: Any) -> Any:
+def _insert_payload(experiment: dict[str, Any], config_path: str, payload: Any) -> Any:
     """Return a copy of the experiment's JSON with the payload at a place, which need not exist yet."""
-    if not place:
+    if not config_path:
         return payload
     whole: Any = copy.deepcopy(experiment)
     node = whole
-    *parents, last = place.split(".")
+    *parents, last = config_path.split(".")
     for part in parents:
         node = node[int(part)] if isinstance(node, list) else node[part]
     if isinstance(node, list):
@@ -192,7 +192,7 @@ def _placed(experiment: dict[str, Any], place: str, payload: Any) -> Any:
     return whole
 
 
-def _unharmed(folder: Path) -> None:
+def _assert_unharmed(folder: Path) -> None:
     assert not (folder / "PWNED").exists()
     assert (folder / "precious").read_text() == "keep me"
     assert sorted(file.name for file in folder.iterdir() if file.name != "__pycache__") == ["evil.py", "precious"]
@@ -204,31 +204,31 @@ def experiment() -> dict[str, Any]:
     return configs.load("nanogpt-cpu").to_dict()
 
 
-def test_every_place_is_one_that_configs_have(experiment):
+def test_payload_paths_exist_in_real_configs(experiment):
     schedule = {"$class": "optax.constant_schedule", "value": 0.1}
-    placed = _placed(experiment, "learner.optimizer.learning_rate", schedule)
+    placed = _insert_payload(experiment, "learner.optimizer.learning_rate", schedule)
     assert Config.from_dict(placed).learner.optimizer.learning_rate == config_for(optax.constant_schedule, value=0.1)
-    for place in PLACES[1:]:
-        _placed(experiment, place, 1)
+    for config_path in INSERTION_PATHS[1:]:
+        _insert_payload(experiment, config_path, 1)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: repr(payload["$class"])[:50])
-def test_payloads_are_refused_at_every_place(payload, folder, experiment):
-    payload = _filled(payload, folder)
+def test_payloads_are_refused_at_every_path(payload, folder, experiment):
+    payload = _fill_folder(payload, folder)
     with pytest.raises(ConfigError):
         Config.from_dict(payload)  # imports those modules of ours that it names
     modules = set(sys.modules)
-    for place in PLACES:
-        text = json.dumps(_placed(experiment, place, payload))
-        with watched() as events, pytest.raises(ConfigError) as caught:
+    for config_path in INSERTION_PATHS:
+        text = json.dumps(_insert_payload(experiment, config_path, payload))
+        with record_audit_events() as events, pytest.raises(ConfigError) as caught:
             Config.from_json(text)
         assert events == []
-        assert caught.value.path.startswith(place)
+        assert caught.value.path.startswith(config_path)
         assert len(str(caught.value).splitlines()) == 1
         assert len(str(caught.value)) < 1000
     assert set(sys.modules) == modules
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
 @pytest.mark.pairs
@@ -237,12 +237,12 @@ def test_payloads_are_refused_on_the_command_line_too(payload, folder, experimen
     config = Config.from_dict(experiment)
     for path in ("learner.optimizer", "learner.optimizer.learning_rate", "model.param_dtype"):
         with pytest.raises(ConfigError):
-            config.override(path, json.dumps(_filled(payload, folder)))
+            config.override(path, json.dumps(_fill_folder(payload, folder)))
         if isinstance(name := payload["$class"], str) and name.isascii():
             with pytest.raises(ConfigError):
                 config.override(path, name)
     assert config.to_dict() == experiment
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
 NAMES = [
@@ -259,21 +259,21 @@ NAMES = [
     "name",
     [*NAMES, "optax.apply_updates", "plimsoll.framework.config.Config", "plimsoll.framework.run.trainer.Trainer"],
 )
-def test_a_reference_leads_to_no_more_than_a_class_does(name, folder, experiment):
+def test_reference_syntax_reaches_no_more_than_class_syntax(name, folder, experiment):
     payload = config_for(reference, name=name).to_dict()
-    for place in ("learner.optimizer.learning_rate", "model.stack.pattern.0.mlp.linear.init"):
-        config = Config.from_dict(_placed(experiment, place, payload))  # data: nothing is looked up yet
-        with watched() as events, pytest.raises(ConfigError, match=r"is refused|does not exist"):
+    for config_path in ("learner.optimizer.learning_rate", "model.stack.pattern.0.mlp.linear.init"):
+        config = Config.from_dict(_insert_payload(experiment, config_path, payload))  # data: nothing is looked up yet
+        with record_audit_events() as events, pytest.raises(ConfigError, match=r"is refused|does not exist"):
             config.instantiate()
         assert events == []
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
-def test_a_key_that_stands_twice(folder):
+def test_duplicate_keys_are_refused(folder):
     text = f'{{"$class": "optax.adamw", "learning_rate": 0.1, "$class": "configs.load", "spec": "{folder}/evil.py:f"}}'
     with pytest.raises(ConfigError, match=r"the key '\$class' stands twice"):
         Config.from_json(text)
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
 @pytest.mark.pairs
@@ -291,7 +291,7 @@ def test_depth_and_size_are_one_line(depth):
 
 
 @pytest.mark.pairs
-def test_what_a_terminal_would_obey_is_not_printed():
+def test_terminal_escapes_are_not_printed():
     for key in ("a\nb", "\x1b[2J\x1b[H", "\u202egpj.exe", "\ud800", "x" * 1_000_000):
         with pytest.raises(ConfigError) as caught:
             Config.from_json(json.dumps({"$class": "optax.adamw", key: 1}))
@@ -299,7 +299,7 @@ def test_what_a_terminal_would_obey_is_not_printed():
         assert len(str(caught.value)) < 500
 
 
-def test_an_export_hands_no_code_of_a_directory_on():
+def test_export_refuses_auto_map_code():
     config = config_for(Pretrained, path="x", family=config_for(Llama), facts={"auto_map": {"AutoModel": "evil.Model"}})
     with pytest.raises(ConfigError, match="auto_map names code"):
         config.instantiate()
@@ -339,11 +339,13 @@ VERBS = [
 @pytest.mark.pairs
 @pytest.mark.parametrize(("verb", "flags"), VERBS, ids=[verb for verb, _ in VERBS])
 @pytest.mark.parametrize("place", ["", "model.stack", "learner.optimizer.learning_rate", "compiler.options.x"])
-def test_the_verbs_refuse_a_strangers_workdir(verb, flags, place, folder, experiment, capsys):
+def test_verbs_refuse_an_untrusted_workdir(verb, flags, config_path, folder, experiment, capsys):
     stranger = folder / "stranger"
     for payload in (PAYLOADS[0], PAYLOADS[25]):
         stranger.mkdir()
-        (stranger / "config.json").write_text(json.dumps(_placed(experiment, place, _filled(payload, folder))))
+        (stranger / "config.json").write_text(
+            json.dumps(_insert_payload(experiment, config_path, _fill_folder(payload, folder)))
+        )
         assert _verb(verb)([f"--workdir={stranger}", *flags]) == 2
         error = capsys.readouterr().err
         assert "is refused: it is no component" in error
@@ -351,21 +353,21 @@ def test_the_verbs_refuse_a_strangers_workdir(verb, flags, place, folder, experi
         assert [file.name for file in stranger.iterdir()] == ["config.json"]
         (stranger / "config.json").unlink()
         stranger.rmdir()
-        _unharmed(folder)
+        _assert_unharmed(folder)
 
 
-def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
+def test_unrelated_config_json_is_a_one_line_error(folder, experiment, capsys):
     stranger = folder / "stranger"
     stranger.mkdir()
     adamw = {"$class": "optax.adamw", "learning_rate": 0.1}
-    for place, words in [
+    for config_path, words in [
         ("", "expected the config of an Experiment, given that of adamw"),
         ("trainer", "trainer: expected a config of TrainerOptions, given that of adamw"),
         ("compiler", "compiler: expected a config of Compiler, given that of adamw"),
         ("model", "model: expected a config of Chain, given that of adamw"),
         ("data", "data: expected a config of Pipeline, given that of adamw"),
     ]:
-        (stranger / "config.json").write_text(json.dumps(_placed(experiment, place, adamw)))
+        (stranger / "config.json").write_text(json.dumps(_insert_payload(experiment, config_path, adamw)))
         assert _verb("generate")([f"--workdir={stranger}", "--prompt=x"]) == 2
         error = capsys.readouterr().err
         assert words in error
@@ -381,22 +383,22 @@ def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
     [("generate", PAYLOADS[0], ["--prompt=x"]), ("evaluate", PAYLOADS[25], ["--files=precious"])],
     ids=["generate", "evaluate"],
 )
-def test_in_a_process_of_its_own(verb, payload, flags, folder):
-    (folder / "config.json").write_text(json.dumps(_filled(payload, folder)))
+def test_payload_is_refused_in_a_subprocess(verb, payload, flags, folder):
+    (folder / "config.json").write_text(json.dumps(_fill_folder(payload, folder)))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-m", f"launch.{verb}", f"--workdir={folder}", *flags]
     result = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 2
     assert "is refused: it is no component" in result.stderr
     (folder / "config.json").unlink()
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
 @pytest.mark.parametrize("payload", [PAYLOADS[0], {"architectures": ["LlamaForCausalLM"], "x": PAYLOADS[0]}])
-def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
+def test_published_weights_directory_executes_no_payload(payload, folder, capsys):
     published = folder / "published"
     published.mkdir()
-    (published / "config.json").write_text(json.dumps(_filled(payload, folder)))
+    (published / "config.json").write_text(json.dumps(_fill_folder(payload, folder)))
     for kind in ("hf", "lora", "qlora"):
         assert _verb("configs")(["show", f"{kind}:{published}"]) == 2
     assert _verb("generate")([f"--hf={published}", "--prompt=x"]) == 2
@@ -406,26 +408,26 @@ def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
 
 
 @pytest.mark.pairs
-def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, capsys):
+def test_training_a_stored_config_executes_no_payload(folder, experiment, capsys):
     file = folder / "config.json"
     for payload in PAYLOADS:
-        for place in ("", "trainer.hooks.0"):
-            file.write_text(json.dumps(_filled(_placed(experiment, place, payload), folder)))
-            with watched() as events:
+        for config_path in ("", "trainer.hooks.0"):
+            file.write_text(json.dumps(_fill_folder(_insert_payload(experiment, config_path, payload), folder)))
+            with record_audit_events() as events:
                 assert _verb("train")([f"--config={file}", f"--workdir={folder}/run"]) == 2
             assert [event for event in events if str(file) not in str(event)] == []
             error = capsys.readouterr().err
             assert error.startswith(f"error: {file}: ")
             assert error.count("\n") == 1
     file.unlink()
-    _unharmed(folder)
+    _assert_unharmed(folder)
 
 
 # A stored config controls nothing on this machine.
 
 
-def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
-    from plimsoll.framework.program import stored
+def test_stored_config_sets_no_cache_and_no_compiler_files(folder, experiment):
+    from plimsoll.framework.program import stored_config
 
     text = json.loads(json.dumps(experiment))
     text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
@@ -437,13 +439,13 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     text["compiler"]["options"] = options
     (folder / "config.json").write_text(json.dumps(text))
     lines: list[str] = []
-    config = stored.read(folder, lines.append)
+    config = stored_config.read(folder, lines.append)
     assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
     assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
     assert len(lines) == 6
     # The command line is the user's own, and a run without a cache stays without one.
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
-    config = cli.apply_overrides(stored.read(folder, lines.append), own)
+    config = cli.apply_overrides(stored_config.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
     rule = {"$class": "plimsoll.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
     (folder / "config.json").write_text(json.dumps(text | {"accelerator_rules": [rule]}))
@@ -455,27 +457,29 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert "accelerator_rules" in lines[-1]
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
-    assert stored.read(folder, lines.append).trainer.compilation_cache is None
+    assert stored_config.read(folder, lines.append).trainer.compilation_cache is None
 
 
 @pytest.mark.parametrize(
-    "reward", ["{dir}/evil.py:exact", "os.system", "plimsoll.framework.companions.rewards.x/../evil.py:exact"]
+    "reward", ["{dir}/evil.py:exact", "os.system", "plimsoll.framework.batch_transforms.rewards.x/../evil.py:exact"]
 )
-def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward):
-    from plimsoll.framework.program import stored
+def test_stored_config_cannot_choose_a_reward_function(folder, experiment, reward):
+    from plimsoll.framework.program import stored_config
 
     reward = reward.format(dir=folder)
     rollouts = {"$class": "plimsoll.Rollouts"}
     companion = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
     (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
     lines: list[str] = []
-    config = stored.read(folder, lines.append)
+    config = stored_config.read(folder, lines.append)
     assert config.companion.reward is None
     assert config.companion.reference.reward is None
     assert [line.partition("=")[0] for line in lines] == ["companion.reward", "companion.reference.reward"]
-    companion = {**rollouts, "reward": "plimsoll.framework.companions.rewards.exact"}
+    companion = {**rollouts, "reward": "plimsoll.framework.batch_transforms.rewards.exact"}
     (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
-    assert stored.read(folder, lines.append).companion.reward == "plimsoll.framework.companions.rewards.exact"
+    assert (
+        stored_config.read(folder, lines.append).companion.reward == "plimsoll.framework.batch_transforms.rewards.exact"
+    )
     assert len(lines) == 2
 
 
@@ -483,14 +487,14 @@ def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward)
 
 
 @pytest.mark.parametrize("name", ["framework.rules.Rule", "plimsoll.framework.learner.Rule"])
-def test_names_of_older_configs_load(experiment, name: str):
-    older = _placed(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
+def test_old_config_names_load(experiment, name: str):
+    older = _insert_payload(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
     older["learner"]["rules"][0]["$class"] = name
     assert Config.from_dict(older) == Config.from_dict(experiment)
     assert Config.from_dict(older).instantiate().learner is not None
 
 
-def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
+def test_user_class_loads_after_its_file_is_imported(folder):
     source = (
         "import optax\nfrom plimsoll.framework.config import config_for\n"
         "class Mine:\n    def __init__(self, *, x: int = 1): self.x = x\n"
@@ -507,7 +511,7 @@ def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
     assert Config.from_json(config.to_json()) == config
 
 
-def test_a_run_whose_config_could_not_be_read_again_does_not_start(folder, capsys):
+def test_run_with_an_unloadable_config_does_not_start(folder, capsys):
     source = (
         "import plimsoll as pl\ndef mine():\n    config = pl.load_config('nanogpt-cpu')\n"
         "    config.model.stack.pattern[0].norm = pl.config_for(pl.Layer)\n    return config\n"

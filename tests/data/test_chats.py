@@ -21,14 +21,14 @@ from tests.support import pretrained
 RECORDED = json.loads((Path(__file__).parent / "recorded_chats.json").read_text())
 
 
-def tokenizer_of(tmp_path: Path, family: str, **config: Any) -> PretrainedTokenizer:
+def make_tokenizer(tmp_path: Path, family: str, **config: Any) -> PretrainedTokenizer:
     tokenizer = PretrainedTokenizer(path=str(pretrained.write(tmp_path / family, family, **config)), vocab_size=512)
     (tmp_path / "kept").mkdir(exist_ok=True)
     tokenizer.prepare(tmp_path / "kept", None, write=True)
     return tokenizer
 
 
-def encoded(tokenizer: PretrainedTokenizer, *rows: Any, tmp_path: Path, **fields: Any) -> list[tuple[list, list]]:
+def encode_rows(tokenizer: PretrainedTokenizer, *rows: Any, tmp_path: Path, **fields: Any) -> list[tuple[list, list]]:
     """Return (ids, targets) of each row, read through a file."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -44,14 +44,14 @@ def messages(*turns: str, system: str | None = None) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("tags", [True, False], ids=["generation-tags", "common-prefix"])
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_tokens_and_masks_are_those_of_transformers(family: str, tags: bool, tmp_path: Path):
+def test_tokens_and_masks_match_transformers(family: str, tags: bool, tmp_path: Path):
     """The recorded values are computed by tests/peers/test_chats.py."""
     template = pretrained.FAMILIES[family][-1]
-    tokenizer = tokenizer_of(
+    tokenizer = make_tokenizer(
         tmp_path, family, chat_template=template if tags else pretrained.without_generation(template)
     )
     expected = RECORDED[family]
-    ours = encoded(tokenizer, *[{"messages": chat} for chat in pretrained.CHATS], tmp_path=tmp_path)
+    ours = encode_rows(tokenizer, *[{"messages": chat} for chat in pretrained.CHATS], tmp_path=tmp_path)
     assert len(ours) == len(expected) == 4
     for (ids, targets), theirs in zip(ours, expected, strict=True):
         assert ids == theirs["input_ids"]
@@ -69,8 +69,8 @@ QWEN3 = (  # like Qwen 3's: only the last answer has thoughts
 
 
 def test_a_template_that_writes_the_last_answer_in_another_way(tmp_path: Path):
-    tokenizer = tokenizer_of(tmp_path, "chatml", chat_template=QWEN3)
-    ((ids, targets),) = encoded(tokenizer, {"messages": messages("a", "the fox", "b", "dog")}, tmp_path=tmp_path)
+    tokenizer = make_tokenizer(tmp_path, "chatml", chat_template=QWEN3)
+    ((ids, targets),) = encode_rows(tokenizer, {"messages": messages("a", "the fox", "b", "dog")}, tmp_path=tmp_path)
     text = [tokenizer.table[i].decode() or f"[{i}]" for i in ids]
     assert "".join(t for t, target in zip(text, targets, strict=True) if target) == (
         "the fox[2]<think>\n\n</think>\n\ndog[2]"
@@ -124,12 +124,12 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("case", ALTERED)
-def test_templates_that_alter_turns(case: str, tmp_path: Path):
+def test_templates_that_change_messages(case: str, tmp_path: Path):
     """The targets are each answer and its end token, in order, without the text that the template writes in between."""
     template, variables, turns, expected = ALTERED[case]
-    tokenizer = tokenizer_of(tmp_path, "chatml", chat_template=template)
+    tokenizer = make_tokenizer(tmp_path, "chatml", chat_template=template)
     chat = [{"role": turn[0], "content": turn[1], **(turn[2] if len(turn) > 2 else {})} for turn in turns]
-    ((ids, targets),) = encoded(tokenizer, {"messages": chat}, tmp_path=tmp_path, template_variables=variables)
+    ((ids, targets),) = encode_rows(tokenizer, {"messages": chat}, tmp_path=tmp_path, template_variables=variables)
     pieces, previous = [], 0
     for i, target in zip(ids, targets, strict=True):
         if target and not previous:
@@ -141,10 +141,10 @@ def test_templates_that_alter_turns(case: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_special_tokens_come_from_the_template_alone(family: str, tmp_path: Path):
-    tokenizer = tokenizer_of(tmp_path, family)
+def test_special_tokens_come_only_from_the_template(family: str, tmp_path: Path):
+    tokenizer = make_tokenizer(tmp_path, family)
     attack = "".join(tokenizer.special_tokens) + "x"
-    plain, attacked = encoded(
+    plain, attacked = encode_rows(
         tokenizer, {"messages": messages("x", "y")}, {"messages": messages(attack, "y")}, tmp_path=tmp_path
     )
     ids = [tokenizer._library.token_to_id(token) for token in tokenizer.special_tokens]
@@ -153,8 +153,8 @@ def test_special_tokens_come_from_the_template_alone(family: str, tmp_path: Path
     assert tokenizer.decode_bytes(np.array(attacked[0])[np.array(attacked[1]) > 0]).strip() == b"y"
 
 
-def test_every_format_says_the_same(tmp_path: Path):
-    tokenizer, chat = tokenizer_of(tmp_path, "chatml"), messages("who are you?", "a model", system="short")
+def test_every_format_gives_the_same_rows(tmp_path: Path):
+    tokenizer, chat = make_tokenizer(tmp_path, "chatml"), messages("who are you?", "a model", system="short")
     rows = [
         {"messages": chat, "id": 1},
         {"conversations": [{"from": f, "value": m["content"]} for f, m in zip(["system", "human", "gpt"], chat)]},  # noqa: B905
@@ -162,22 +162,22 @@ def test_every_format_says_the_same(tmp_path: Path):
         {"prompt": chat[:2], "completion": chat[2:]},
         {"instruction": "who are you?", "input": "", "output": "a model", "system": "short"},
     ]
-    results = encoded(tokenizer, *rows, tmp_path=tmp_path)
+    results = encode_rows(tokenizer, *rows, tmp_path=tmp_path)
     assert all(result == results[0] for result in results)
     parquet.write_table(pyarrow.table({"messages": [chat, chat[1:]]}), tmp_path / "x.parquet")
     source = ChatSource(paths=[str(tmp_path / "x.parquet")])
     first, second = source.codec(tokenizer).encode_batch(list(source.documents()))
     assert (first >> 1).tolist() == results[0][0]
     assert len(second) < len(first)
-    with_input = encoded(tokenizer, {"instruction": "a", "input": "b", "output": "c"}, tmp_path=tmp_path)[0][0]
+    with_input = encode_rows(tokenizer, {"instruction": "a", "input": "b", "output": "c"}, tmp_path=tmp_path)[0][0]
     assert b"a\n\nb" in tokenizer.decode_bytes(with_input)
 
 
 def test_template_variables_and_tools_reach_the_template(tmp_path: Path):
     template = "{{ who }}{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    tokenizer = tokenizer_of(tmp_path, "chatml", chat_template=template)
+    tokenizer = make_tokenizer(tmp_path, "chatml", chat_template=template)
     row = {"messages": messages("a", "b"), "tools": [{"name": "é"}]}
-    ((ids, _),) = encoded(tokenizer, row, tmp_path=tmp_path, template_variables={"who": "me"})
+    ((ids, _),) = encode_rows(tokenizer, row, tmp_path=tmp_path, template_variables={"who": "me"})
     assert tokenizer.decode_bytes(ids).decode() == 'me[{"name": "é"}]ab'
 
 
@@ -198,7 +198,7 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path):
 )
 def test_a_malformed_row_is_named(row: str, message: str, tmp_path: Path):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages("a", "b")}) + "\n" + row + "\n")
-    built = pipeline_of(tmp_path, family="mistral", setup=False)
+    built = make_pipeline(tmp_path, family="mistral", setup=False)
     with pytest.raises(ValueError, match=rf"data.source: {tmp_path}/chats.jsonl, .*{message}"):
         built.setup(tmp_path / "run")
 
@@ -206,7 +206,7 @@ def test_a_malformed_row_is_named(row: str, message: str, tmp_path: Path):
 # ---- the pipeline
 
 
-def pipeline_of(tmp_path: Path, *, family: str = "chatml", setup: bool = True, run: str = "run", **fields: Any):
+def make_pipeline(tmp_path: Path, *, family: str = "chatml", setup: bool = True, run: str = "run", **fields: Any):
     folder = pretrained.write(tmp_path / family, family, **fields.pop("config", {}))
     if not isinstance(fields.get("source"), Config):
         paths = [str(tmp_path / "chats.jsonl")]
@@ -235,7 +235,7 @@ def write_chats(tmp_path: Path, count: int = 60) -> list[list[dict[str, str]]]:
     return chats
 
 
-def pieces(batches: list[dict[str, np.ndarray]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def split_segments(batches: list[dict[str, np.ndarray]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (tokens of a conversation, its targets) of each segment; checks positions, shifts and padding too."""
     found = []
     for batch in batches:
@@ -254,41 +254,47 @@ def pieces(batches: list[dict[str, np.ndarray]]) -> list[tuple[tuple[int, ...], 
 
 def test_conversations_are_packed_whole_and_every_one_comes_once_an_epoch(tmp_path: Path):
     chats = write_chats(tmp_path)
-    built = pipeline_of(tmp_path)
+    built = make_pipeline(tmp_path)
     (report,) = built.source_report()
     assert report.documents == 63
     assert report.note.endswith("1 conversations cut at 65 tokens, 2 without an answer left out")
     assert float(report.note.split("%")[0]) < 12
     assert built.document_mask
     expected = {}
-    for ids, targets in encoded(built.tokenizer, *[{"messages": c} for c in chats], tmp_path=tmp_path):
+    for ids, targets in encode_rows(built.tokenizer, *[{"messages": c} for c in chats], tmp_path=tmp_path):
         if any(targets[1:65]):
             expected[tuple(ids[:65])] = tuple(targets[:65])
     assert len(expected) == 61
     rows = [built.train_batch(step, range(4)) for step in range(2 * report.sequences)]
     flat = [{name: array[row : row + 1] for name, array in batch.items()} for batch in rows for row in range(4)]
     first, second = flat[: report.sequences], flat[report.sequences : 2 * report.sequences]
-    assert dict(pieces(first)) == expected
-    assert sorted(pieces(first)) == sorted(pieces(second))
+    assert dict(split_segments(first)) == expected
+    assert sorted(split_segments(first)) == sorted(split_segments(second))
     assert [row["tokens"].tolist() for row in first] != [row["tokens"].tolist() for row in second]
 
 
-def test_batches_are_a_function_of_seed_and_step(tmp_path: Path):
+def test_batches_depend_only_on_seed_and_step(tmp_path: Path):
     write_chats(tmp_path)
-    one, two, other = pipeline_of(tmp_path), pipeline_of(tmp_path, run="two"), pipeline_of(tmp_path, run="3", seed=1)
+    one, two, other = (
+        make_pipeline(tmp_path),
+        make_pipeline(tmp_path, run="two"),
+        make_pipeline(tmp_path, run="3", seed=1),
+    )
     for step in (0, 5, 1000):
         whole = one.train_batch(step, range(4))
         for name, array in two.train_batch(step, [3, 1]).items():
             assert np.array_equal(array, whole[name][[3, 1]])
     assert one.fingerprint() == two.fingerprint() != other.fingerprint()
-    assert sorted(pieces([one.train_batch(0, range(4))])) != sorted(pieces([other.train_batch(0, range(4))]))
+    assert sorted(split_segments([one.train_batch(0, range(4))])) != sorted(
+        split_segments([other.train_batch(0, range(4))])
+    )
 
 
-def test_a_new_template_is_another_data_set(tmp_path: Path):
+def test_new_template_changes_the_fingerprint(tmp_path: Path):
     write_chats(tmp_path)
-    before = pipeline_of(tmp_path)
+    before = make_pipeline(tmp_path)
     changed = pretrained.CHATML.replace("assistant\\n", "Assistant\\n").replace("message['content'] +", "'!' +")
-    after = pipeline_of(tmp_path, config={"chat_template": changed})
+    after = make_pipeline(tmp_path, config={"chat_template": changed})
     assert before.fingerprint() != after.fingerprint()
 
 
@@ -312,7 +318,7 @@ def test_evaluation_counts_the_answers(tmp_path: Path):
     write_chats(tmp_path)
     half = {"paths": [str(tmp_path / "chats.jsonl")], "validation_fraction": 0.5}
     held = config_for(ChatSource, split="validation", **half)
-    built = pipeline_of(tmp_path, source={**half, "split": "train"}, validation={"held": held})
+    built = make_pipeline(tmp_path, source={**half, "split": "train"}, validation={"held": held})
     batches = list(built.eval_batches("held", range(4)))
     assert [row.name for row in built.source_report()] == ["train", "held"]
     counted = sum(batch["weights"].sum() for batch in batches)
@@ -320,8 +326,8 @@ def test_evaluation_counts_the_answers(tmp_path: Path):
     lengths = sum((built.tokenizer.byte_lengths[b["targets"]] * b["weights"]).sum() for b in batches)
     assert len(text) == lengths
     assert counted > 0
-    train = {tokens for tokens, _ in pieces([built.train_batch(s, range(4)) for s in range(20)])}
-    assert not train & {tokens for tokens, _ in pieces(batches)}
+    train = {tokens for tokens, _ in split_segments([built.train_batch(s, range(4)) for s in range(20)])}
+    assert not train & {tokens for tokens, _ in split_segments(batches)}
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma"])
@@ -329,7 +335,7 @@ def test_plain_text_with_a_published_tokenizer(family: str, tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"the {name} fox\n" * 300)
     text = config_for(TextFiles, paths=[str(tmp_path / "*.txt")])
-    built = pipeline_of(tmp_path, family=family, source=text, validation={"same": text})
+    built = make_pipeline(tmp_path, family=family, source=text, validation={"same": text})
     opening = built.tokenizer.bos_id
     batches = list(built.eval_batches("same", range(4)))
     assert batches[0]["tokens"][0, 0] == opening
@@ -339,7 +345,7 @@ def test_plain_text_with_a_published_tokenizer(family: str, tmp_path: Path):
 
 def test_epochs_in_steps(tmp_path: Path):
     write_chats(tmp_path)
-    built = pipeline_of(tmp_path)
+    built = make_pipeline(tmp_path)
     sequences = built.source_report()[0].sequences
     assert built.epoch_steps(1) == -(-sequences // 4)
     assert built.epoch_steps(2.5) == -(-5 * sequences // 8)
@@ -359,16 +365,16 @@ def test_conversations_are_not_prepared(tmp_path: Path):
         prepare(config, tmp_path / "out", force=False)
 
 
-def test_what_cannot_be_trained_on(tmp_path: Path):
+def test_untrainable_conversations_are_refused(tmp_path: Path):
     write_chats(tmp_path)
     with pytest.raises(
         ValueError, match=r"data.source: ChatSource needs .* a PretrainedTokenizer, given ByteTokenizer"
     ):
-        pipeline_of(tmp_path, tokenizer=config_for(ByteTokenizer))
+        make_pipeline(tmp_path, tokenizer=config_for(ByteTokenizer))
     with pytest.raises(
         ValueError, match=r"data.source: .*has no chat template: put a chat_template.jinja there, or set"
     ):
-        pipeline_of(tmp_path, config={"chat_template": None})
+        make_pipeline(tmp_path, config={"chat_template": None})
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages("no answer")}))
     with pytest.raises(ValueError, match=r"data.source: no conversation has an answer within data.seq_len=64"):
-        pipeline_of(tmp_path)
+        make_pipeline(tmp_path)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll.framework.data.detect_format import detect_format
 from plimsoll.framework.data.files import find
-from plimsoll.framework.data.recognize import recognized
 from plimsoll.framework.data.sources import Csv, csv_rows
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import train
@@ -59,15 +59,15 @@ def test_compressed_files_and_blank_lines(tmp_path: Path) -> None:
         (b"text,label\na,\xff\n", "not UTF-8 at byte 13"),
     ],
 )
-def test_what_is_no_table_is_one_error(tmp_path: Path, text: bytes, message: str) -> None:
+def test_malformed_table_is_one_error(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "a.csv")
 
 
-def test_own_data_is_the_text_column(tmp_path: Path) -> None:
+def test_detection_uses_the_text_column(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", rows=[{"id": str(i), "review": f"Row {i}, with a comma."} for i in range(400)])
-    found = recognized(str(tmp_path / "a.csv"))
+    found = detect_format(str(tmp_path / "a.csv"))
     assert found.line.startswith("data: CSV from ")
     train, held_out = (list(part.instantiate().documents()) for part in (found.source, found.held_out))
     assert sorted([*train, *held_out]) == sorted(f"Row {i}, with a comma." for i in range(400))
@@ -91,4 +91,4 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 def test_labels_without_a_classifier_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="field 'label' is 'positive'"):
-        recognized(str(write(tmp_path / "a.csv")))
+        detect_format(str(write(tmp_path / "a.csv")))

@@ -19,7 +19,7 @@ def test_a_glob_is_its_matches_in_sorted_order_without_folders(tmp_path: Path):
     assert [Path(file.name).name for file in find(str(tmp_path / "d[1].txt"))] == ["d[1].txt"]  # exists: no glob
 
 
-def test_urls_of_any_filesystem_read_alike(tmp_path: Path):
+def test_urls_on_any_filesystem_read_alike(tmp_path: Path):
     (tmp_path / "x.txt").write_bytes(b"0123456789")
     fsspec.filesystem("memory").pipe("/files-test/x.txt", b"0123456789")
     for url in (str(tmp_path / "x.txt"), f"file://{tmp_path}/x.txt", "memory://files-test/x.txt"):
@@ -43,7 +43,7 @@ def test_urls_of_any_filesystem_read_alike(tmp_path: Path):
         ("memory://files-absent/x.txt", FileNotFoundError, "memory://files-absent/x.txt"),
     ],
 )
-def test_what_cannot_be_found_is_named(tmp_path: Path, given: str, kind: type, message: str):
+def test_missing_files_are_named(tmp_path: Path, given: str, kind: type, message: str):
     (tmp_path / "train.txt").write_text("x")
     with pytest.raises(kind, match=message.format(tmp=tmp_path)):
         find(given.format(tmp=tmp_path))

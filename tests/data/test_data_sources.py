@@ -22,8 +22,8 @@ from plimsoll.framework.data.sources import (
     Parquet,
     StdlibSource,
     TextFiles,
+    assign_split,
     library_files,
-    split_of,
 )
 
 TEXTS = ["def f():\n    return 1\n", "é 你好 🚢\r\n", "no newline at the end", "x" * 3000]
@@ -129,7 +129,7 @@ def test_parquet_damage_is_named(tmp_path: Path):
         list(Parquet(paths=[str(path)]).documents())
 
 
-def test_parquet_columns_that_will_not_do(tmp_path: Path):
+def test_unsuitable_parquet_columns_are_refused(tmp_path: Path):
     path = str(tmp_path / "x.parquet")
     parquet.write_table(pyarrow.table({"texts": ["a", None], "n": [1, 2]}), path)
     for column, message in [
@@ -157,7 +157,7 @@ def test_tests_and_installed_packages_are_left_out(tmp_path: Path):
     assert library_files(tmp_path) == sorted(kept)
 
 
-def test_the_split_is_by_name_alone_disjoint_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_split_depends_only_on_names_and_is_a_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path}.*zipped or stripped"):
         StdlibSource().files()
@@ -166,7 +166,7 @@ def test_the_split_is_by_name_alone_disjoint_and_complete(tmp_path: Path, monkey
         (tmp_path / name).write_bytes(f"# {name}\n".encode())
     parts = {split: list(StdlibSource(split=split).documents()) for split in ("train", "validation")}
     assert sorted(parts["train"] + parts["validation"]) == sorted(f"# {name}\n" for name in names)
-    assert parts["validation"] == [f"# {name}\n" for name in sorted(names) if split_of(name) == "validation"]
+    assert parts["validation"] == [f"# {name}\n" for name in sorted(names) if assign_split(name) == "validation"]
     assert 8 <= len(parts["validation"]) <= 36  # 5% of 400
 
 
@@ -175,7 +175,7 @@ def test_the_running_library_is_recorded_by_hash():
     assert record["settings"] == {"split": "validation", "python": platform.python_version()}
     assert 20 <= len(record["files"]) <= 60
     for file in record["files"]:
-        assert split_of(str(Path(file["name"]).relative_to(root))) == "validation"
+        assert assign_split(str(Path(file["name"]).relative_to(root))) == "validation"
         assert hashlib.sha256(Path(file["name"]).read_bytes()).hexdigest() == file["sha256"]
 
 

@@ -27,7 +27,7 @@ def bpe(tmp_path: Path) -> BPETokenizer:
     return tokenizer
 
 
-def test_bytes_are_their_own_ids():
+def test_byte_values_are_the_ids():
     tokenizer = ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
     assert tokenizer.encode_batch(["aé"])[0].tolist() == [0x61, 0xC3, 0xA9]
@@ -35,7 +35,7 @@ def test_bytes_are_their_own_ids():
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
-def test_a_document_is_neither_cut_nor_filled_up_as_a_file_may_say(tmp_path: Path, bpe: BPETokenizer):
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path, bpe: BPETokenizer):
     library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     library.enable_truncation(max_length=4)
     library.enable_padding(pad_id=1, pad_token="!")
@@ -47,7 +47,7 @@ def test_a_document_is_neither_cut_nor_filled_up_as_a_file_may_say(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
+def test_every_byte_round_trips_and_is_counted(kind: str, bpe: BPETokenizer):
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe
     texts = [*NASTY, *CORPUS, *(chr(code) for code in range(0, 0x3000, 7))]
     for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -59,7 +59,7 @@ def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
     assert {piece for piece in tokenizer.table if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
 
 
-def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
+def test_tokenizer_is_trained_once_and_then_loaded(tmp_path: Path, bpe: BPETokenizer):
     assert len(bpe.encode_batch([CORPUS[0]])[0]) < len(CORPUS[0]) / 3
     again = BPETokenizer(vocab_size=320)
     again.prepare(tmp_path, lambda budget: pytest.fail("trained again"), write=False)
@@ -80,7 +80,7 @@ def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
     assert anew.digest == bpe.digest  # training is deterministic
 
 
-def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
+def test_vocabulary_with_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
     with pytest.raises(ValueError, match=r"tokenizer.json: has ids up to 319, but data.tokenizer.vocab_size is 300"):
         BPETokenizer(vocab_size=300).prepare(tmp_path, corpus, write=True)
     with pytest.raises(ValueError, match=r"tokenizer.json: has 320 ids, but data.tokenizer.vocab_size is 500"):
@@ -91,7 +91,7 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path, bpe: BPETokeniz
     assert not (tmp_path / "new/tokenizer.json").exists()
 
 
-def test_what_cannot_be_trained(tmp_path: Path):
+def test_untrainable_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"vocab_size: expected at least 257"):
         BPETokenizer(vocab_size=256)
     with pytest.raises(ValueError, match=r"cannot be trained on tokens"):

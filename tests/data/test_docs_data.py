@@ -18,7 +18,7 @@ BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags
 
 
 @pytest.fixture
-def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that the page asks readers to save."""
     for kind, block in BLOCKS:
         if kind == "python" and (name := re.match(r"# (\w+\.py)\n", block)):
@@ -39,32 +39,32 @@ def test_python_blocks_run():
     assert space["answers"].tolist().count(1) == space["chat_batch"]["segments"][0].max() > 1
 
 
-def test_the_added_source_feeds_a_pipeline(saved_files: Path):
+def test_the_added_source_feeds_a_pipeline(page_files: Path):
     subprocess.run([sys.executable, "make_rows.py"], check=True)
     data = configs.load("my_rows.py:tiny_rows").data.instantiate()
-    data.setup(saved_files / "runs")
+    data.setup(page_files / "runs")
     train = data.source_report()[0]
     assert (train.kind, train.documents) == ("SqliteRows", 500)
     assert data.train_batch(0, [0])["tokens"].shape == (1, data.seq_len)
-    (saved_files / "rows.sqlite").unlink()
+    (page_files / "rows.sqlite").unlink()
     with pytest.raises(FileNotFoundError, match=r"data\.source: rows\.sqlite does not exist"):
-        configs.load("my_rows.py:tiny_rows").data.instantiate().setup(saved_files / "elsewhere")
+        configs.load("my_rows.py:tiny_rows").data.instantiate().setup(page_files / "elsewhere")
 
 
 _BASES = {
-    "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "Leaf", "ImageSource", "ImagePipeline", "ImageReport",
+    "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "LeafSource", "ImageSource", "ImagePipeline", "ImageReport",
     "Levels",
 }  # fmt: skip
 
 
-def test_the_tables_name_what_there_is():
+def test_tables_list_the_existing_components():
     rows = set(re.findall(r"^\| `(\w+)", TEXT, flags=re.MULTILINE))
     for module in (sources, tokenizers, images):
         kinds = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
         assert {name for name in kinds if name[0].isupper()} - _BASES <= rows
 
 
-def test_the_picture_of_packing_is_what_pack_does():
+def test_packing_picture_matches_pack():
     (picture,) = [block for kind, block in BLOCKS if kind == "text" and block.startswith("tokens")]
     rows = {line.split()[0]: line.split()[1:8] for line in picture.splitlines()}
     window = [ord(letter) for letter in [*rows["tokens"], rows["targets"][-1]]]

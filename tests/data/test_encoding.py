@@ -58,9 +58,9 @@ def sources(folder: Path) -> Iterator[DataSource]:
     yield TextPart(source=config_for(TextFiles, paths=[str(folder / "a.txt")]), split="validation")
 
 
-def written(source: DataSource, tokenizer: Tokenizer, out: Path, workers: int) -> tuple[bytes, bytes]:
+def write_and_read(source: DataSource, tokenizer: Tokenizer, out: Path, workers: int) -> tuple[bytes, bytes]:
     """Return the contents of a token file and its sidecar."""
-    with encoding.by_workers(tokenizer, workers) as encode:
+    with encoding.start_workers(tokenizer, workers) as encode:
         reports = list(write_tokens(source, tokenizer, out, encode))
     assert reports
     return out.read_bytes(), out.with_suffix(".json").read_bytes()
@@ -79,12 +79,12 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("make", [bpe, lambda folder: Letters(), lambda folder: ByteTokenizer()])
-def test_the_files_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make):
+def test_files_do_not_depend_on_the_worker_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make):
     tokenizer = make(tmp_path)
-    monkeypatch.setattr(encoding, "_BATCH_OF_WORKER", 100)
+    monkeypatch.setattr(encoding, "_WORKER_BATCH", 100)
     for source in sources(tmp_path):
-        by_one = written(source, tokenizer, tmp_path / "one.bin", 1)
-        by_three = written(source, tokenizer, tmp_path / "three.bin", 3)
+        by_one = write_and_read(source, tokenizer, tmp_path / "one.bin", 1)
+        by_three = write_and_read(source, tokenizer, tmp_path / "three.bin", 3)
         assert by_three == by_one
         assert by_one[0]
     assert "TOKENIZERS_PARALLELISM" not in os.environ
@@ -100,19 +100,19 @@ class Threads(Letters):
 
 
 def test_each_worker_has_one_thread():
-    with encoding.by_workers(Threads(), 2) as encode:
+    with encoding.start_workers(Threads(), 2) as encode:
         (batch,) = encode(["a", "b"])
     assert batch.tokens == 2 * (1 + 1), "a separator and one id for each text"
 
 
-def test_many_cores_get_a_worker_each_and_few_the_threads_of_one(monkeypatch: pytest.MonkeyPatch):
+def test_default_workers_follow_the_core_count(monkeypatch: pytest.MonkeyPatch):
     for cores, workers in ((1, 1), (7, 1), (8, 8), (64, 64)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert encoding.default_workers() == workers
 
 
-def test_few_batches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(encoding, "_BATCH_OF_WORKER", 1)
+def test_few_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoding, "_WORKER_BATCH", 1)
     read = 0
 
     def documents() -> Iterator[str]:
@@ -121,13 +121,13 @@ def test_few_batches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.Monkey
             read += 1
             yield text
 
-    with encoding.by_workers(bpe(tmp_path), 2) as encode:
+    with encoding.start_workers(bpe(tmp_path), 2) as encode:
         batches = encode(documents())
         next(batches)
         assert read == 4, "two for each worker"
 
 
-def test_a_damaged_document_is_told_as_by_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_many_workers_report_damage_like_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnot json\n')
     source = f'--config.data.source.paths=["{tmp_path}/a.jsonl"]'
     kind = "--config.data.source=plimsoll.JsonLines"
@@ -150,7 +150,7 @@ def test_a_damaged_document_is_told_as_by_one_worker(tmp_path: Path, capsys: pyt
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("target", ["worker", "parent", "group", "parent by SIGKILL"])
-def test_however_it_ends_all_processes_do(tmp_path: Path, target: str):
+def test_all_worker_processes_end_with_the_run(tmp_path: Path, target: str):
     (tmp_path / "bpe").mkdir()
     bpe(tmp_path / "bpe")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS) * 100)

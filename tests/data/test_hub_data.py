@@ -10,9 +10,9 @@ from pyarrow import parquet
 
 from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
-from plimsoll.framework.config import target_of
+from plimsoll.framework.config import get_target
+from plimsoll.framework.data.detect_format import detect_format
 from plimsoll.framework.data.preferences import PairSource
-from plimsoll.framework.data.recognize import recognized
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 URL = "hf://datasets/acme/code"
@@ -42,7 +42,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def names_of(source) -> list[str]:
+def list_source_files(source) -> list[str]:
     """Return the files of a source, relative to the repository."""
     paths = source.paths if "paths" in source else source.source.paths
     return [path.removeprefix(f"{PINNED}/") for path in paths]
@@ -59,35 +59,35 @@ def names_of(source) -> list[str]:
         (["a.json", "LICENSE.txt"], ["a.json"], None),
     ],
 )
-def test_parts_by_names(data_set, names: list[str], train: list[str], held_out: list[str] | None):
+def test_splits_by_file_name(data_set, names: list[str], train: list[str], held_out: list[str] | None):
     data_set(*names)
-    data = recognized(URL)
-    assert names_of(data.source) == train
-    assert names_of(data.held_out) == (held_out or train)
+    data = detect_format(URL)
+    assert list_source_files(data.source) == train
+    assert list_source_files(data.held_out) == (held_out or train)
     assert ("split" in data.source) == (held_out is None)
-    assert recognized(PINNED).source == data.source, "the config names the commit"
-    assert recognized("hf://acme/code").source == data.source
+    assert detect_format(PINNED).source == data.source, "the config names the commit"
+    assert detect_format("hf://acme/code").source == data.source
 
 
-def test_pairs_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hub_preference_pairs_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     empty_cache(tmp_path, monkeypatch)
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(200)]
     (tmp_path / "files").mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "files/train.parquet")
     fill_cache(tmp_path / "cache", Repository("dataset", "acme/code", tmp_path / "files"))
-    data = recognized(URL)
-    assert target_of(data.source) is PairSource
-    assert names_of(data.source) == names_of(data.held_out) == ["train.parquet"]
+    data = detect_format(URL)
+    assert get_target(data.source) is PairSource
+    assert list_source_files(data.source) == list_source_files(data.held_out) == ["train.parquet"]
     parts = [len(list(source.instantiate().documents())) for source in (data.source, data.held_out)]
     assert sum(parts) == 200
     assert 0 < parts[1] < 30
 
 
-def test_parts_by_the_card(data_set):
+def test_splits_by_the_dataset_card(data_set):
     data_set("data/a-1.jsonl", "data/a-2.jsonl", "data/b.jsonl", "data/c.jsonl", "train.jsonl", card=SPLIT_FILES)
-    data = recognized(URL)
-    assert names_of(data.source) == ["data/a-1.jsonl", "data/a-2.jsonl"]
-    assert names_of(data.held_out) == ["data/b.jsonl", "data/c.jsonl"]
+    data = detect_format(URL)
+    assert list_source_files(data.source) == ["data/a-1.jsonl", "data/a-2.jsonl"]
+    assert list_source_files(data.held_out) == ["data/b.jsonl", "data/c.jsonl"]
     how = "2 files for training, 2 held out, by the splits of its card; left out: 1 .jsonl"
     assert data.line == f"data: JSON lines from {PINNED}: {how}"
 
@@ -116,7 +116,7 @@ def test_parts_by_the_card(data_set):
 )
 def test_subsets_and_paths(data_set, card: str, path: str, train: list[str]):
     data_set("one/train.jsonl", "two/x.jsonl", card=card)
-    assert names_of(recognized(URL + path).source) == train
+    assert list_source_files(detect_format(URL + path).source) == train
 
 
 @pytest.mark.parametrize(
@@ -153,25 +153,25 @@ def test_subsets_and_paths(data_set, card: str, path: str, train: list[str]):
         ("", "/array.json", "array.json is one JSON value; expected a JSON object on each line"),
     ],
 )
-def test_mistakes(data_set, tmp_path: Path, card: str, path: str, message: str):
+def test_user_errors(data_set, tmp_path: Path, card: str, path: str, message: str):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/array.json").write_text("[\n1,\n2]\n")
     data_set("a.jsonl", "pictures/a.png", card=card)
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
-        recognized(URL + path)
+        detect_format(URL + path)
 
 
-def test_the_form_of_models_is_answered_with_that_of_data_sets():
+def test_hub_model_url_suggests_the_dataset_url():
     with pytest.raises(
         ValueError, match=r"--data=hf:acme/code: a data set of the Hub is --data=hf://datasets/acme/code"
     ):
         with_data(configs.load("stdlib-tiny"), "hf:acme/code", [])
 
 
-def test_of_a_cache_without_a_list_only_what_is_there_is_known(data_set):
+def test_cache_without_a_file_list_uses_only_cached_files(data_set):
     data_set("a.jsonl", "b.jsonl", cached=["a.jsonl"], lists=False)
-    data = recognized(URL)
-    assert names_of(data.source) == ["a.jsonl"]
+    data = detect_format(URL)
+    assert list_source_files(data.source) == ["a.jsonl"]
     assert "(by the cache alone: HF_HUB_OFFLINE is set)" in data.line
 
 

@@ -37,7 +37,7 @@ def folder(path: Path | str, **fields: Any) -> Config:
     return config_for(ImageFolder, path=str(path), **fields)
 
 
-def test_digits_are_those_of_scikit_learn_and_no_image_is_in_both_parts():
+def test_digits_match_scikit_learn_and_splits_are_disjoint():
     from sklearn.datasets import load_digits
 
     whole, train, held = (DigitsSource(split=split).load() for split in ("all", "train", "validation"))
@@ -50,7 +50,7 @@ def test_digits_are_those_of_scikit_learn_and_no_image_is_in_both_parts():
     assert sorted(image.tobytes() for part in (train, held) for image in part) == sorted(x.tobytes() for x in whole)
 
 
-def test_equal_images_are_in_one_part(monkeypatch: pytest.MonkeyPatch):
+def test_equal_images_are_in_the_same_split(monkeypatch: pytest.MonkeyPatch):
     from sklearn import datasets
 
     found = datasets.load_digits()
@@ -75,7 +75,7 @@ def test_an_epoch_has_each_image_once_and_the_next_another_order(tmp_path: Path)
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_batch_depends_on_seed_and_step_alone_and_rows_are_its_rows(tmp_path: Path, flip: bool):
+def test_batch_depends_only_on_seed_and_step_and_is_sharded(tmp_path: Path, flip: bool):
     built = build(tmp_path, seed=3, flip=flip)
     whole, again = built.train_batch(7, range(B)), build(tmp_path, seed=3, flip=flip).train_batch(7, range(B))
     assert all((whole[name] == again[name]).all() for name in whole)
@@ -94,7 +94,7 @@ def test_a_batch_depends_on_seed_and_step_alone_and_rows_are_its_rows(tmp_path: 
     assert (other["images"] != whole["images"]).any()
 
 
-def test_half_of_the_images_are_flipped_only_if_asked_and_not_in_evaluation(tmp_path: Path):
+def test_images_are_flipped_only_on_request_and_in_training(tmp_path: Path):
     held = {"digits": config_for(DigitsSource, split="validation")}
     plain, mirrored = (build(tmp_path, flip=flip, global_batch_size=512, validation=held) for flip in (False, True))
     a, b = (x.train_batch(0, range(512))["images"] for x in (plain, mirrored))
@@ -126,7 +126,7 @@ def test_evaluation_reads_each_image_once(tmp_path: Path):
         built.eval_batches("digit", range(8))
 
 
-def test_the_fingerprint_tells_what_decides_the_batches(tmp_path: Path):
+def test_fingerprint_covers_everything_that_affects_batches(tmp_path: Path):
     prints = [
         build(tmp_path, **fields).fingerprint()
         for fields in ({}, {"seed": 1}, {"global_batch_size": 16}, {"flip": True})
@@ -137,7 +137,7 @@ def test_the_fingerprint_tells_what_decides_the_batches(tmp_path: Path):
     assert build(tmp_path, validation=held, prefetch=3).fingerprint() == prints[0]
 
 
-def test_a_folder_of_png_and_npz_files_local_and_by_url(tmp_path: Path):
+def test_image_folder_with_png_and_npz_local_and_by_url(tmp_path: Path):
     first = pictures(tmp_path / "mixed", count=2)
     second = np.random.default_rng(1).integers(0, 256, (7, 4, 6, 3), np.uint8)
     np.savez(tmp_path / "mixed/more.npz", a=second[:3], b=second[3:])
@@ -184,7 +184,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_a_file_names_it(tmp_path: Path, name: str):
+def test_invalid_image_file_is_named(tmp_path: Path, name: str):
     data, message = BAD[name]
     (tmp_path / "000.png").write_bytes(png(GRAY))
     (tmp_path / name).write_bytes(data)
@@ -192,7 +192,7 @@ def test_what_is_wrong_with_a_file_names_it(tmp_path: Path, name: str):
         build(tmp_path, source=folder(tmp_path), global_batch_size=1)
 
 
-def test_what_is_wrong_with_a_folder_or_a_config(tmp_path: Path):
+def test_invalid_folder_or_config_is_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=rf"^data\.source: the folder {tmp_path}/gone of {tmp_path}/gone/\*"):
         build(tmp_path, source=folder(tmp_path / "gone"))
     (tmp_path / "empty").mkdir()
@@ -220,7 +220,7 @@ def test_what_is_wrong_with_a_folder_or_a_config(tmp_path: Path):
         build(tmp_path, setup=False, validation={"train": config_for(DigitsSource)})
 
 
-def test_the_start_table_tells_the_images(tmp_path: Path):
+def test_start_table_lists_the_images(tmp_path: Path):
     built = build(tmp_path, validation={"digits": config_for(DigitsSource, split="validation")})
     train, held = map(str, built.source_report())
     assert train.startswith("DigitsSource: 1,436 images of 8 x 8 x 1, 17 levels, sha256 ")

@@ -1,12 +1,12 @@
 """Pairs from the standard library source: both sides have the same words, in a different order."""
 
-from plimsoll.framework.data.library_pairs import pairs_of_code
+from plimsoll.framework.data.library_pairs import make_pairs
 
 CODE = "\n".join(f"    value_{number} = first + second_{number}" for number in range(12))
 
 
-def test_a_rejected_answer_has_the_words_of_the_chosen_one_backwards():
-    pairs = list(pairs_of_code(CODE + "\n\n"))
+def test_rejected_answer_reverses_the_chosen_words():
+    pairs = list(make_pairs(CODE + "\n\n"))
     assert len(pairs) == 2, "six lines each, and blank ones are none"
     for pair in pairs:
         (_, chosen), (_, rejected) = pair.answers
@@ -17,6 +17,6 @@ def test_a_rejected_answer_has_the_words_of_the_chosen_one_backwards():
             assert wrong.startswith("    ")
 
 
-def test_lines_that_say_the_same_backwards_and_long_ones_are_no_pairs():
-    assert list(pairs_of_code("\n".join(["word"] * 12))) == []
-    assert list(pairs_of_code("\n".join(["many words " * 20] * 6))) == []
+def test_palindromes_and_long_lines_make_no_pairs():
+    assert list(make_pairs("\n".join(["word"] * 12))) == []
+    assert list(make_pairs("\n".join(["many words " * 20] * 6))) == []

@@ -77,13 +77,13 @@ def test_a_mixture_keeps_to_its_weights_in_every_stretch(weights: list[float]):
 
 
 def test_results_come_in_order_from_any_start_and_end():
-    with Prefetcher(lambda i: i * i, 3, 8, ahead=2) as squares:
+    with Prefetcher(lambda i: i * i, 3, 8, depth=2) as squares:
         assert list(squares) == [9, 16, 25, 36, 49]
         assert next(squares, "end") == "end"
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_no_more_than_the_bound_is_made_ahead(ahead: int):
+def test_prefetch_is_bounded(depth: int):
     made, lock = [], threading.Lock()
 
     def make(index: int) -> int:
@@ -91,23 +91,23 @@ def test_no_more_than_the_bound_is_made_ahead(ahead: int):
             made.append(index)
         return index
 
-    with Prefetcher(make, 0, 1 << 60, ahead=ahead) as results:
+    with Prefetcher(make, 0, 1 << 60, depth=depth) as results:
         for taken in range(1, 6):
             next(results)
             deadline = time.monotonic() + 5
-            while len(made) < taken + ahead and time.monotonic() < deadline:
+            while len(made) < taken + depth and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(0.05)  # enough time for one too many to show
-            assert sorted(made) == list(range(taken + ahead))
+            assert sorted(made) == list(range(taken + depth))
 
 
-def test_an_error_is_raised_at_its_turn_and_nothing_follows():
+def test_error_is_raised_in_order_and_ends_the_stream():
     def make(index: int) -> int:
         if index == 3:
             raise ValueError("shard x: truncated")
         return index
 
-    results = Prefetcher(make, 0, 10, ahead=4)
+    results = Prefetcher(make, 0, 10, depth=4)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"shard x: truncated"):
         next(results)
@@ -116,7 +116,7 @@ def test_an_error_is_raised_at_its_turn_and_nothing_follows():
 
 
 def test_closing_stops_the_threads_and_may_be_repeated():
-    results = Prefetcher(lambda i: i, 0, 1 << 60, ahead=3)
+    results = Prefetcher(lambda i: i, 0, 1 << 60, depth=3)
     next(results)
     before = {thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")}
     assert before

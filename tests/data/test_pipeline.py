@@ -11,7 +11,7 @@ import pytest
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.data.pipeline import DataPipeline
-from plimsoll.framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
+from plimsoll.framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, flatten_sources
 from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
 from plimsoll.framework.data.vocabulary import training_text
 from plimsoll.framework.run.report import compression_lines, compressor_bits_per_byte
@@ -23,7 +23,7 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def test_a_batch_is_a_function_of_seed_and_step(documents, pipeline):
+def test_batch_depends_only_on_seed_and_step(documents, pipeline):
     documents()
     one, two, other = pipeline(), pipeline("elsewhere"), pipeline("third", seed=1)
     for step in (0, 1, 7, 10**6):
@@ -39,12 +39,12 @@ def test_a_batch_is_a_function_of_seed_and_step(documents, pipeline):
 
 
 @pytest.mark.parametrize("sizes", [(12, 6), (6, 12), (7, 5)])
-def test_with_batches_of_another_size_each_sequence_of_an_epoch_still_comes_once(documents, pipeline, sizes):
+def test_epoch_has_each_sequence_once_for_any_batch_size(documents, pipeline, sizes):
     documents(count=60)
     before, after = (pipeline(global_batch_size=size) for size in sizes)
     assert after.fingerprint() != before.fingerprint() == after.fingerprint_at(sizes[0])
-    order = BatchOrder().continued(10, *sizes)
-    assert BatchOrder.stored(json.loads(json.dumps(order.to_json()))) == order
+    order = BatchOrder().with_batch_size(10, *sizes)
+    assert BatchOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
     steps = after.epoch_steps(1, order.origin)
     batches = [before.train_batch(step, range(sizes[0])) for step in range(10)]
     with after.train_iterator(10, range(sizes[1]), order) as later:
@@ -56,17 +56,17 @@ def test_with_batches_of_another_size_each_sequence_of_an_epoch_still_comes_once
     assert sorted(rows[: before.num_rows]) == sorted(every.row(i)["tokens"].tobytes() for i in range(before.num_rows))
 
 
-def test_what_is_left_out_stays_out_with_batches_of_another_size():
-    order = BatchOrder(left_out=(2, 6)).continued(4, 12, 6)
+def test_skipped_rows_stay_skipped_for_any_batch_size():
+    order = BatchOrder(left_out=(2, 6)).with_batch_size(4, 12, 6)
     assert order.batch_after(4) == 5
     assert order.sequences_after(4, 6) == 60
     # Batch 6 of size 12 has sequences 72 to 83: with batches of size 6 from sequence 60 on, these are two batches.
     assert [order.origin + order.batch_after(step) * 6 for step in range(4, 8)] == [60, 66, 84, 90]
-    assert order.continued(6, 6, 12).sequences_after(6, 12) == 84
+    assert order.with_batch_size(6, 6, 12).sequences_after(6, 12) == 84
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_processes_hold_the_rows_of_one_global_batch(documents, pipeline, processes: int):
+def test_processes_hold_rows_from_one_global_batch(documents, pipeline, processes: int):
     documents()
     built = pipeline(document_mask=True)
     for step in (0, 5):
@@ -76,7 +76,7 @@ def test_processes_hold_the_rows_of_one_global_batch(documents, pipeline, proces
             assert equal(built.train_batch(step, rows), {name: array[rows] for name, array in whole.items()})
 
 
-def test_resuming_at_a_step_continues_the_undisturbed_run(documents, pipeline):
+def test_resuming_at_a_step_equals_the_uninterrupted_run(documents, pipeline):
     documents()
     with pipeline().train_iterator(0, range(B)) as run:
         undisturbed = [next(run) for _ in range(12)]
@@ -174,7 +174,7 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
 # ---- mixtures, memmaps, caches
 
 
-def test_a_mixture_draws_by_weight_also_nested(documents, pipeline, tmp_path: Path):
+def test_mixture_samples_by_weight_also_when_nested(documents, pipeline, tmp_path: Path):
     for name, letter in (("a", "a"), ("b", "b"), ("c", "c")):
         (tmp_path / f"{name}.txt").write_text(letter * 4000)
     file = {name: config_for(TextFiles, paths=[str(tmp_path / f"{name}.txt")]) for name in "abc"}
@@ -238,7 +238,7 @@ def test_bpe_trains_on_the_training_sources_only_by_weight(tmp_path: Path, pipel
     vocab = json.loads((tmp_path / "workdir/tokenizer.json").read_text())["model"]["vocab"]
     assert "aa" in vocab
     assert "zz" not in vocab
-    texts = list(training_text(list(leaves_of(mixture.instantiate(), "data.source", "train")), 4000))
+    texts = list(training_text(list(flatten_sources(mixture.instantiate(), "data.source", "train")), 4000))
     assert [sum(text[0] == letter for text in texts) for letter in "ab"] == [30, 10]
 
 

@@ -24,7 +24,7 @@ def text(path: Path | str) -> object:
     return config_for(TextFiles, paths=[str(path)])
 
 
-def test_what_is_missing_is_named_with_its_place_in_the_config(tmp_path: Path, pipeline, documents, monkeypatch):
+def test_missing_values_are_named_with_their_config_path(tmp_path: Path, pipeline, documents, monkeypatch):
     documents()
     # Before anything is tokenized, which may take hours.
     monkeypatch.setattr("plimsoll.framework.data.pipeline.write_tokens", lambda *a: pytest.fail("tokenized"))
@@ -55,7 +55,7 @@ def test_too_little_text_names_both_numbers(tmp_path: Path, pipeline):
         assert not list((tmp_path / "workdir/data").glob(".*"))
 
 
-def test_configs_that_make_no_pipeline(pipeline):
+def test_invalid_pipeline_configs_are_refused(pipeline):
     file = text("x.txt")
     mixture = config_for(Mixture, sources=[file], weights=[1.0])
     for fields, message in [
@@ -83,7 +83,7 @@ def test_wrong_use_is_refused(documents, pipeline, tmp_path: Path):
 
 
 @pytest.mark.parametrize("tokenizer", [config_for(ByteTokenizer), BPE])
-def test_a_damaged_source_is_named_with_the_place_and_nothing_is_cached(tmp_path: Path, pipeline, tokenizer):
+def test_damaged_source_is_located_and_nothing_is_cached(tmp_path: Path, pipeline, tokenizer):
     path = tmp_path / "x.txt.gz"
     path.write_bytes(gzip.compress(os.urandom(50_000).hex().encode())[:-2000])
     with pytest.raises(ValueError, match=rf"^data.source: {path}: damaged or truncated after byte \d+ of its text"):
@@ -137,7 +137,7 @@ attempt(TextFiles, "fine.txt")
 
 
 @pytest.mark.pairs
-def test_what_may_not_be_read_or_written_is_named():
+def test_unreadable_and_unwritable_files_are_named():
     with tempfile.TemporaryDirectory() as name:  # unlike tmp_path, any user may enter it
         folder = Path(name)
         folder.chmod(0o777)
@@ -175,22 +175,22 @@ def test_tokens_appear_by_one_rename_which_another_job_may_have_done(documents, 
     documents()
     cache, rename = tmp_path / "cache", durable.rename
 
-    def late(source: Path, target: Path) -> None:
+    def rename_after_other(source: Path, target: Path) -> None:
         if target.name.startswith("tokens-"):
             with monkeypatch.context() as patch:
                 patch.setattr(durable, "rename", rename)
                 pipeline("other", cache_dir=str(cache))
         rename(source, target)
 
-    def killed(source: Path, target: Path) -> None:
+    def interrupt_rename(source: Path, target: Path) -> None:
         if target.name.startswith("tokens-"):
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr(durable, "rename", late)
+    monkeypatch.setattr(durable, "rename", rename_after_other)
     assert pipeline("mine", cache_dir=str(cache)).train_batch(0, range(B))
     assert [path.name[:7] for path in cache.iterdir()] == ["tokens-"]
-    monkeypatch.setattr(durable, "rename", killed)
+    monkeypatch.setattr(durable, "rename", interrupt_rename)
     with pytest.raises(KeyboardInterrupt):
         pipeline("third")
     assert list((tmp_path / "third/data").iterdir()) == []
@@ -200,7 +200,7 @@ def test_tokens_appear_by_one_rename_which_another_job_may_have_done(documents, 
     assert not list((tmp_path / "third/data").glob(".*"))
 
 
-def test_a_process_that_is_not_the_first_writes_nothing(documents, pipeline, tmp_path: Path):
+def test_only_process_0_writes(documents, pipeline, tmp_path: Path):
     documents()
     for what, fields in (("data.tokenizer: .*tokenizer.json", {"tokenizer": BPE}), ("data.source: .*/tokens-", {})):
         with pytest.raises(FileNotFoundError, match=rf"^{what}.* does not exist: the first process was to write it"):

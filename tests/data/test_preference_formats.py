@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.data.comparisons import Judged, pair_of, thumbs_of
+from plimsoll.framework.data.preference_formats import LabeledAnswers, parse_pair, parse_unpaired
 
 USER = {"role": "user", "content": "who?"}
 SYSTEM = {"role": "system", "content": "short"}
@@ -13,17 +13,17 @@ BAD = {"role": "assistant", "content": "a fox"}
 LABEL = {"prompt": "2+2=", "completion": "4", "label": True}
 PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
 
-MESSAGES = Judged([USER], [("chosen", [GOOD]), ("rejected", [BAD])])
-WITH_SYSTEM = Judged([SYSTEM, USER], [("chosen", [GOOD]), ("rejected", [BAD])])
-PAIRS: dict[str, tuple[dict[str, Any], Judged]] = {
-    "texts": (PAIR, Judged("2+2=", [("chosen", "4"), ("rejected", "5")])),
+MESSAGES = LabeledAnswers([USER], [("chosen", [GOOD]), ("rejected", [BAD])])
+WITH_SYSTEM = LabeledAnswers([SYSTEM, USER], [("chosen", [GOOD]), ("rejected", [BAD])])
+PAIRS: dict[str, tuple[dict[str, Any], LabeledAnswers]] = {
+    "texts": (PAIR, LabeledAnswers("2+2=", [("chosen", "4"), ("rejected", "5")])),
     "texts with the prompt in them": (
         {"chosen": "Human: hi\n\nAssistant: the best", "rejected": "Human: hi\n\nAssistant: the bear"},
-        Judged("Human: hi\n\nAssistant: the", [("chosen", " best"), ("rejected", " bear")]),
+        LabeledAnswers("Human: hi\n\nAssistant: the", [("chosen", " best"), ("rejected", " bear")]),
     ),
     "one text continues the other": (
         {"chosen": "a b", "rejected": "a bc"},
-        Judged("a", [("chosen", " b"), ("rejected", " bc")]),
+        LabeledAnswers("a", [("chosen", " b"), ("rejected", " bc")]),
     ),
     "messages": ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, MESSAGES),
     "messages with the prompt in them": ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, MESSAGES),
@@ -48,47 +48,47 @@ PAIRS: dict[str, tuple[dict[str, Any], Judged]] = {
     "a system prompt in them": ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, WITH_SYSTEM),
     "several turns": (
         {"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, GOOD, USER, GOOD]},
-        Judged([USER, GOOD, USER], [("chosen", [BAD]), ("rejected", [GOOD])]),
+        LabeledAnswers([USER, GOOD, USER], [("chosen", [BAD]), ("rejected", [GOOD])]),
     ),
     "turns that differ early": (
         {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, BAD]},
-        Judged([USER], [("chosen", [GOOD, USER, GOOD]), ("rejected", [BAD])]),
+        LabeledAnswers([USER], [("chosen", [GOOD, USER, GOOD]), ("rejected", [BAD])]),
     ),
 }
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_formats_of_pairs(case: str):
+def test_pair_formats(case: str):
     row, expected = PAIRS[case]
-    assert pair_of(row) == expected
+    assert parse_pair(row) == expected
     assert expected.problem is None
 
 
 def test_texts_may_be_messages():
     row = {"prompt": "who?", "chosen": "a model", "rejected": "a fox"}
-    assert pair_of(row, strings_are_messages=True) == MESSAGES
-    assert pair_of(row).prompt == "who?"
+    assert parse_pair(row, strings_are_messages=True) == MESSAGES
+    assert parse_pair(row).prompt == "who?"
 
 
-JUDGED: dict[str, tuple[dict[str, Any], list[Judged]]] = {
-    "texts": (LABEL, [Judged("2+2=", [("desirable", "4")])]),
-    "a number as the label": ({**LABEL, "label": 0}, [Judged("2+2=", [("undesirable", "4")])]),
+UNPAIRED: dict[str, tuple[dict[str, Any], list[LabeledAnswers]]] = {
+    "texts": (LABEL, [LabeledAnswers("2+2=", [("desirable", "4")])]),
+    "a number as the label": ({**LABEL, "label": 0}, [LabeledAnswers("2+2=", [("undesirable", "4")])]),
     "messages": (
         {"prompt": [USER], "completion": [BAD], "label": False},
-        [Judged([USER], [("undesirable", [BAD])])],
+        [LabeledAnswers([USER], [("undesirable", [BAD])])],
     ),
     "a conversation": (
         {"messages": [USER, GOOD, USER, BAD], "label": False},
-        [Judged([USER, GOOD, USER], [("undesirable", [BAD])])],
+        [LabeledAnswers([USER, GOOD, USER], [("undesirable", [BAD])])],
     ),
-    "a pair": (PAIR, [Judged("2+2=", [("desirable", "4")]), Judged("2+2=", [("undesirable", "5")])]),
+    "a pair": (PAIR, [LabeledAnswers("2+2=", [("desirable", "4")]), LabeledAnswers("2+2=", [("undesirable", "5")])]),
 }
 
 
-@pytest.mark.parametrize("case", JUDGED)
-def test_formats_of_thumbs(case: str):
-    row, expected = JUDGED[case]
-    assert thumbs_of(row) == expected
+@pytest.mark.parametrize("case", UNPAIRED)
+def test_unpaired_formats(case: str):
+    row, expected = UNPAIRED[case]
+    assert parse_unpaired(row) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_formats_of_thumbs(case: str):
         (["a"], "expected a JSON object, given list"),
     ],
 )
-def test_what_is_no_pair(row: Any, message: str):
+def test_invalid_pairs_are_refused(row: Any, message: str):
     with pytest.raises(ValueError, match=message):
-        pair_of(row)
+        parse_pair(row)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,6 @@ def test_what_is_no_pair(row: Any, message: str):
         ({"completion": "a", "label": True}, "no field 'prompt'"),
     ],
 )
-def test_what_is_no_thumb(row: Any, message: str):
+def test_invalid_unpaired_rows_are_refused(row: Any, message: str):
     with pytest.raises(ValueError, match=message):
-        thumbs_of(row)
+        parse_unpaired(row)

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pipeline import DataPipeline
-from plimsoll.framework.data.preferences import PairSource, ThumbSource
+from plimsoll.framework.data.preferences import PairSource, UnpairedSource
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
 from plimsoll.framework.data.sources import Mixture, TextFiles
 from plimsoll.framework.data.tokenizers import BPETokenizer, ByteTokenizer
@@ -31,7 +31,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def pipeline_of(
+def make_pipeline(
     folder: Path,
     rows: list[Any],
     source: Any = PairSource,
@@ -54,12 +54,12 @@ def pipeline_of(
     return pipeline
 
 
-def rows_of(pipeline: DataPipeline) -> list[Batch]:
+def read_all_rows(pipeline: DataPipeline) -> list[Batch]:
     rows = pipeline.train_leaves[0].rows
     return [rows.row(index) for index in range(rows.num_rows)]
 
 
-def sequences_of(row: Batch) -> list[tuple[str, str, int, float]]:
+def split_sequences(row: Batch) -> list[tuple[str, str, int, float]]:
     """Return (prompt, answer, label, number of ends) of each sequence, with <> for the separator."""
 
     def text(ids: list[int]) -> str:
@@ -89,14 +89,16 @@ def sequences_of(row: Batch) -> list[tuple[str, str, int, float]]:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def pretrained_tokenizer(tmp_path: Path, family: str, **config: Any) -> PretrainedTokenizer:
+def make_pretrained_tokenizer(tmp_path: Path, family: str, **config: Any) -> PretrainedTokenizer:
     tokenizer = PretrainedTokenizer(path=str(pretrained.write(tmp_path / family, family, **config)), vocab_size=512)
     (tmp_path / "kept").mkdir(exist_ok=True)
     tokenizer.prepare(tmp_path / "kept", None, write=True)
     return tokenizer
 
 
-def encoded(tokenizer: PretrainedTokenizer, row: dict[str, Any], tmp_path: Path) -> list[tuple[list[int], list[int]]]:
+def encode_answers(
+    tokenizer: PretrainedTokenizer, row: dict[str, Any], tmp_path: Path
+) -> list[tuple[list[int], list[int]]]:
     """Return (ids of the prompt, ids of the answer) for each answer of a row."""
     source = PairSource(paths=[str(write_rows(tmp_path / "pair.jsonl", [row]))])
     (values,) = source.codec(tokenizer).encode_batch(list(source.documents()))
@@ -115,10 +117,10 @@ def encoded(tokenizer: PretrainedTokenizer, row: dict[str, Any], tmp_path: Path)
 def test_answers_are_rendered_by_the_template_and_earlier_ones_are_no_targets(family: str, tags: bool, tmp_path: Path):
     template = pretrained.FAMILIES[family][-1]
     template = template if tags else pretrained.without_generation(template)
-    tokenizer = pretrained_tokenizer(tmp_path, family, chat_template=template)
+    tokenizer = make_pretrained_tokenizer(tmp_path, family, chat_template=template)
     turns = [USER, GOOD, USER]
     row = {"prompt": turns, "chosen": [GOOD], "rejected": [BAD]}
-    for (prompt, answer), message in zip(encoded(tokenizer, row, tmp_path), [GOOD, BAD], strict=True):
+    for (prompt, answer), message in zip(encode_answers(tokenizer, row, tmp_path), [GOOD, BAD], strict=True):
         whole, _ = tokenizer.render([*turns, message])
         (expected,) = tokenizer.encode_rendered([whole])
         # The rendering continues after an answer with the template's own text, which is not learned.
@@ -131,26 +133,26 @@ def test_answers_are_rendered_by_the_template_and_earlier_ones_are_no_targets(fa
 
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
 def test_texts_follow_their_prompt_as_the_model_is_given_it(family: str, tmp_path: Path):
-    tokenizer = pretrained_tokenizer(tmp_path, family)
+    tokenizer = make_pretrained_tokenizer(tmp_path, family)
     row = {"prompt": "the fo", "chosen": "x jumps", "rejected": "es"}
-    for (prompt, answer), text in zip(encoded(tokenizer, row, tmp_path), ["x jumps", "es"], strict=True):
+    for (prompt, answer), text in zip(encode_answers(tokenizer, row, tmp_path), ["x jumps", "es"], strict=True):
         assert prompt == tokenizer.encode_prompt("the fo")
         assert answer[-1] == tokenizer.eos_id
         assert tokenizer.decode_bytes(answer).decode() == text
     eos_token = tokenizer.special["eos_token"]
     ended = {"prompt": "the fo", "chosen": f"x jumps{eos_token}", "rejected": "es"}
-    assert encoded(tokenizer, ended, tmp_path) == encoded(tokenizer, row, tmp_path)
+    assert encode_answers(tokenizer, ended, tmp_path) == encode_answers(tokenizer, row, tmp_path)
 
 
 def test_an_empty_prompt_is_the_separator(tmp_path: Path):
-    rows = rows_of(pipeline_of(tmp_path, [{"prompt": "", "chosen": "b", "rejected": "c"}] * 2, packed=False))
-    assert sequences_of(rows[0]) == [("<>", "b<>", 0, 1.0), ("<>", "c<>", 0, 1.0)]
+    rows = read_all_rows(make_pipeline(tmp_path, [{"prompt": "", "chosen": "b", "rejected": "c"}] * 2, packed=False))
+    assert split_sequences(rows[0]) == [("<>", "b<>", 0, 1.0), ("<>", "c<>", 0, 1.0)]
 
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_preferences.json").read_text())
 
 
-def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
+def split_ids(row: Batch) -> list[tuple[list[int], list[int]]]:
     """Return (ids of the prompt, ids of the answer) of the two sequences in a row."""
     sequences = []
     for segment in (1, 2):
@@ -164,15 +166,17 @@ def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize(
     ("kind", "rows", "source"),
-    [("texts", TEXTS, PairSource), ("chats", CHATS, PairSource), ("thumbs", THUMBS, ThumbSource)],
+    [("texts", TEXTS, PairSource), ("chats", CHATS, PairSource), ("thumbs", THUMBS, UnpairedSource)],
 )
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_tokens_are_those_of_trl(family: str, kind: str, rows: list[Any], source: type, tmp_path: Path):
+def test_tokens_match_trl(family: str, kind: str, rows: list[Any], source: type, tmp_path: Path):
     """The recorded values are computed by tests/peers/test_preference_data.py."""
     folder = str(pretrained.write(tmp_path / family, family))
     tokenizer = config_for(PretrainedTokenizer, path=folder, vocab_size=512)
-    pipeline = pipeline_of(tmp_path, rows, source, tokenizer=tokenizer, seq_len=512, packed=False, global_batch_size=1)
-    ours = sorted(map(ids_of, rows_of(pipeline)))
+    pipeline = make_pipeline(
+        tmp_path, rows, source, tokenizer=tokenizer, seq_len=512, packed=False, global_batch_size=1
+    )
+    ours = sorted(map(split_ids, read_all_rows(pipeline)))
     theirs = sorted(RECORDED[family][kind])
     assert len(ours) == len(theirs) == len(rows)
     library = pipeline.tokenizer._library
@@ -200,8 +204,8 @@ def some_pairs(count: int, longest: int = 12) -> list[dict[str, str]]:
 @pytest.mark.parametrize("packed", [True, False])
 def test_pairs_stay_together_and_each_is_there_once(packed: bool, tmp_path: Path):
     pairs = some_pairs(50)
-    pipeline = pipeline_of(tmp_path, pairs, packed=packed)
-    sequences = [sequences_of(row) for row in rows_of(pipeline)]
+    pipeline = make_pipeline(tmp_path, pairs, packed=packed)
+    sequences = [split_sequences(row) for row in read_all_rows(pipeline)]
     assert all(len(row) == 2 for row in sequences) != packed
     together = []
     for row in sequences:
@@ -217,14 +221,14 @@ def test_pairs_stay_together_and_each_is_there_once(packed: bool, tmp_path: Path
     assert len(sequences) == 50 or packed
 
 
-def test_answers_are_cut_fairly_where_a_row_has_no_room(tmp_path: Path):
+def test_answers_are_truncated_evenly_in_full_rows(tmp_path: Path):
     rows = [
         {"prompt": "pppp", "chosen": "c" * 3, "rejected": "r" * 50},
         {"prompt": "pppp", "chosen": "C" * 40, "rejected": "R" * 50},
         {"prompt": "pppp", "chosen": "fits", "rejected": "too"},
     ]
-    pipeline = pipeline_of(tmp_path, rows, seq_len=20)
-    by_first_letter = {sequences_of(row)[0][1][0]: sequences_of(row) for row in rows_of(pipeline)}
+    pipeline = make_pipeline(tmp_path, rows, seq_len=20)
+    by_first_letter = {split_sequences(row)[0][1][0]: split_sequences(row) for row in read_all_rows(pipeline)}
     # Twenty columns hold 22 tokens in two sequences; each prompt takes 5 of them.
     assert [answer for _, answer, _, _ in by_first_letter["c"]] == ["ccc<>", "r" * 8]
     assert [answer for _, answer, _, _ in by_first_letter["C"]] == ["C" * 6, "R" * 6]
@@ -233,16 +237,16 @@ def test_answers_are_cut_fairly_where_a_row_has_no_room(tmp_path: Path):
     assert "2 with answers cut, 0 left out" in pipeline.train_leaves[0].rows.note
 
 
-def test_a_prompt_without_room_is_an_error_or_left_out(tmp_path: Path):
+def test_oversized_prompt_is_an_error_or_skipped(tmp_path: Path):
     rows = [PAIR, {**PAIR, "prompt": "p" * 31}, {**PAIR, "prompt": "p" * 32}, PAIR]
     message = (
         r"^data.source: .*rows.jsonl, line 3 \(byte \d+\): its prompt of 33 tokens leaves no room for two answers in a "
         r"row of data.seq_len=64, which holds the prompt twice; expected a shorter prompt, a longer data.seq_len"
     )
     with pytest.raises(ValueError, match=message):
-        pipeline_of(tmp_path, rows, packed=False)
-    pipeline = pipeline_of(tmp_path, rows, packed=False, unusable="leave_out")
-    rows_left = [sequences_of(row) for row in rows_of(pipeline)]
+        make_pipeline(tmp_path, rows, packed=False)
+    pipeline = make_pipeline(tmp_path, rows, packed=False, unusable="leave_out")
+    rows_left = [split_sequences(row) for row in read_all_rows(pipeline)]
     assert sorted(len(row[0][0]) for row in rows_left) == [6, 6, 33]
     longest = max(rows_left, key=lambda row: len(row[0][0]))
     assert [answer for _, answer, _, _ in longest] == ["4", "5"]
@@ -262,10 +266,10 @@ def test_a_prompt_without_room_is_an_error_or_left_out(tmp_path: Path):
 )
 def test_useless_answers_are_an_error_or_left_out(row: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=rf"^data.source: .*rows.jsonl, line 2 \(byte \d+\): .*{message}"):
-        pipeline_of(tmp_path, [PAIR, row, PAIR])
+        make_pipeline(tmp_path, [PAIR, row, PAIR])
     assert not list((tmp_path / "workdir/data").glob("*tokens*"))
     if "conversation" not in message:
-        pipeline = pipeline_of(tmp_path, [PAIR, row, PAIR], unusable="leave_out", packed=False)
+        pipeline = make_pipeline(tmp_path, [PAIR, row, PAIR], unusable="leave_out", packed=False)
         assert pipeline.num_rows == 2
         assert pipeline.train_leaves[0].rows.note.endswith("0 with answers cut, 1 left out")
 
@@ -273,19 +277,19 @@ def test_useless_answers_are_an_error_or_left_out(row: dict[str, Any], message: 
 def test_too_few_rows_for_a_batch(tmp_path: Path):
     message = r"data.source: its answers fill 1 rows of data.seq_len=64, too few .*global_batch_size=2; .* packed=false"
     with pytest.raises(ValueError, match=message):
-        pipeline_of(tmp_path, [PAIR, PAIR])
-    assert pipeline_of(tmp_path, [PAIR, PAIR], packed=False).num_rows == 2
+        make_pipeline(tmp_path, [PAIR, PAIR])
+    assert make_pipeline(tmp_path, [PAIR, PAIR], packed=False).num_rows == 2
 
 
 def test_no_pair_is_left(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no pairs fit in rows of data.seq_len=4"):
-        pipeline_of(tmp_path, [PAIR], unusable="leave_out", seq_len=4)
+        make_pipeline(tmp_path, [PAIR], unusable="leave_out", seq_len=4)
 
 
-def test_thumbs_stand_beside_their_mismatch(tmp_path: Path):
+def test_unpaired_rows_are_next_to_their_mismatch(tmp_path: Path):
     rows = [{"prompt": p, "completion": c, "label": c in "acde"} for p, c in ["Pa", "Qb", "Qc", "Qd", "Re"]]
-    pipeline = pipeline_of(tmp_path, rows, ThumbSource, global_batch_size=1)
-    sequences = [sequence for row in rows_of(pipeline) for sequence in sequences_of(row)]
+    pipeline = make_pipeline(tmp_path, rows, UnpairedSource, global_batch_size=1)
+    sequences = [sequence for row in read_all_rows(pipeline) for sequence in split_sequences(row)]
     together = sorted(zip(sequences[::2], sequences[1::2], strict=True))
     mismatches = [((p, a), b) for (p, a, _, _), (q, b, _, _) in together if p == q]
     # A mismatch is the previous answer to another prompt; the last answer precedes the first.
@@ -302,31 +306,31 @@ def test_thumbs_stand_beside_their_mismatch(tmp_path: Path):
     assert pipeline.train_leaves[0].rows.note.endswith("4 desirable and 1 undesirable")
 
 
-def test_a_run_of_one_prompt_that_goes_on_at_the_beginning(tmp_path: Path):
+def test_kl_answers_for_one_prompt_wrap_around(tmp_path: Path):
     rows = [{"prompt": p, "completion": c, "label": True} for p, c in ["Pa", "Pb", "Qc", "Pd", "Pe"]]
-    pipeline = pipeline_of(tmp_path, rows, ThumbSource, global_batch_size=1)
-    sequences = [sequence for row in rows_of(pipeline) for sequence in sequences_of(row)]
+    pipeline = make_pipeline(tmp_path, rows, UnpairedSource, global_batch_size=1)
+    sequences = [sequence for row in read_all_rows(pipeline) for sequence in split_sequences(row)]
     mismatch_by_answer = {first[1]: second[1] for first, second in zip(sequences[::2], sequences[1::2], strict=True)}
     assert mismatch_by_answer == {"a<>": "c<>", "b<>": "c<>", "c<>": "b<>", "d<>": "c<>", "e<>": "c<>"}
 
 
-def test_what_a_person_should_know_of_judged_answers(tmp_path: Path):
+def test_warnings_about_unpaired_answers(tmp_path: Path):
     rows = [{"prompt": p, "completion": c, "label": c == "c"} for p, c in ["Pa", "Qb", "Rc"]]
     for name in ("both", "desirable", "undesirable", "long"):
         (tmp_path / name).mkdir()
-    assert pipeline_of(tmp_path / "both", rows, ThumbSource, global_batch_size=1).warnings() == []
+    assert make_pipeline(tmp_path / "both", rows, UnpairedSource, global_batch_size=1).warnings() == []
     for label, kind in ((1, "desirable"), (0, "undesirable")):
         alike = [{**row, "label": label} for row in rows]
-        (warning,) = pipeline_of(tmp_path / kind, alike, ThumbSource, global_batch_size=1).warnings()
+        (warning,) = make_pipeline(tmp_path / kind, alike, UnpairedSource, global_batch_size=1).warnings()
         assert warning.startswith(f"data.source: all 3 judged answers are {kind}: ")
     long = [{"prompt": f"{number}", "chosen": "a" * 20, "rejected": "b" * 20} for number in range(4)]
-    (warning,) = pipeline_of(tmp_path / "long", long, seq_len=16, global_batch_size=1).warnings()
+    (warning,) = make_pipeline(tmp_path / "long", long, seq_len=16, global_batch_size=1).warnings()
     assert warning.startswith("data.source: answers are cut in 4 of 4 examples, as a row of data.seq_len=16 holds two")
 
 
-def test_pairs_are_thumbs_too(tmp_path: Path):
-    pipeline = pipeline_of(tmp_path, some_pairs(6), ThumbSource)
-    sequences = [sequence for row in rows_of(pipeline) for sequence in sequences_of(row)]
+def test_pairs_convert_to_unpaired_rows(tmp_path: Path):
+    pipeline = make_pipeline(tmp_path, some_pairs(6), UnpairedSource)
+    sequences = [sequence for row in read_all_rows(pipeline) for sequence in split_sequences(row)]
     assert sum(label for _, _, label, _ in sequences) == 0
     assert sum(ends for *_, ends in sequences) == 12
     for (prompt, _, _, _), (same_prompt, mismatch, _, _) in zip(sequences[::2], sequences[1::2], strict=True):
@@ -334,19 +338,19 @@ def test_pairs_are_thumbs_too(tmp_path: Path):
         assert prompt[2] != mismatch[0], "an answer to the same prompt"
 
 
-def test_one_thumb_has_no_mismatch(tmp_path: Path):
+def test_single_unpaired_row_has_no_mismatch(tmp_path: Path):
     with pytest.raises(ValueError, match=r"data.source: one judged answer alone: .*; expected more rows"):
-        pipeline_of(tmp_path, [LABEL], ThumbSource)
+        make_pipeline(tmp_path, [LABEL], UnpairedSource)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [PairSource, ThumbSource])
+@pytest.mark.parametrize("source", [PairSource, UnpairedSource])
 def test_batches_have_the_arrays_that_are_promised(source: type, tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", some_pairs(40))
     validation = {"held_out": config_for(source, paths=[str(path)], split="validation", validation_fraction=0.3)}
-    pipeline = pipeline_of(tmp_path, some_pairs(40), source, validation=validation)
+    pipeline = make_pipeline(tmp_path, some_pairs(40), source, validation=validation)
     for evaluation in (False, True):
         promised = pipeline.arrays(evaluation=evaluation)
         batches = [pipeline.train_batch(0, [0, 1])]
@@ -355,14 +359,14 @@ def test_batches_have_the_arrays_that_are_promised(source: type, tmp_path: Path)
                 batches = list(iterator)
         for batch in batches:
             assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == promised
-    assert ("labels" in promised) == (source is ThumbSource)
+    assert ("labels" in promised) == (source is UnpairedSource)
     assert {"ends", "segments", "positions", "bytes"} <= promised.keys()
 
 
-def test_batches_are_a_function_of_seed_and_step_and_of_each_process_its_rows(tmp_path: Path):
-    pipeline = pipeline_of(tmp_path, some_pairs(60), global_batch_size=4)
-    again = pipeline_of(tmp_path, some_pairs(60), global_batch_size=4, workdir="other")
-    other_seed = pipeline_of(tmp_path, some_pairs(60), global_batch_size=4, seed=1)
+def test_batches_depend_only_on_seed_and_step_and_are_sharded(tmp_path: Path):
+    pipeline = make_pipeline(tmp_path, some_pairs(60), global_batch_size=4)
+    again = make_pipeline(tmp_path, some_pairs(60), global_batch_size=4, workdir="other")
+    other_seed = make_pipeline(tmp_path, some_pairs(60), global_batch_size=4, seed=1)
     assert pipeline.fingerprint() == again.fingerprint() != other_seed.fingerprint()
     with pipeline.train_iterator(0, range(4)) as whole_run, again.train_iterator(3, [2, 3]) as resumed:
         batches = [next(whole_run) for _ in range(9)]
@@ -375,9 +379,9 @@ def test_batches_are_a_function_of_seed_and_step_and_of_each_process_its_rows(tm
     assert any((first[name] != batches[0][1][name]).any() for name in first)
 
 
-def test_the_fingerprint_tells_what_changes_the_rows(tmp_path: Path):
+def test_fingerprint_covers_everything_that_changes_rows(tmp_path: Path):
     fingerprints = {
-        pipeline_of(tmp_path, some_pairs(60), packed=packed, seq_len=seq_len).fingerprint()
+        make_pipeline(tmp_path, some_pairs(60), packed=packed, seq_len=seq_len).fingerprint()
         for packed in (True, False)
         for seq_len in (40, 64)
     }
@@ -387,8 +391,8 @@ def test_the_fingerprint_tells_what_changes_the_rows(tmp_path: Path):
 
 
 def test_a_process_that_does_not_write_reads_the_same(tmp_path: Path):
-    primary = pipeline_of(tmp_path, some_pairs(20))
-    reader = pipeline_of(tmp_path, some_pairs(20), setup=False)
+    primary = make_pipeline(tmp_path, some_pairs(20))
+    reader = make_pipeline(tmp_path, some_pairs(20), setup=False)
     reader.setup(tmp_path / "workdir", is_primary=False)
     for name, array in primary.train_batch(5, [1]).items():
         np.testing.assert_array_equal(array, reader.train_batch(5, [1])[name])
@@ -410,18 +414,18 @@ def test_parts_are_disjoint_by_prompt_and_parquet_is_read(tmp_path: Path):
         list(PairSource(paths=[str(tmp_path / "rows.parquet")]).documents())
 
 
-def test_a_tokenizer_is_trained_on_what_pairs_say(tmp_path: Path):
+def test_tokenizer_is_trained_on_the_pairs_text(tmp_path: Path):
     rows = [{"prompt": "abab", "chosen": f"abab{i}", "rejected": f"cdcd{i}"} for i in range(30)]
     source = PairSource(paths=[str(write_rows(tmp_path / "a.jsonl", rows))])
     assert list(source.training_texts())[:3] == ["abab", "abab0", "cdcd0"]
     tokenizer = config_for(BPETokenizer, vocab_size=262)
-    pipeline = pipeline_of(tmp_path, rows, tokenizer=tokenizer)
+    pipeline = make_pipeline(tmp_path, rows, tokenizer=tokenizer)
     assert pipeline.tokenizer.encode_document("abab") == [0, pipeline.tokenizer._library.token_to_id("abab")]
 
 
-def test_messages_need_a_template_and_a_batch_sources_of_one_kind(tmp_path: Path):
+def test_messages_need_a_template_and_sources_must_match(tmp_path: Path):
     with pytest.raises(ValueError, match=r"rows.jsonl, line 1 .*: messages need the chat template of a Pretrained"):
-        pipeline_of(tmp_path, [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}])
+        make_pipeline(tmp_path, [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}])
     pairs = config_for(PairSource, paths=[str(tmp_path / "rows.jsonl")])
     text = config_for(TextFiles, paths=[str(tmp_path / "rows.jsonl")])
     mixture = config_for(Mixture, sources=[pairs, text], weights=[1.0, 1.0])
@@ -429,4 +433,4 @@ def test_messages_need_a_template_and_a_batch_sources_of_one_kind(tmp_path: Path
         r"data.source.sources.1 is a TextFiles and data.source.sources.0 a PairSource: expected sources of one kind"
     )
     with pytest.raises(ValueError, match=message):
-        pipeline_of(tmp_path, [PAIR], source=mixture, setup=False)
+        make_pipeline(tmp_path, [PAIR], source=mixture, setup=False)

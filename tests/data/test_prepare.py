@@ -48,7 +48,7 @@ def test_prepared_files_train_as_the_text_does(tmp_path: Path, flags: list[str],
     assert tokens.fingerprint() == text.fingerprint()
 
 
-def test_mistakes_end_with_exit_code_2_and_leave_nothing(tmp_path: Path, flags: list[str], capsys):
+def test_user_errors_exit_with_2_and_leave_no_files(tmp_path: Path, flags: list[str], capsys):
     before = sorted(tmp_path.rglob("*"))
     for change, message in [
         ("--froce", "unknown flag '--froce'; did you mean '--force'"),
@@ -65,7 +65,7 @@ def test_mistakes_end_with_exit_code_2_and_leave_nothing(tmp_path: Path, flags: 
         prepare.prepare(data, tmp_path / "out", force=False)
 
 
-def test_it_overwrites_only_when_forced_and_only_its_own(tmp_path: Path, flags: list[str], capsys):
+def test_overwrites_only_with_force_and_only_prepared_files(tmp_path: Path, flags: list[str], capsys):
     assert prepare.main(flags) == 0
     before = (tmp_path / "out/train.bin").read_bytes()
     assert prepare.main(flags) == 2
@@ -89,7 +89,7 @@ def test_killed_midway_it_leaves_no_file_under_the_final_name(tmp_path: Path, fl
     code = (
         "import sys, time\n"
         "from plimsoll.framework.data import encoding\n"
-        "encoding._BATCH_ALONE = encoding._BATCH_OF_WORKER = 100\n"
+        "encoding._LOCAL_BATCH = encoding._WORKER_BATCH = 100\n"
         "from plimsoll.launch import prepare\n"
         "prepare.show = lambda name, steps: [(print(s.tokens, flush=True), time.sleep(0.2)) for s in steps]\n"
         "prepare.main(sys.argv[1:])\n"

@@ -76,7 +76,7 @@ def test_special_tokens_from_whichever_file_has_them(tmp_path: Path):
     assert tokenizer.encode_prompt("<|im_end|>") == [2]
 
 
-def test_templates_from_whichever_place_has_them(tmp_path: Path):
+def test_template_is_found_in_any_supported_file(tmp_path: Path):
     folder = pretrained.write(tmp_path / "model", "chatml", chat_template=[{"name": "default", "template": "one"}])
     assert load(folder, tmp_path / "run").render([])[0] == "one"
     (folder / "chat_template.jinja").write_text(
@@ -103,26 +103,26 @@ def test_the_workdir_keeps_a_copy(tmp_path: Path):
 def test_refusals(tmp_path: Path):
     folder = pretrained.write(tmp_path / "model", "llama3")
 
-    def refused(match: str, error: type[Exception] = ValueError, **fields) -> None:
+    def assert_refused(match: str, error: type[Exception] = ValueError, **fields) -> None:
         with pytest.raises(error, match=match):
             load(folder, tmp_path / "new", **fields)
 
-    refused("has ids up to .*, but data.tokenizer.vocab_size is 100", vocab_size=100)
-    refused("eos_token is '</s>', no token of it; set data.tokenizer.eos_token", eos_token="</s>")
-    refused("none.jinja does not exist", FileNotFoundError, chat_template=str(tmp_path / "none.jinja"))
+    assert_refused("has ids up to .*, but data.tokenizer.vocab_size is 100", vocab_size=100)
+    assert_refused("eos_token is '</s>', no token of it; set data.tokenizer.eos_token", eos_token="</s>")
+    assert_refused("none.jinja does not exist", FileNotFoundError, chat_template=str(tmp_path / "none.jinja"))
     (folder / "tokenizer_config.json").write_text("{}")
-    refused("its eos_token is 'none that is known'")
+    assert_refused("its eos_token is 'none that is known'")
     with pytest.raises(ValueError, match=r"has no chat template: put a chat_template\.jinja there"):
         load(folder, tmp_path / "run", eos_token="<|eot_id|>").render([])
     (folder / "tokenizer_config.json").write_text("[")
-    refused("tokenizer_config.json: not a JSON object")
+    assert_refused("tokenizer_config.json: not a JSON object")
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text('{"model": ')
-    refused("tokenizer.json: not a tokenizer.json of the tokenizers library")
+    assert_refused("tokenizer.json: not a tokenizer.json of the tokenizers library")
     Tokenizer(models.WordPiece(vocab={"[UNK]": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-    refused("bytes per token are not defined for WordPiece")
+    assert_refused("bytes per token are not defined for WordPiece")
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    refused("tokenizer.json does not exist.*save_pretrained", FileNotFoundError)
+    assert_refused("tokenizer.json does not exist.*save_pretrained", FileNotFoundError)
 
 
 def test_a_template_is_not_trusted(tmp_path: Path):

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from plimsoll.framework.data import template_process
-from plimsoll.framework.data.template_process import TemplateProcess, compiled
-from plimsoll.framework.terminal.visible import visible
+from plimsoll.framework.data.template_process import TemplateProcess, compile_template
+from plimsoll.framework.terminal.escaping import escape_control_chars
 
 CONTEXT = {"messages": [{"role": "user", "content": "Grüße 😀"}], "add_generation_prompt": True}
 GOOD = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -36,12 +36,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_renders_as_this_process_does() -> None:
     process = TemplateProcess(GOOD)
     for _ in range(3):
-        assert process.render(CONTEXT) == compiled(GOOD).render(CONTEXT)
+        assert process.render(CONTEXT) == compile_template(GOOD).render(CONTEXT)
 
 
 @pytest.mark.once("loops", "a product")
 @pytest.mark.parametrize("name", [*ENDLESS, *HUGE])
-def test_what_a_template_takes_is_bounded(name: str, quick: None) -> None:
+def test_template_time_and_memory_are_bounded(name: str, quick: None) -> None:
     process = TemplateProcess((ENDLESS | HUGE)[name])
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"more than 1|takes more|ended its process|too (large|big|long)|recursion"):
@@ -49,14 +49,14 @@ def test_what_a_template_takes_is_bounded(name: str, quick: None) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_threads_get_their_own_answers() -> None:
+def test_each_thread_gets_its_own_result() -> None:
     process = TemplateProcess("{{ n }}{{ 'x' * 200000 }}")
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda n: process.render({"n": n}), range(64)))
     assert [text.rstrip("x") for text in texts] == [str(n) for n in range(64)]
 
 
-def test_an_error_is_told_and_the_next_conversation_is_rendered() -> None:
+def test_rendering_continues_after_an_error() -> None:
     process = TemplateProcess("{% if messages | length > 1 %}{{ raise_exception('only one') }}{% endif %}ok")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^only one$"):
@@ -77,4 +77,7 @@ def test_after_its_end_it_starts_again(quick: None) -> None:
 
 
 def test_control_characters_are_written_out() -> None:
-    assert visible("a\x1b[2J\rb\x07\x9b31m\u202edc\n\tö€😀") == "a\\x1b[2J\\x0db\\x07\\x9b31m\\u202edc\n\tö€😀"
+    assert (
+        escape_control_chars("a\x1b[2J\rb\x07\x9b31m\u202edc\n\tö€😀")
+        == "a\\x1b[2J\\x0db\\x07\\x9b31m\\u202edc\n\tö€😀"
+    )

@@ -99,7 +99,7 @@ def test_a_bare_nanogpt_file_and_a_remote_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_file_of_another_size_is_named_with_its_end(tmp_path: Path, verify: bool):
+def test_file_with_a_wrong_length_is_named_with_its_end(tmp_path: Path, verify: bool):
     path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
     whole = path.read_bytes()
     for data, place in [
@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path, monkeypatch: pyte
         open_stream(path)
 
 
-def test_an_id_outside_of_the_vocabulary_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_id_outside_the_vocabulary_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("plimsoll.framework.data.token_files.BLOCK_BYTES", 64)
     tokens = np.zeros(100, "<u2")
     tokens[35] = 500

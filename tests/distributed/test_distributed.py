@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.processes.distributed import Ballot, Cluster, detect, from_primary, on_tpu_pod
+from plimsoll.framework.processes.distributed import Ballot, Cluster, broadcast_from_primary, detect, is_on_tpu_pod
 
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -20,7 +20,7 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WOR
 URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
-def test_alone() -> None:
+def test_single_process() -> None:
     assert detect({}) is None
     assert detect({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}) is None, "in a batch script, outside of srun"
 
@@ -62,16 +62,16 @@ def test_open_mpi() -> None:
         ({}, ("h:1", 2, -1), r"--process_id = -1 is not in 0 \.\. 1"),
     ],
 )
-def test_what_makes_no_sense_is_told(environment: dict, flags: tuple, message: str) -> None:
+def test_contradictory_settings_are_refused(environment: dict, flags: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         detect(environment, flags)
 
 
 def test_no_tpu_here() -> None:
-    assert not on_tpu_pod({"JAX_PLATFORMS": "cpu"})
+    assert not is_on_tpu_pod({"JAX_PLATFORMS": "cpu"})
 
 
-def test_a_ballot_elects_the_greatest_of_each() -> None:
+def test_ballot_returns_the_maximum_per_key() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
     ballot = Ballot(mesh)
     loss = jax.device_put(np.float32(1.0), NamedSharding(mesh, PartitionSpec()))
@@ -84,4 +84,4 @@ def test_a_ballot_elects_the_greatest_of_each() -> None:
 
 def test_one_process_needs_no_broadcast() -> None:
     value = {"a": [1, None]}
-    assert from_primary(value) is value
+    assert broadcast_from_primary(value) is value

@@ -53,7 +53,7 @@ def result(text: str) -> str:
 
 
 @pytest.mark.pairs
-def test_kept_and_found_again(tmp_path: Path) -> None:
+def test_executables_are_saved_and_reloaded(tmp_path: Path) -> None:
     first = run(tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "processes").iterdir()}
     assert len(kept) == 2, "both programs of the second process, none of the first"
@@ -69,8 +69,8 @@ def test_kept_and_found_again(tmp_path: Path) -> None:
     assert "cannot be used" not in third[0]
 
 
-def test_one_process_leaves_it_to_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_uses_the_jax_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert executables.folder() is None
     square = jax.jit(lambda x: x * x)
     assert executables.call(square, jnp.float32(3)) == 9
-    assert executables.compiled(square.lower(jnp.float32(3)))(jnp.float32(4)) == 16
+    assert executables.compile_or_load(square.lower(jnp.float32(3)))(jnp.float32(4)) == 16

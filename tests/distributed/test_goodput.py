@@ -41,7 +41,7 @@ def test_the_phase_comes_back_after_an_error() -> None:
     assert goodput.phase == "start"
 
 
-def test_a_restart_counts_what_is_lost() -> None:
+def test_restart_counts_the_lost_time() -> None:
     clock = Clock()
     goodput = Goodput(clock)
     goodput.carry_over({"step": 50.0, "start": 10.0, "down": 1.0}, down=5.0)

@@ -17,7 +17,7 @@ def pulse(folder: Path, **options: float) -> Pulse:
     return Pulse(folder, 3, 4, Health(**options), Goodput())
 
 
-def test_says_what_the_loop_noted(tmp_path: Path) -> None:
+def test_reports_the_loops_last_state(tmp_path: Path) -> None:
     folder = tmp_path / "health"
     with pulse(folder, status_seconds=0.05) as one:
         first = read(folder / "process-00003.json")
@@ -48,7 +48,7 @@ def test_the_next_start_carries_on(tmp_path: Path, code: int | None, down: bool)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"time": 1}', '{"attempt": 1}', "\0\0"])
-def test_what_makes_no_sense_is_nothing(tmp_path: Path, text: str) -> None:
+def test_implausible_heartbeats_are_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "process-00003.json"
     assert read(path) is None
     path.write_text(text)
@@ -88,7 +88,7 @@ with Pulse(folder, 3, 4, Health(hang_seconds=0.5), goodput, last_words) as pulse
 """
 
 
-def test_a_loop_that_does_not_move_ends_with_stacks(tmp_path: Path) -> None:
+def test_stuck_loop_exits_with_stack_traces(tmp_path: Path) -> None:
     words = [sys.executable, "-c", HANG, str(tmp_path)]
     process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert process.returncode == 6, process.stderr

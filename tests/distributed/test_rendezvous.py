@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plimsoll.framework.processes import rendezvous
-from plimsoll.framework.processes.rendezvous import ProcessesMissingError, bind_host, meet
+from plimsoll.framework.processes.rendezvous import ProcessesMissingError, bind_host, wait_for_all
 from tests.support.runs import free_port
 
 
@@ -21,7 +21,7 @@ def together(*who: tuple[int, int], seconds: float = 5.0, port: int | None = Non
 
     def one(number: int, index: int, of: int) -> None:
         try:
-            meet(address, of, index, seconds=seconds)
+            wait_for_all(address, of, index, seconds=seconds)
         except ProcessesMissingError as error:
             told[number] = str(error)
 
@@ -36,7 +36,7 @@ def together(*who: tuple[int, int], seconds: float = 5.0, port: int | None = Non
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_are_there(order: tuple[int, ...]) -> None:
+def test_all_processes_arrive(order: tuple[int, ...]) -> None:
     assert together(*((i, 3) for i in order)) == ["", "", ""]
 
 
@@ -78,7 +78,7 @@ def test_twice_the_same_and_another_count_without_a_key() -> None:
     assert [one == "" for one in together((0, 2), (1, 3), (1, 2))] == [True, False, True]
 
 
-def test_the_end_of_the_wait_names_a_contradiction() -> None:
+def test_rendezvous_timeout_names_the_contradiction() -> None:
     for told in together((0, 3), (1, 3), (1, 3), seconds=1.0):
         assert "two processes say that they are process 1" in told
 
@@ -100,7 +100,7 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
 
-    def told(self) -> str:
+    def wait_for_error(self) -> str:
         """Return the error that process 0 ended with, or ""."""
         self._thread.join(timeout=10)
         (told,) = self._told
@@ -110,7 +110,7 @@ class Server:
         """Return whether the other processes find it and all proceed within 3 seconds."""
         began = time.monotonic()
         told = together(*((number, self._num_processes) for number in range(1, self._num_processes)), port=self.port)
-        return not any([*told, self.told()]) and time.monotonic() - began < 3.0
+        return not any([*told, self.wait_for_error()]) and time.monotonic() - began < 3.0
 
 
 def wait_for_port(port: int) -> None:
@@ -121,7 +121,7 @@ def wait_for_port(port: int) -> None:
         time.sleep(0.01)
 
 
-def said(card: dict[str, Any], greeting: bytes) -> bytes:
+def forge_card(card: dict[str, Any], greeting: bytes) -> bytes:
     """Return the line with a card, and a proof made without knowing the run's key."""
     nonce = json.loads(greeting)["nonce"]
     text = f"{nonce} {card['id']} {card['of']} {card['who']}"
@@ -129,10 +129,10 @@ def said(card: dict[str, Any], greeting: bytes) -> bytes:
     return json.dumps({**card, "proof": proof}).encode() + b"\n"
 
 
-def test_one_that_was_started_again_takes_its_own_place() -> None:
+def test_restarted_process_takes_its_previous_slot() -> None:
     server = Server(num_processes=3)
     with server.connect() as first:  # it sends its card, and dies
-        first.sendall(said({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
+        first.sendall(forge_card({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
         time.sleep(0.2)
     assert server.meets_the_others()
 
@@ -193,7 +193,7 @@ CARDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.once("http", "deep")
 @pytest.mark.parametrize("name", STRANGERS)
-def test_strangers_are_sent_away(name: str) -> None:
+def test_unauthenticated_clients_are_rejected(name: str) -> None:
     server = Server()
     with server.connect() as stranger:
         stranger.recv(1000)
@@ -207,28 +207,26 @@ def test_strangers_are_sent_away(name: str) -> None:
 
 @pytest.mark.once("id 99", "id true")
 @pytest.mark.parametrize("name", CARDS)
-def test_cards_that_cannot_be_are_not_counted(name: str) -> None:
+def test_invalid_messages_are_not_counted(name: str) -> None:
     server = Server()
     with server.connect() as stranger:
-        stranger.sendall(said({**WHO, **CARDS[name]}, stranger.recv(1000)))
+        stranger.sendall(forge_card({**WHO, **CARDS[name]}, stranger.recv(1000)))
         assert b'"problem": ""' not in stranger.recv(1000)
     assert server.meets_the_others()
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("card", [WHO, {**WHO, "id": 0}, {**WHO, "of": 3}], ids=str)
-def test_a_forged_card_does_not_count_where_there_is_a_key(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forged_message_is_ignored_if_a_key_is_set(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.KEY, "of this run")
     server = Server()
     with server.connect() as stranger:
-        stranger.sendall(said(card, stranger.recv(1000)))
+        stranger.sendall(forge_card(card, stranger.recv(1000)))
         assert stranger.recv(100) == b""
     assert server.meets_the_others()
 
 
-def test_a_card_that_was_overheard_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_message_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.KEY, "of this run")
     server = Server()
     with server.connect() as one, server.connect() as other:
@@ -241,7 +239,7 @@ def test_a_card_that_was_overheard_is_of_no_use(monkeypatch: pytest.MonkeyPatch)
     assert server.meets_the_others()
 
 
-def test_silent_and_slow_connections_delay_nobody() -> None:
+def test_silent_and_slow_connections_block_nothing() -> None:
     server = Server()
     with contextlib.ExitStack() as stack:
         # More connections than the server has room for.
@@ -259,7 +257,7 @@ def test_a_slow_connection_does_not_hold_the_start_beyond_its_time() -> None:
         while time.monotonic() < began + 10.0:
             slow.sendall(b"{")
             time.sleep(0.1)
-    assert "1 of 2 processes are missing: 1" in server.told()
+    assert "1 of 2 processes are missing: 1" in server.wait_for_error()
     assert time.monotonic() - began < 4.0
 
 
@@ -270,7 +268,7 @@ def test_control_characters_do_not_reach_a_message() -> None:
     thread.start()
     wait_for_port(port)
     with socket.create_connection(("127.0.0.1", port), timeout=10.0) as stranger:
-        stranger.sendall(said({"id": 1, "of": 3, "who": "\x1b[2J\nx"}, stranger.recv(1000)))
+        stranger.sendall(forge_card({"id": 1, "of": 3, "who": "\x1b[2J\nx"}, stranger.recv(1000)))
         thread.join(timeout=10)
     assert "1 of 3 processes are missing: 2" in told[0]
     assert told[0].isprintable()
@@ -287,4 +285,4 @@ def test_addresses() -> None:
     assert bind_host("192.0.2.1") == ""
     for wrong in ("host", "host:", ":80", "host:x"):
         with pytest.raises(ValueError, match="coordinator: expected HOST:PORT, given"):
-            meet(wrong, 2, 0, seconds=1.0)
+            wait_for_all(wrong, 2, 0, seconds=1.0)

@@ -49,7 +49,7 @@ def test_4_mesh_or_batch_does_not_divide(
 
 
 @pytest.mark.pairs
-def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Path) -> None:
+def test_5_oversized_config_is_refused_with_fitting_settings(text: Path, tmp_path: Path) -> None:
     workdir, limit = tmp_path / "run", ("--config.data.global_batch_size=32", "--device_memory_gib=0.0012")
     # A separate process: the settings that it compiles to find what fits take a gigabyte.
     assert start(workdir, *limit, devices=8).wait(300) == 4
@@ -70,7 +70,7 @@ def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Pa
 
 def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(
-        "plimsoll.framework.program.whole.Whole.compiled_step", property(lambda self: pytest.fail("compiled"))
+        "plimsoll.framework.program.jit_step.JitStep.compiled_step", property(lambda self: pytest.fail("compiled"))
     )
     (text / "train.txt").unlink()
     assert train(tmp_path / "run") == 2
@@ -91,7 +91,7 @@ def test_7_a_garbled_token_cache_is_named(text: Path, tmp_path: Path, capsys) ->
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with checkpoints of steps 4, 8 and 12, for tests to copy."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
@@ -102,13 +102,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workdir(finished: Path, text: Path, tmp_path: Path) -> Path:
+def workdir(run_template: Path, text: Path, tmp_path: Path) -> Path:
     """A copy of the finished run, with the same text."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+    return Path(shutil.copytree(run_template, tmp_path / "run"))
 
 
 @pytest.mark.pairs
-def test_8_a_flipped_byte_falls_back_loudly(workdir: Path, capsys) -> None:
+def test_8_corrupt_checkpoint_falls_back_with_a_warning(workdir: Path, capsys) -> None:
     undisturbed = losses(workdir)
     newest = workdir / "checkpoints" / max(path.name for path in (workdir / "checkpoints").iterdir())
     data = max((path for path in newest.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -141,7 +141,7 @@ def test_9_a_partial_checkpoint_is_ignored_and_listed(text: Path, tmp_path: Path
 
 
 @pytest.mark.pairs
-def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_13_full_disk_keeps_the_last_good_checkpoint(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     workdir = tmp_path / "run"
     usage = shutil.disk_usage
     full = type(usage(tmp_path))(1 << 40, 1 << 40, 1000)
@@ -243,7 +243,7 @@ def test_15_a_loss_spike_is_skipped_and_counted(text: Path, tmp_path: Path, caps
 
 
 @pytest.mark.pairs
-def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) -> None:
+def test_20_checkpoint_from_another_model(text: Path, tmp_path: Path, capsys) -> None:
     workdir = tmp_path / "run"
     assert train(workdir, "--config.trainer.max_steps=1") == 0
     capsys.readouterr()
@@ -305,12 +305,12 @@ def test_24_resuming_needs_no_more_memory(text: Path, tmp_path: Path, monkeypatc
     peaks: list[int] = []
     original = Run.start
 
-    def watched(self: Run, *args, **options) -> int:
+    def record_peak(self: Run, *args, **options) -> int:
         step = original(self, *args, **options)
         peaks.append(sum(size for (_, kind), size in live_array_bytes().items() if kind == "device"))
         return step
 
-    monkeypatch.setattr(Run, "start", watched)
+    monkeypatch.setattr(Run, "start", record_peak)
     assert train(tmp_path / "run", "--config.trainer.max_steps=1") == 0
     assert train(tmp_path / "run", "--config.trainer.max_steps=2") == 0
     assert peaks[1] <= 1.02 * peaks[0]

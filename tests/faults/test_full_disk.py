@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.metrics import patient
+from plimsoll.framework.metrics import retrying
 from plimsoll.framework.run.hooks import Hook
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.run.trainer import Trainer
@@ -61,7 +61,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         is_full = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != -1
         return usage(path)._replace(free=0) if is_full else usage(path)
 
-    monkeypatch.setattr(patient, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     with full_disk(-1):
         yield monkeypatch
@@ -79,7 +79,7 @@ def fills(disk: pytest.MonkeyPatch, full: int, room: int | None) -> None:
 
 
 @pytest.mark.pairs
-def test_training_goes_on_and_no_row_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
+def test_training_continues_and_no_row_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
     with disk.context() as patch:
         fills(patch, 3, 9)
         assert train(tmp_path / "run", LAST_SAVE, ALONE) == 0
@@ -97,7 +97,7 @@ def test_training_goes_on_and_no_row_is_lost(text: Path, tmp_path: Path, disk, c
 
 
 @pytest.mark.pairs
-def test_a_disk_that_stays_full_says_what_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
+def test_full_disk_reports_the_lost_data(text: Path, tmp_path: Path, disk, capsys) -> None:
     with disk.context() as patch:
         fills(patch, 10, None)
         assert train(tmp_path / "run", ALONE) == 1, "its last step is not on disk"
@@ -133,7 +133,7 @@ def test_a_restart_on_a_full_disk_trains(text: Path, tmp_path: Path, disk, capsy
 
 
 @pytest.mark.pairs
-def test_tokenizing_without_room_is_one_line(text: Path, tmp_path: Path, disk, capsys) -> None:
+def test_tokenizing_on_a_full_disk_is_a_one_line_error(text: Path, tmp_path: Path, disk, capsys) -> None:
     with full_disk():
         assert train(tmp_path / "run", ALONE) == 1
     error = capsys.readouterr().err

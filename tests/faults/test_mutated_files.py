@@ -22,17 +22,17 @@ from PIL import Image
 
 from plimsoll import configs
 from plimsoll.framework import families
-from plimsoll.framework.companions.stored import StoredRows
-from plimsoll.framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter
+from plimsoll.framework.batch_transforms.stored_reference import StoredRows
+from plimsoll.framework.batch_transforms.teacher_files import TeacherFacts, TeacherOutputs, TeacherRows, TeacherWriter
+from plimsoll.framework.data.detect_format import detect_format
 from plimsoll.framework.data.files import FileHashes
 from plimsoll.framework.data.images import ImageFolder
-from plimsoll.framework.data.recognize import recognized
 from plimsoll.framework.data.sources import TextFiles, TokenMemmap
 from plimsoll.framework.data.tokenize import write_tokens
 from plimsoll.framework.data.tokenizers import ByteTokenizer
 from plimsoll.framework.metrics.jsonl import read_metrics
-from plimsoll.framework.program import stored
-from plimsoll.framework.run.mistakes import is_user_error
+from plimsoll.framework.program import stored_config
+from plimsoll.framework.run.user_errors import is_user_error
 from plimsoll.framework.weights.directory import Directory
 from plimsoll.framework.weights.export import export_model
 from plimsoll.launch.status import _table, status
@@ -50,7 +50,7 @@ COUNT = int(os.environ.get("MUTATIONS", "40"))
 
 def documents(path: Path) -> list[str]:
     """Return the training and held-out documents of `--data=PATH`."""
-    found = recognized(str(path))
+    found = detect_format(str(path))
     parts = [found.source, found.held_out]
     tokenizer = ByteTokenizer()
     texts = []
@@ -102,7 +102,7 @@ DATA: dict[str, tuple[Callable[[], bytes], Read]] = {
 }
 
 
-def mutated(content: bytes, draw: random.Random) -> bytes:
+def mutate(content: bytes, draw: random.Random) -> bytes:
     """Return the content truncated, changed, zeroed, with bytes inserted, or replaced by something else."""
     kind = draw.randrange(12)
     at = draw.randrange(max(1, len(content)))
@@ -130,13 +130,13 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
         return draw.choice([b"[]", b"{}", b"null", b"1", b'"x"', b"NaN", b"[[]]", b'{"a": 1e999}'])
     if kind == 9:
         return b"\xff\xfe" + content
-    return changed_json(content, draw)
+    return change_json(content, draw)
 
 
 VALUES: list[Any] = [None, True, [], {}, 0, -1, 1.5, 10**30, "", "x", "\x1b[2J", [[1]], {"a": {}}, float("nan"), "../x"]
 
 
-def changed_json(content: bytes, draw: random.Random) -> bytes:
+def change_json(content: bytes, draw: random.Random) -> bytes:
     """Replace one value of the JSON document, or of one line; for other content, swap the two halves."""
     rows = content.split(b"\n")
     index = draw.randrange(len(rows))
@@ -166,7 +166,7 @@ def with_other_value(value: Any, draw: random.Random) -> Any:
     return draw.choice(VALUES)
 
 
-def problems_of(
+def find_problems(
     good: Path, name: str, read: Read, folder: Path, is_same: Callable[[Any], bool] | None = None
 ) -> list[str]:
     """Return the mutations of a file that were neither read correctly nor refused with a user error.
@@ -183,7 +183,7 @@ def problems_of(
     for seed in range(COUNT):
         place = folder / f"{Path(name).name}-{seed}"
         shutil.copytree(good, place)
-        (place / name).write_bytes(mutated(content, random.Random(f"{name} {seed}")))
+        (place / name).write_bytes(mutate(content, random.Random(f"{name} {seed}")))
         try:
             found = read(place)
         except Exception as error:
@@ -202,7 +202,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "model"
     config = small.llama(vocab_size=512)
     program = small.program(small.experiment(config))
-    facts, family = families.of_model(config)
+    facts, family = families.export_config(config)
     export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
     pretrained.write(folder, "chatml")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.7}')
@@ -231,47 +231,47 @@ def test_data(name: str, tmp_path: Path):
     good.mkdir()
     (good / name).write_bytes(make())
     read(good)
-    assert problems_of(good, name, read, tmp_path) == []
+    assert find_problems(good, name, read, tmp_path) == []
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_published_models(name: str, model: Path, tmp_path: Path):
     read_model(model)
-    assert problems_of(model, name, read_model, tmp_path) == []
+    assert find_problems(model, name, read_model, tmp_path) == []
 
 
 @pytest.mark.pairs
-def test_an_index_of_shards(model: Path, tmp_path: Path):
+def test_mutated_shard_index(model: Path, tmp_path: Path):
     good = tmp_path / "good"
     shutil.copytree(model, good)
     index = {"metadata": {}, "weight_map": dict.fromkeys(Directory(model).home, "a.safetensors")}
     (good / "model.safetensors").rename(good / "a.safetensors")
     (good / "model.safetensors.index.json").write_text(json.dumps(index))
     Directory(good)
-    assert problems_of(good, "model.safetensors.index.json", Directory, tmp_path) == []
+    assert find_problems(good, "model.safetensors.index.json", Directory, tmp_path) == []
 
 
 # --- files with their own checksums: never read with other content ----------------------------------------------------
 
-FACTS = Facts(weights="w" * 64, tokenizer="t" * 64, vocab_size=99, seq_len=4, top_k=2, data={"train": "d" * 64})
+FACTS = TeacherFacts(weights="w" * 64, tokenizer="t" * 64, vocab_size=99, seq_len=4, top_k=2, data={"train": "d" * 64})
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["teacher.json", "rows.bin", "ids.bin", "log_probs.bin", "tails.bin", "checksums.bin"])
 def test_a_teachers_answers(name: str, tmp_path: Path):
     rng = np.random.default_rng(0)
-    rows = Rows(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in FACTS.empty(6)))
+    rows = TeacherOutputs(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in FACTS.empty(6)))
     with TeacherWriter(tmp_path / "good", FACTS).open() as writer:
         writer.append(rows)
         writer.commit()
 
     expected = [array.tobytes() for array in rows]
 
-    def read(folder: Path) -> tuple[Facts, list[bytes]]:
+    def read(folder: Path) -> tuple[TeacherFacts, list[bytes]]:
         found = TeacherRows(folder)
         # The keys of the rows that the run needs.
-        numbers = [found.number_of(key.tobytes()) for key in rows.keys]
+        numbers = [found.find_row(key.tobytes()) for key in rows.keys]
         if None in numbers:
             # A run without this row would refuse to continue.
             return found.facts, expected
@@ -281,7 +281,7 @@ def test_a_teachers_answers(name: str, tmp_path: Path):
 
     assert read(tmp_path / "good") == (FACTS, expected)
     # A run compares the stored facts with its own.
-    problems = problems_of(
+    problems = find_problems(
         tmp_path / "good", name, read, tmp_path, lambda found: found[0] != FACTS or found[1] == expected
     )
     assert problems == []
@@ -302,7 +302,7 @@ def test_tokens(name: str, tmp_path: Path):
         return stream.read(0, stream.num_tokens).tobytes()
 
     expected = read(good)
-    assert problems_of(good, name, read, tmp_path, lambda found: found == expected) == []
+    assert find_problems(good, name, read, tmp_path, lambda found: found == expected) == []
 
 
 @pytest.mark.pairs
@@ -327,7 +327,7 @@ def test_a_stored_reference(name: str, tmp_path: Path):
 
     expected = read(tmp_path / "good")
     assert expected is not None
-    problems = problems_of(tmp_path / "good", name, read, tmp_path, lambda found: found is None or found == expected)
+    problems = find_problems(tmp_path / "good", name, read, tmp_path, lambda found: found is None or found == expected)
     assert problems == []
 
 
@@ -341,13 +341,13 @@ def test_a_stored_config(tmp_path: Path):
     (good / "config.json").write_text(configs.load("stdlib-tiny").to_json())
 
     def read(folder: Path) -> Any:
-        return stored.read(folder, lambda line: None).instantiate()
+        return stored_config.read(folder, lambda line: None).instantiate()
 
-    assert problems_of(good, "config.json", read, tmp_path) == []
+    assert find_problems(good, "config.json", read, tmp_path) == []
 
 
 @pytest.mark.pairs
-def test_metrics_signs_of_life_and_hashes(tmp_path: Path):
+def test_mutated_metrics_heartbeats_and_hashes(tmp_path: Path):
     facts = {"process": 0, "num_processes": 1, "host": "h", "pid": 1, "attempt": 1, "interval": 1.0, "phase": "step"}
     facts |= {"time": 1.0, "moved": 1.0, "limited": True, "step": 1, "max_steps": 2, "loss": 1.0, "hang_seconds": None}
     good = tmp_path / "good"
@@ -367,5 +367,5 @@ def test_metrics_signs_of_life_and_hashes(tmp_path: Path):
     problems = []
     for name, read in readers.items():
         read(good)
-        problems += problems_of(good, name, read, tmp_path)
+        problems += find_problems(good, name, read, tmp_path)
     assert problems == []

@@ -26,8 +26,8 @@ from tests.support.runs import (
     losses,
     output,
     rows,
-    several,
     start,
+    start_several,
     wait_for,
     write_text,
 )
@@ -43,7 +43,7 @@ INJECTED = str(Path(__file__).parent / "injected.py")
 GONE = (5, -signal.SIGABRT)  # exit codes after another process has died: ours, and JAX's abort
 
 
-def measured(row: int, **seconds: float) -> None:
+def print_times(row: int, **seconds: float) -> None:
     """Print times for the table in docs/faults.md."""
     print(f"measured: row {row}: {', '.join(f'{name} {value:.2f} s' for name, value in seconds.items())}")
 
@@ -86,7 +86,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
         write_text(root / "text")
-        assert ends(several(root / "run", 2, *RUN)) == [0, 0], output(root / "run")
+        assert ends(start_several(root / "run", 2, *RUN)) == [0, 0], output(root / "run")
     assert list(losses(root / "run")) == list(range(1, STEPS + 1))
     return root / "run"
 
@@ -94,28 +94,28 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.pairs
 def test_11_sigterm_to_one_stops_both_after_the_same_step(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    pair = several(workdir, 2, *RUN)
+    pair = start_several(workdir, 2, *RUN)
     wait_for(lambda: newest(workdir) >= 5)
     pair[1].send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert ends(pair) == [143, 143], output(workdir)
-    measured(11, saved_and_gone=time.monotonic() - began)
+    print_times(11, saved_and_gone=time.monotonic() - began)
     assert "stopped by SIGTERM" in output(workdir)
     last = newest(workdir)
     assert 5 <= last < STEPS
     said = [json.loads((workdir / "health" / f"process-0000{i}.json").read_text()) for i in range(2)]
     assert [(one["exit"], one["step"]) for one in said] == [(143, last)] * 2
     assert max(scan(workdir / "checkpoints")[0]) == last
-    assert ends(several(workdir, 2, *RUN)) == [0, 0], output(workdir)
+    assert ends(start_several(workdir, 2, *RUN)) == [0, 0], output(workdir)
     assert f"resumed from step {last}" in output(workdir)
     assert losses(workdir) == losses(calm)
 
 
 @pytest.mark.pairs
-def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path, tmp_path: Path) -> None:
+def test_12_second_sigterm_exits_at_once_without_damage(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     program = (INJECTED, "stall", str(EVERY + 5))  # the loop stalls, so it cannot act on the first SIGTERM
-    pair = several(workdir, 2, *RUN, programs={1: program})
+    pair = start_several(workdir, 2, *RUN, programs={1: program})
     wait_for(lambda: "fault: stall" in output(workdir) and scan(workdir / "checkpoints")[0] == [EVERY])
     pair[1].send_signal(signal.SIGTERM)
     time.sleep(1.0)
@@ -126,9 +126,9 @@ def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path,
     alone = time.monotonic() - began
     assert alone < 2.0
     assert pair[0].wait(timeout=120) in GONE, output(workdir)
-    measured(12, gone=alone, others_gone=time.monotonic() - began)
+    print_times(12, gone=alone, others_gone=time.monotonic() - began)
     assert scan(workdir / "checkpoints")[0] == [EVERY]
-    assert ends(several(workdir, 2, *RUN)) == [0, 0], output(workdir)
+    assert ends(start_several(workdir, 2, *RUN)) == [0, 0], output(workdir)
     assert f"resumed from step {EVERY}" in output(workdir)
     assert losses(workdir) == losses(calm)
 
@@ -137,10 +137,10 @@ def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path,
 def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     flags = (*RUN, "--config.trainer.save_every=4", "--config.health.replica_check_every=2")
-    pair = several(workdir, 2, *flags, devices=2, programs={1: (INJECTED, "flip", "7")})
+    pair = start_several(workdir, 2, *flags, devices=2, programs={1: (INJECTED, "flip", "7")})
     began = wait_for(lambda: "fault: flip" in output(workdir) and time.monotonic())
     assert ends(pair) == [7, 7], output(workdir)
-    measured(16, found_and_gone=time.monotonic() - began)
+    print_times(16, found_and_gone=time.monotonic() - began)
     # One of four copies differs, so only its process is blamed.
     found = re.search(r"error: replicas disagree after step 8: (.*)", output(workdir))
     assert found is not None, output(workdir)
@@ -148,7 +148,7 @@ def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path
     assert re.fullmatch(blamed, found[1].partition(";")[0].strip()), found[1]
     assert "process 0" not in found[1]
     assert scan(workdir / "checkpoints") == ([4], []), "what was saved before is whole, and nothing bad was saved"
-    assert ends(several(workdir, 2, *flags, "--config.trainer.max_steps=9", devices=2)) == [0, 0], output(workdir)
+    assert ends(start_several(workdir, 2, *flags, "--config.trainer.max_steps=9", devices=2)) == [0, 0], output(workdir)
     assert "resumed from step 4" in output(workdir)
 
 
@@ -156,14 +156,14 @@ def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path
 def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path: Path) -> None:
     workdir, limit = tmp_path / "run", 5.0
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
-    pair = several(workdir, 2, *RUN, *long, f"--config.health.hang_seconds={limit}")
+    pair = start_several(workdir, 2, *RUN, *long, f"--config.health.hang_seconds={limit}")
     wait_for(lambda: newest(workdir) >= 5)
     pair[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
         assert pair[0].wait(timeout=60) == 6, output(workdir)
         seconds = time.monotonic() - began
-        measured(17, stacks_and_gone=seconds)
+        print_times(17, stacks_and_gone=seconds)
         assert limit - 0.5 < seconds < limit + 10.0
     finally:
         pair[1].send_signal(signal.SIGCONT)
@@ -178,24 +178,24 @@ def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("victim", [1, 0])
-def test_18_who_dies_takes_the_others_along(text: Path, tmp_path: Path, victim: int) -> None:
+def test_18_death_ends_all_other_processes(text: Path, tmp_path: Path, victim: int) -> None:
     workdir = tmp_path / "run"
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
-    pair = several(workdir, 2, *RUN, *long, "--config.health.heartbeat_seconds=10")
+    pair = start_several(workdir, 2, *RUN, *long, "--config.health.heartbeat_seconds=10")
     wait_for(lambda: newest(workdir) >= 5)
     pair[victim].send_signal(signal.SIGKILL)
     began = time.monotonic()
     assert pair[1 - victim].wait(timeout=120) in GONE, output(workdir)
     seconds = time.monotonic() - began
-    measured(18, other_gone=seconds)
+    print_times(18, other_gone=seconds)
     assert seconds < 15.0
     assert pair[victim].wait(timeout=10) == -signal.SIGKILL
 
 
 @pytest.mark.pairs
-def test_18_a_save_that_the_dead_one_has_left_is_not_waited_for(text: Path, tmp_path: Path) -> None:
+def test_18_save_does_not_wait_for_a_dead_process(text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    pair = several(workdir, 2, *RUN, programs={1: (INJECTED, "kill", str(EVERY))})
+    pair = start_several(workdir, 2, *RUN, programs={1: (INJECTED, "kill", str(EVERY))})
     assert pair[1].wait(timeout=300) == -signal.SIGKILL
     began = time.monotonic()
     assert pair[0].wait(timeout=120) == 5, output(workdir)
@@ -225,7 +225,7 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
         found = wait_for(lambda: len(re.findall(r"pids (.*)", output(workdir))) > starts and time.monotonic())
         wait_for(lambda: [row for row in rows(workdir) if "resumed_from" in row][starts - 1 :])
         wait_for(lambda: newest(workdir) > reached)
-        measured(row, all_started_again=found - began, further_than_before=time.monotonic() - began)
+        print_times(row, all_started_again=found - began, further_than_before=time.monotonic() - began)
 
     disturb(signal.SIGSTOP, EVERY, 1, 17)
     disturb(signal.SIGKILL, newest(workdir) + EVERY, 2, 18)
@@ -240,13 +240,13 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
 
 
 @pytest.mark.slow
-def test_19_other_numbers_of_processes_train_the_same(text: Path, tmp_path: Path) -> None:
+def test_19_other_process_counts_train_the_same(text: Path, tmp_path: Path) -> None:
     mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2")
     one = start(tmp_path / "one", *mesh, devices=4)
     assert one.wait(timeout=300) == 0, output(tmp_path / "one")
     workdir = tmp_path / "run"
     for count, last in ((4, 4), (2, 8), (4, 12)):
-        group = several(workdir, count, *mesh, f"--config.trainer.max_steps={last}", devices=4 // count)
+        group = start_several(workdir, count, *mesh, f"--config.trainer.max_steps={last}", devices=4 // count)
         assert ends(group) == [0] * count, output(workdir)
     assert re.findall(r"resumed from step (\d+)", output(workdir)) == ["4", "8"]
     expected, found = losses(tmp_path / "one"), losses(workdir)
@@ -257,12 +257,12 @@ def test_19_other_numbers_of_processes_train_the_same(text: Path, tmp_path: Path
 
 
 @pytest.mark.pairs
-def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_path: Path) -> None:
+def test_25_process_0_clock_decides_when_to_save(text: Path, tmp_path: Path) -> None:
     workdir, pause = tmp_path / "run", 1.5
     flags = (*RUN, f"--config.trainer.save_every_minutes={pause / 60}", "--config.trainer.save_every=100000")
     flags += ("--config.health.hang_seconds=null", "--config.health.connect_seconds=3000")
     programs = {0: (INJECTED, "clock", "1"), 1: (INJECTED, "clock", "20")}
-    assert ends(several(workdir, 2, *flags, programs=programs)) == [0, 0], output(workdir)
+    assert ends(start_several(workdir, 2, *flags, programs=programs)) == [0, 0], output(workdir)
     saves = re.findall(r"process (\d) saves step (\d+) at ([\d.]+)", output(workdir))
     steps, others = ([int(step) for i, step, _ in saves if i == process] for process in "01")
     assert steps == others
@@ -328,10 +328,10 @@ def listens_at(pid: int) -> set[str]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("count", [1, 2])
-def test_nothing_listens_to_others(text: Path, tmp_path: Path, count: int) -> None:
+def test_no_port_is_open_to_other_hosts(text: Path, tmp_path: Path, count: int) -> None:
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
     workdir, loopback = tmp_path / "run", {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
-    group = [start(workdir, *RUN, *long)] if count == 1 else several(workdir, count, *RUN, *long)
+    group = [start(workdir, *RUN, *long)] if count == 1 else start_several(workdir, count, *RUN, *long)
     wait_for(lambda: newest(workdir) >= 3)
     found = [listens_at(process.pid) for process in group]
     for process in group:

@@ -18,7 +18,7 @@ SHORT = ("--config.trainer.max_steps=8",)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps with checkpoints of steps 4 and 8, for tests to copy; its text is next to it."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
@@ -29,10 +29,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(run_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the finished run."""
-    monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+    monkeypatch.setenv("TINY_TEXT", str(run_template.parent / "text"))
+    return Path(shutil.copytree(run_template, tmp_path / "run"))
 
 
 def state(folder: Path) -> dict[str, tuple[bytes | None, int]]:
@@ -67,12 +67,12 @@ def empty_checkpoints(run: Path) -> None:
     (run / "checkpoints").mkdir()
 
 
-def lose_checkpoints_of_an_earlier_version(run: Path) -> None:
+def lose_checkpoints_and_record(run: Path) -> None:
     lose_checkpoints(run)
     (run / "saved.json").unlink()
 
 
-def lose_checkpoints_of_a_half_run(run: Path) -> None:
+def lose_checkpoints_and_metrics(run: Path) -> None:
     lose_checkpoints(run)
     (run / "loss.png").unlink()
     (run / "metrics.jsonl").unlink()
@@ -92,13 +92,13 @@ def garble_manifests(run: Path) -> None:
         (lose_arrays, "state/_METADATA is missing"),
         (lose_checkpoints, "saved.json: step 8"),
         (empty_checkpoints, "saved.json: step 8"),
-        (lose_checkpoints_of_an_earlier_version, "loss.png"),
-        (lose_checkpoints_of_a_half_run, "saved.json: step 8"),
+        (lose_checkpoints_and_record, "loss.png"),
+        (lose_checkpoints_and_metrics, "saved.json: step 8"),
         (garble_manifests, "cannot be read"),
     ],
 )
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
-def test_a_run_whose_checkpoints_are_lost_is_not_started_over(
+def test_run_with_lost_checkpoints_is_not_restarted(
     run: Path, capsys, lose: Callable[[Path], None], found: str, resume: str
 ) -> None:
     lose(run)
@@ -111,7 +111,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_started_over(
 
 
 @pytest.mark.pairs
-def test_it_says_what_to_do(run: Path, capsys) -> None:
+def test_error_names_the_next_step(run: Path, capsys) -> None:
     lose_manifests(run)
     assert train(run, *SHORT) == 2
     error = capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_it_says_what_to_do(run: Path, capsys) -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, capsys) -> None:
     """A kill leaves rows of metrics, and no record that anything was saved."""
     wanted = losses(run)
-    lose_checkpoints_of_an_earlier_version(run)
+    lose_checkpoints_and_record(run)
     (run / "loss.png").unlink()
     kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:3]
     (run / "metrics.jsonl").write_text("".join(kept))
@@ -142,7 +142,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, ca
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("keep", ["metrics.jsonl", "config.json", "saved.json"])
-def test_never_takes_no_workdir_that_a_run_has_used(run: Path, tmp_path: Path, capsys, keep: str) -> None:
+def test_resume_never_refuses_a_used_workdir(run: Path, tmp_path: Path, capsys, keep: str) -> None:
     used = tmp_path / "used"
     used.mkdir()
     shutil.copy(run / keep, used)
@@ -153,7 +153,7 @@ def test_never_takes_no_workdir_that_a_run_has_used(run: Path, tmp_path: Path, c
 
 
 @pytest.mark.pairs
-def test_a_checkpoint_of_another_format_is_not_passed_over(run: Path, capsys) -> None:
+def test_checkpoint_in_another_format_is_not_skipped(run: Path, capsys) -> None:
     path = run / "checkpoints" / "00000008" / "manifest" / "data.json"
     body = json.loads(path.read_text())
     body.pop("digest")
@@ -199,8 +199,8 @@ REFUSED = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("flags", REFUSED.values(), ids=REFUSED.keys())
-def test_a_refused_start_leaves_no_folder(finished: Path, tmp_path: Path, monkeypatch, flags: list[str]) -> None:
-    monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
+def test_a_refused_start_leaves_no_folder(run_template: Path, tmp_path: Path, monkeypatch, flags: list[str]) -> None:
+    monkeypatch.setenv("TINY_TEXT", str(run_template.parent / "text"))
     assert train(tmp_path / "runs" / "a", *flags) in (2, 4)
     assert list(tmp_path.iterdir()) == []
 
@@ -230,8 +230,8 @@ def test_a_refused_start_leaves_a_used_workdir_as_it_was(run: Path, flags: list[
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("--target=v5e-1",), marks=pytest.mark.slow)], ids=["here", "elsewhere"]
 )
-def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, flags: tuple[str, ...]) -> None:
-    monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
+def test_a_dry_run_leaves_nothing(run_template: Path, tmp_path: Path, monkeypatch, flags: tuple[str, ...]) -> None:
+    monkeypatch.setenv("TINY_TEXT", str(run_template.parent / "text"))
     if flags:
         pytest.importorskip("libtpu")
     assert train(tmp_path / "runs" / "a", "--dry_run", *flags) == 0
@@ -239,12 +239,12 @@ def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, f
 
 
 @pytest.mark.pairs
-def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> None:
+def test_unrelated_files_are_kept(run_template: Path, tmp_path: Path, monkeypatch) -> None:
     """Keep a user's notes and shell redirections in the workdir, written before or while the start is refused."""
     from plimsoll.framework.config import ConfigError
     from plimsoll.framework.data.pipeline import DataPipeline
 
-    monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
+    monkeypatch.setenv("TINY_TEXT", str(run_template.parent / "text"))
     setup = DataPipeline.setup
 
     def with_notes(self: DataPipeline, *args: object, **options: object) -> None:
@@ -265,6 +265,6 @@ def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> No
 
 
 @pytest.mark.pairs
-def test_the_log_has_what_was_said_before_training(run: Path) -> None:
+def test_log_includes_output_from_before_training(run: Path) -> None:
     log = (run / "log.txt").read_text()
     assert log.index("sequences") < log.index("step 1/8")

@@ -22,7 +22,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "flows.md").read_text()
 
 
 @pytest.mark.pairs
-def test_the_layer_of_the_page():
+def test_docs_layer_example_works():
     (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     space: dict[str, Any] = {"__name__": "page"}
     exec(compile(block, "docs/flows.md", "exec", dont_inherit=True), space)
@@ -37,9 +37,9 @@ def test_the_layer_of_the_page():
     np.testing.assert_allclose(layer.forward({}, x, Context(batch={}))[1][0], dense, rtol=1e-5)
 
 
-def test_its_table_of_configs():
+def test_docs_config_table_is_correct():
     rows = re.findall(r"\| `([\w-]+)` \|[^|]*\| ([\d.]+)M \|", TEXT)
     assert {name for name, _ in rows} == {name for name in configs.names() if name.startswith(("digits", "images"))}
     for name, millions in rows:
-        count = golden.stored()[name]["parameters"] / 1e6
+        count = golden.load_golden()[name]["parameters"] / 1e6
         assert round(count, len(millions.partition(".")[2])) == float(millions)

@@ -13,7 +13,7 @@ import pytest
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.flow.base import Bijection, Invertible, checked
+from plimsoll.framework.layers.flow.base import Bijection, Invertible, check_outputs
 from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
 from plimsoll.framework.layers.flow.ends import Preprocess, Prior, Split
 from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
@@ -59,15 +59,15 @@ def context(dtype: Any, training: bool = True) -> Context:
     )
 
 
-def drawn(layer: Any, dtype: Any, seed: int = 0) -> Any:
+def init_params(layer: Any, dtype: Any, seed: int = 0) -> Any:
     """Return parameters away from zero and one; frozen parameters keep their initial values."""
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), layer.parameter_specs())
     rng = np.random.default_rng(seed)
 
-    def moved(spec: Any, p: jax.Array) -> jax.Array:
+    def perturb(spec: Any, p: jax.Array) -> jax.Array:
         return p + jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype) if spec.trainable else p
 
-    return jax.tree.map(moved, specs, jax.jit(lambda key: initialize(specs, key))(jax.random.key(seed)))
+    return jax.tree.map(perturb, specs, jax.jit(lambda key: initialize(specs, key))(jax.random.key(seed)))
 
 
 def images(name: str, dtype: Any, seed: int = 0) -> jax.Array:
@@ -100,7 +100,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
 
         return log_det, layer.inverse(weights, y, ctx), jax.jacrev(flat)(x.reshape(-1))
 
-    log_det, (back, again), jacobian = everything(drawn(layer, dtype), x)
+    log_det, (back, again), jacobian = everything(init_params(layer, dtype), x)
     np.testing.assert_allclose(back, x, atol=tolerance * 10, rtol=0)
     np.testing.assert_allclose(again, log_det, atol=tolerance * 30, rtol=tolerance)
     assert log_det.dtype == jnp.dtype(dtype)
@@ -112,7 +112,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", CHEAP)
-def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
+def test_reverse_equals_the_gradient_through_apply(name: str, dtype: str):
     """From only the output, `reverse` gives the input and the cotangents of jax.vjp of `apply`, also for log_det."""
     layer: Bijection = CHEAP[name].instantiate()
     assert isinstance(layer, Reversible)
@@ -126,20 +126,20 @@ def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
         cts = {"x": images("ct", dtype, 1).reshape(after["x"].shape), **jax.tree.map(lambda s: 0.5 - s, sums)}
         return pull(cts), layer.reverse(weights, after, (cts, None), ctx, {})
 
-    (grads, ct), (before, own_grads, own_ct) = jax.jit(both)(drawn(layer, dtype), carry)
+    (grads, ct), (before, layer_grads, layer_ct) = jax.jit(both)(init_params(layer, dtype), carry)
     tolerance = 3e-5 if dtype == "float32" else 1e-11
     small.assert_close(small.arrays(before), small.arrays(carry), tolerance)
-    small.assert_close(small.arrays(own_ct), small.arrays(ct), tolerance)
-    assert jax.tree.structure(own_grads) == jax.tree.structure(grads)
+    small.assert_close(small.arrays(layer_ct), small.arrays(ct), tolerance)
+    assert jax.tree.structure(layer_grads) == jax.tree.structure(grads)
     if grads:
-        small.assert_close(small.arrays(own_grads), small.arrays(grads), tolerance)
-        assert all(np.any(g) for p, g in flatten(own_grads).items()), "a gradient of zeros compares nothing"
+        small.assert_close(small.arrays(layer_grads), small.arrays(grads), tolerance)
+        assert all(np.any(g) for p, g in flatten(layer_grads).items()), "a gradient of zeros compares nothing"
 
 
 def test_a_coupling_evaluates_its_net_once_to_go_back():
     layer = CHEAP["affine"].instantiate()
     ctx, x = context("float32"), images("affine", "float32")
-    weights = layer.prepare(drawn(layer, "float32"), ctx)
+    weights = layer.prepare(init_params(layer, "float32"), ctx)
     carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.zeros(3)}
 
     def products(function: Any, *args: Any) -> int:
@@ -153,14 +153,14 @@ def test_a_coupling_evaluates_its_net_once_to_go_back():
 @pytest.mark.pairs
 @pytest.mark.parametrize("kernel", [1, 2, 3, 5])
 @pytest.mark.parametrize("channels", [(3, 7), (7, 3)])
-def test_a_convolution_is_that_of_jax(kernel: int, channels: tuple[int, int]):
+def test_convolution_matches_jax(kernel: int, channels: tuple[int, int]):
     rng = np.random.default_rng(0)
     x, weight = (rng.normal(size=s).astype(np.float32) for s in ((2, 5, 4, channels[0]), (kernel, kernel, *channels)))
     expected = jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     np.testing.assert_allclose(jax.jit(convolve)(weight, x), expected, atol=2e-5)
 
 
-def test_what_runs_backwards_and_what_does_not():
+def test_residual_flow_is_not_reversible():
     assert not isinstance(RESIDUAL.instantiate(), Reversible)
     assert not hasattr(RESIDUAL.instantiate(), "reverse")
 
@@ -191,12 +191,12 @@ def test_log_det_is_checked_while_tracing():
     np.testing.assert_allclose(after["log_det"], 64 * np.log(2.0), rtol=1e-6)
     x = carry["x"]
     with pytest.raises(ValueError, match=r"expected y float32 of 192 values, given float32\[3, 4, 4, 2\]"):
-        checked(Doubling(), x, x[..., :2], jnp.zeros(3))
+        check_outputs(Doubling(), x, x[..., :2], jnp.zeros(3))
     with pytest.raises(ValueError, match="expected y float32"):
-        checked(Doubling(), x, x.astype(jnp.bfloat16), jnp.zeros(3))
+        check_outputs(Doubling(), x, x.astype(jnp.bfloat16), jnp.zeros(3))
 
 
-def test_shapes_that_do_not_go():
+def test_incompatible_shapes_are_refused():
     ctx = context("float32")
     with pytest.raises(ValueError, match="expected an even height and width, given 3 x 4"):
         Squeeze().forward({}, jnp.zeros((1, 3, 4, 2)), ctx)
@@ -210,7 +210,7 @@ def test_shapes_that_do_not_go():
         Preprocess(levels=17, alpha=0.7)
     layer = RESIDUAL.instantiate()
     with pytest.raises(ValueError, match="size = 4: given an image of 8 x 2"):
-        jax.eval_shape(lambda p, x: layer.forward(p, x, ctx), drawn(layer, "float32"), jnp.zeros((1, 8, 2, 4)))
+        jax.eval_shape(lambda p, x: layer.forward(p, x, ctx), init_params(layer, "float32"), jnp.zeros((1, 8, 2, 4)))
 
 
 def at_first(layer: Any, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
@@ -248,18 +248,18 @@ def test_actnorm_calibrates():
 
 
 @pytest.mark.pairs
-def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_in_evaluation():
+def test_dequantization_noise_is_fixed_in_evaluation():
     layer = Preprocess(levels=17, alpha=0.05)
     batch = {"images": np.random.default_rng(0).integers(0, 17, (4, 2, 2, 1)).astype(np.uint8)}
 
     @partial(jax.jit, static_argnums=3)
-    def seen(own: Any, rng: Any, rows: Any, training: bool) -> jax.Array:
+    def round_trip(own: Any, rng: Any, rows: Any, training: bool) -> jax.Array:
         ctx = Context(batch=own, rng=rng, rows=rows, training=training)
         return layer.inverse({}, layer.apply({}, None, ctx, {})[0]["x"], ctx)[0]
 
     def noise(rng: Any, rows: Any, training: bool, part: slice = slice(None)) -> np.ndarray:
         own = {"images": batch["images"][part]}
-        return np.asarray(seen(own, rng, rows, training)) - own["images"]
+        return np.asarray(round_trip(own, rng, rows, training)) - own["images"]
 
     rows, key = jnp.arange(4), jax.random.key(1)
     first = noise(key, rows, True)
@@ -278,7 +278,7 @@ def log_normal(x: Any, mean: np.ndarray, log_std: np.ndarray) -> np.ndarray:
     return -0.5 * (deviations**2 + np.log(2.0 * np.pi)) - log_std
 
 
-def test_splits_and_priors_count_what_leaves():
+def test_splits_and_priors_score_factored_out_channels():
     ctx, x = context("float32"), images("", "float32")
     carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.ones(3)}
     for learned in (True, False):
@@ -292,14 +292,14 @@ def test_splits_and_priors_count_what_leaves():
             head = layer.conv(weights["conv"], kept, ctx) if learned else jnp.zeros_like(x)
             return after, kept, layer.decode(weights, kept, latent, ctx), head
 
-        after, kept, back, head = jax.device_get(everything(drawn(layer, "float32")))
+        after, kept, back, head = jax.device_get(everything(init_params(layer, "float32")))
         np.testing.assert_array_equal(after["x"], kept)
         np.testing.assert_allclose(back, x, atol=1e-6)
         mean, log_std = np.split(head, 2, axis=-1)
         expected = log_normal(x[..., 2:], mean, log_std).sum((1, 2, 3))
         np.testing.assert_allclose(after["log_prior"] - 1.0, expected, rtol=1e-5)
     prior = Prior(shape=SHAPE, dims=64)
-    weights = drawn(prior, "float32")
+    weights = init_params(prior, "float32")
     batch = {"weights": jnp.array([1.0, 0.0, 1.0])}
     ctx = Context(batch=batch, num_targets=jnp.float32(2.0), training=True)
 
@@ -317,7 +317,7 @@ def test_splits_and_priors_count_what_leaves():
     np.testing.assert_allclose(back, x, atol=1e-5)
 
 
-def test_a_permutation_is_the_one_that_its_kind_names():
+def test_permutation_matches_its_name():
     assert Permutation(dim=5).order.tolist() == [4, 3, 2, 1, 0]
     orders = [Permutation(dim=64, kind="shuffle", seed=seed).order.tolist() for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]

@@ -22,7 +22,7 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import flatten, initialize, unflatten
 from plimsoll.framework.models.flow import Flow
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.run.hooks import _moved
+from plimsoll.framework.run.hooks import _describe_updated
 from tests.support import small
 
 BATCH = 4
@@ -40,12 +40,12 @@ MIXED = [
 RESIDUAL = [config_for(ActNorm), config_for(ResidualBlock, hidden=6, size=4)]
 
 
-def flow(*patterns: list[Config], shape: tuple[int, int, int] = (4, 4, 1), units: int = 2, **fields: Any) -> Flow:
-    stacks = [config_for(Stack, num_layers=units * len(p), pattern=p) for p in patterns or (MIXED, GLOW)]
+def flow(*patterns: list[Config], shape: tuple[int, int, int] = (4, 4, 1), repeats: int = 2, **fields: Any) -> Flow:
+    stacks = [config_for(Stack, num_layers=repeats * len(p), pattern=p) for p in patterns or (MIXED, GLOW)]
     return config_for(Flow, **{"image_shape": shape, "levels": 5, "stacks": stacks, **fields}).instantiate()
 
 
-def drawn(model: Flow, seed: int = 0) -> Any:
+def init_params(model: Flow, seed: int = 0) -> Any:
     """Return parameters away from their initial values, at which many gradients are zero."""
     specs = model.parameter_specs()
     rng = np.random.default_rng(seed)
@@ -75,12 +75,12 @@ def gradients(model: Flow, params: Any, ctx: Context) -> Any:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("priors", [True, False])
-def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
+def test_log_p_matches_the_dense_jacobian(priors: bool):
     """nll = -(log N(latents) + log |det d latents / d image|) for standardized latents; this covers all stages."""
     learned = {"split": config_for(Split, learned=priors), "prior": config_for(Prior, learned=priors)}
     with jax.enable_x64(True):
         model = flow(param_dtype="float64", compute_dtype="float64", **learned)
-        params, ctx = drawn(model), context(model, training=False)
+        params, ctx = init_params(model), context(model, training=False)
 
         def latents(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             z = jnp.concatenate([z.reshape(-1) for z in model.encode(params, x.reshape(1, 4, 4, 1))])
@@ -90,8 +90,8 @@ def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
         def everything(params: Any) -> Any:
             seen = model.preprocess.apply({}, None, ctx.fold("data"), {})[0]["x"]
             x = model.preprocess.inverse({}, seen, ctx)[0]
-            of_images = jax.vmap(jax.jacrev(latents, argnums=1, has_aux=True), (None, 0))
-            return of_images(params, x.reshape(BATCH, -1)), model.loss(params, ctx, {})
+            image_jacobian = jax.vmap(jax.jacrev(latents, argnums=1, has_aux=True), (None, 0))
+            return image_jacobian(params, x.reshape(BATCH, -1)), model.loss(params, ctx, {})
 
         (jacobian, z), (loss, out) = everything(params)
         log_p = (-0.5 * (np.asarray(z) ** 2 + np.log(2.0 * np.pi))).sum(1) + np.linalg.slogdet(jacobian)[1]
@@ -109,7 +109,7 @@ def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
 
 
 @pytest.mark.pairs
-def test_a_uniform_density_costs_the_bits_of_its_levels():
+def test_uniform_density_costs_the_bits_in_its_levels():
     """With only a permutation, the nll counts the original integers: log2(levels) bits a dimension, plus the prior."""
     model = flow(
         [config_for(Permutation)], preprocess=config_for(Preprocess, alpha=0.0), prior=config_for(Prior, learned=False)
@@ -130,7 +130,7 @@ def test_constant_memory_has_the_plain_gradient(dtype: str):
     """memory.remat = invert gives the loss and every gradient of none, with dropout; no trainable gradient is zero."""
     with jax.enable_x64(dtype == "float64"):
         model = flow(param_dtype=dtype, compute_dtype=dtype)
-        params = drawn(model)
+        params = init_params(model)
         loss, plain = gradients(model, params, context(model))
         same, found = gradients(model, params, context(model, "invert"))
         np.testing.assert_allclose(same, loss, rtol=1e-6 if dtype == "float32" else 1e-14)
@@ -141,10 +141,10 @@ def test_constant_memory_has_the_plain_gradient(dtype: str):
 
 
 @pytest.mark.pairs
-def test_the_gradient_is_that_of_finite_differences():
+def test_gradient_matches_finite_differences():
     with jax.enable_x64(True):
         model = flow(param_dtype="float64", compute_dtype="float64")
-        params, ctx = drawn(model), context(model, "invert")
+        params, ctx = init_params(model), context(model, "invert")
         evaluate = jax.jit(jax.value_and_grad(lambda p: model.loss(p, ctx, {})[0]))
         at, grads = flatten(params), flatten(evaluate(params)[1])
         rng = np.random.default_rng(2)
@@ -161,8 +161,8 @@ def test_the_gradient_is_that_of_finite_differences():
 @pytest.mark.pairs
 def test_residual_flows_under_sqrt():
     """Recomputing a layer repeats the estimate's random draws, so the gradient does not depend on the remat policy."""
-    model = flow(RESIDUAL, units=4)
-    params = drawn(model)
+    model = flow(RESIDUAL, repeats=4)
+    params = init_params(model)
     loss, plain = gradients(model, params, context(model))
     for remat in ("sqrt", "full"):
         same, found = gradients(model, params, context(model, remat))
@@ -176,7 +176,7 @@ def test_residual_flows_under_sqrt():
 @pytest.mark.parametrize("patterns", [(GLOW, MIXED), (RESIDUAL,)])
 def test_images_and_latents(patterns: Any):
     model = flow(*patterns)
-    params, images = drawn(model), context(model).batch["images"]
+    params, images = init_params(model), context(model).batch["images"]
     latents = jax.jit(model.encode)(params, images)
     assert [z.shape[1:] for z in latents] == model.latent_shapes
     assert sum(z.size for z in latents) == images.size
@@ -200,7 +200,7 @@ def test_images_and_latents(patterns: Any):
 @pytest.mark.pairs
 def test_samples_have_the_density():
     """In a flow with one free scale, the logits of samples have the mean and deviation that the parameters set."""
-    model = flow([config_for(ActNorm)], units=1, levels=256, image_shape=(2, 2, 1))
+    model = flow([config_for(ActNorm)], repeats=1, levels=256, image_shape=(2, 2, 1))
     params = initialize(model.parameter_specs(), jax.random.key(0))
     params["level0"]["block0"] = {"bias": jnp.full((1, 4), -0.4), "log_scale": jnp.full((1, 4), np.log(2.0))}
     latents = [jax.random.normal(jax.random.key(0), (20000, 1, 1, 4))]
@@ -215,7 +215,7 @@ def test_samples_have_the_density():
 @pytest.mark.pairs
 def test_calibration_makes_every_actnorm_standardize_the_first_batch():
     model = flow(GLOW, [GLOW[0], *MIXED], shape=(8, 8, 1))
-    params, ctx = drawn(model), replace(context(model), batch=dict(context(model).batch))
+    params, ctx = init_params(model), replace(context(model), batch=dict(context(model).batch))
     ctx.batch["images"] = ctx.batch["images"] // 3  # far from the data that the initial values suit
     found = jax.jit(lambda p: model.calibrate(p, ctx, {}))(params)
 
@@ -226,9 +226,9 @@ def test_calibration_makes_every_actnorm_standardize_the_first_batch():
             if not isinstance(stage, Stack):
                 carry, _ = model.run(name, params, carry, ctx, {})
                 continue
-            for index in range(stage.num_units):
+            for index in range(stage.num_repeats):
                 at = ctx.fold(name).fold_index(jnp.int32(index))
-                for key, layer in stage.unit.layers.items():
+                for key, layer in stage.pattern.layers.items():
                     own = jax.tree.map(lambda p, i=index: p[i], params[name].get(key, {}))
                     carry, _ = layer.apply(layer.prepare(own, at), carry, at.fold(key), {})
                     if isinstance(layer, ActNorm):
@@ -302,10 +302,12 @@ def test_training_is_the_same_in_constant_memory_and_under_other_schedules(memor
     small.assert_close(state, last, 1e-3)
 
 
-def test_what_does_not_fit_is_refused():
+def test_incompatible_flow_settings_are_refused():
     with pytest.raises(ValueError, match=r"stacks\.1: expected an even height and width to squeeze, given 3 x 2"):
         flow(GLOW, GLOW, shape=(6, 4, 1))
-    with pytest.raises(ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of framework\.layers\.flow, given"):
+    with pytest.raises(
+        ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of plimsoll\.framework\.layers\.flow, given"
+    ):
         flow([config_for(MLP, hidden=8)])
     data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=8).instantiate()
     shape = {"data": 1, "fsdp": 1, "expert": 1, "seq": 1, "model": 1}
@@ -323,7 +325,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.pairs
-def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_for():
+def test_layer_programs_refusal_names_stages_for_estimates_too():
     from plimsoll.configs.flows import CONFIGS
     from plimsoll.framework.devices.accelerators import spec_for
     from plimsoll.framework.plan.estimate import estimate
@@ -340,7 +342,7 @@ def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_
         estimate(experiment, experiment.mesh.resolve(1), spec_for("v5e"))
 
 
-def test_what_had_moved_when_a_gradient_was_not_finite_is_said_of_any_model():
-    found = [_moved(small.llama().instantiate(), count) for count in (0, 1, 3)]
+def test_nonfinite_gradient_reports_the_updated_layers():
+    found = [_describe_updated(small.llama().instantiate(), count) for count in (0, 1, 3)]
     assert found == ["nothing was", "the head had been", "the head and units 1 to 0 of the stack had been"]
-    assert _moved(flow(), 3) == "the last 3 of the model's units and stages had been"
+    assert _describe_updated(flow(), 3) == "the last 3 of the model's units and stages had been"

@@ -46,17 +46,17 @@ def test_the_residual_contracts(coefficient: float):
                 x.reshape(1, 4, 4, -1), weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
             ).reshape(-1)
 
-        of_convs = {
+        conv_jacobians = {
             name: jax.jacobian(linear, argnums=1)(weights[name]["weight"], jnp.zeros(16 * conv.shape[2]))
             for name, conv in layer.convs.items()
         }
-        return jax.vmap(jax.jacobian(flat))(x.reshape(len(x), -1)), of_convs
+        return jax.vmap(jax.jacobian(flat))(x.reshape(len(x), -1)), conv_jacobians
 
-    of_residual, of_convs = jacobians(params, jnp.stack([X[0], X[1], 10.0 * jnp.abs(X[0])]))
-    norms = [np.linalg.norm(jacobian, 2) for jacobian in of_residual]
+    residual_jacobians, conv_jacobians = jacobians(params, jnp.stack([X[0], X[1], 10.0 * jnp.abs(X[0])]))
+    norms = [np.linalg.norm(jacobian, 2) for jacobian in residual_jacobians]
     assert max(norms) <= coefficient**3
     assert max(norms) > 0.3 * coefficient**3
-    for jacobian in of_convs.values():  # each one is at its bound, to the accuracy of the power iteration
+    for jacobian in conv_jacobians.values():  # each one is at its bound, to the accuracy of the power iteration
         np.testing.assert_allclose(np.linalg.norm(jacobian, 2), coefficient, rtol=0.02)
     same = jax.jit(lambda p: layer.prepare(p, training()))(small_weights)
     np.testing.assert_array_equal(same["first"]["weight"], small_weights["first"]["weight"])
@@ -88,7 +88,7 @@ def test_the_series_is_unbiased_in_value_and_gradient():
     """Compare the mean over many draws of the roulette, with two certain terms, to the dense Jacobian's value."""
     exact, params = block(log_det="exact")
     series, _ = block(terms=2)
-    draws = 1000
+    num_samples = 1000
 
     def total(layer: ResidualBlock, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
         return layer.forward(layer.prepare(params, ctx), x, ctx)[1].sum()
@@ -98,18 +98,18 @@ def test_the_series_is_unbiased_in_value_and_gradient():
     many = jax.jit(
         lambda: jax.lax.map(
             lambda key: value_and_grad(series, params, X, replace(training(), rng=key)),
-            jax.random.split(jax.random.key(1), draws),
+            jax.random.split(jax.random.key(1), num_samples),
             batch_size=250,
         )
     )
-    values, drawn = many()
-    spread = np.std(values) / np.sqrt(draws)
+    values, sampled = many()
+    spread = np.std(values) / np.sqrt(num_samples)
     assert spread < 0.02 * abs(expected) + 0.02
     np.testing.assert_allclose(np.mean(values), expected, atol=4.0 * spread)
     truths = small.arrays(grads)
-    for path, all_drawn in small.arrays(drawn).items():
-        mean, truth = all_drawn.mean(0), truths[path]
-        scale = np.linalg.norm(all_drawn.std(0) / np.sqrt(draws))
+    for path, samples in small.arrays(sampled).items():
+        mean, truth = samples.mean(0), truths[path]
+        scale = np.linalg.norm(samples.std(0) / np.sqrt(num_samples))
         assert np.linalg.norm(mean - truth) < 2.0 * scale + 1e-6, path
         assert np.linalg.norm(truth) > 3.0 * scale or "bias" in path, f"{path}: too noisy to tell"
 

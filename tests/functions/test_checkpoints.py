@@ -124,13 +124,13 @@ KINDS += ("functions", "memories", "meshes", "names", "a leaf", "a number", "not
 
 
 @pytest.mark.pairs
-def test_every_kind_has_a_name() -> None:
+def test_every_leaf_type_has_a_name() -> None:
     assert tuple(trees()) == KINDS
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_leaf_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_every_leaf_type_restores_bit_for_bit(kind: str, tmp_path: Path) -> None:
     tree = trees()[kind]
     pl.save(tmp_path, 1, tree, {"kind": kind})
     restored, extra = pl.restore(tmp_path, tree)
@@ -138,7 +138,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(kind: str, tmp_path: Path) ->
     assert_same(restored, tree)
 
 
-def test_values_are_the_checkpoints_and_not_those_of_like(tmp_path: Path) -> None:
+def test_values_come_from_the_checkpoint_and_not_from_like(tmp_path: Path) -> None:
     """Restoring into a tree with other values takes only functions from that tree."""
     tree = {"x": jnp.ones(3), "n": np.float64(0.1), "i": 7, "s": "a", "key": jax.random.key(1), "f": jnp.tanh}
     pl.save(tmp_path, 1, tree)
@@ -147,7 +147,7 @@ def test_values_are_the_checkpoints_and_not_those_of_like(tmp_path: Path) -> Non
     assert_same(restored, {**tree, "f": jnp.sin})
 
 
-def test_a_module_of_equinox(tmp_path: Path) -> None:
+def test_equinox_module_is_restored(tmp_path: Path) -> None:
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
     pl.save(tmp_path, 1, model)
@@ -163,7 +163,7 @@ def abstract(tree: Any, place: Any) -> Any:
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_arrays_are_restored_into_the_shardings_of_like(mesh: tuple[int, int], kind: str, tmp_path: Path) -> None:
+def test_arrays_are_restored_into_the_shardings_in_like(mesh: tuple[int, int], kind: str, tmp_path: Path) -> None:
     saved_at = sharding((4, 2), "data", "model")
     keys = jax.random.split(jax.random.key(0), 8)
     tree = {
@@ -180,7 +180,7 @@ def test_arrays_are_restored_into_the_shardings_of_like(mesh: tuple[int, int], k
     assert restored["w"].sharding.memory_kind == kind
 
 
-def test_what_has_no_sharding_comes_to_the_first_device(tmp_path: Path) -> None:
+def test_unsharded_leaves_go_to_the_first_device(tmp_path: Path) -> None:
     tree = {"w": jax.device_put(VALUES, sharding((4, 2), "data")), "key": jax.random.key(0)}
     pl.save(tmp_path, 1, tree)
     restored, _ = pl.restore(tmp_path, abstract(tree, None))
@@ -212,7 +212,7 @@ def test_steps(tmp_path: Path) -> None:
         pl.restore(tmp_path / "none", like)
 
 
-def test_a_step_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_step_is_replaced_only_on_request(tmp_path: Path) -> None:
     like = {"x": jnp.float32(0)}
     pl.save(tmp_path, 1, {"x": jnp.float32(1)})
     with pytest.raises(FileExistsError, match=r"step 1 is in .* already; overwrite=True replaces it"):
@@ -238,7 +238,7 @@ def test_extra_is_json(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["00000001"]
 
 
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_unsupported_leaves_are_named(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Unregistered:
         x: int
@@ -256,7 +256,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.pairs
-def test_it_is_the_format_of_the_checkpointer(tmp_path: Path) -> None:
+def test_format_is_shared_with_the_checkpointer(tmp_path: Path) -> None:
     """Both can read each other's checkpoints."""
     tree = {"w": jax.device_put(VALUES, sharding((4, 2), "data")), "n": jnp.int32(3)}
     pl.save(tmp_path, 1, tree, {"a": 1})
@@ -270,7 +270,7 @@ def test_it_is_the_format_of_the_checkpointer(tmp_path: Path) -> None:
     assert_same(restored_tree, tree)
 
 
-def test_frozen_parameters_of_a_run_are_for_the_checkpointer(tmp_path: Path) -> None:
+def test_frozen_parameters_need_the_checkpointer(tmp_path: Path) -> None:
     state = {"frozen": {"w": jnp.ones(2)}, "parameter": {"w": jnp.ones(2)}}
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, state, {})
@@ -281,9 +281,7 @@ def test_frozen_parameters_of_a_run_are_for_the_checkpointer(tmp_path: Path) -> 
 # --- other trees -----------------------------------------------------------------------------------------------------
 
 
-def test_another_tree_is_told_with_the_nearest_names_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mismatched_tree_is_refused_with_the_nearest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {
         "block": {"weights": jnp.ones((2, 3)), "bias": jnp.ones(3)},
         "n": 1,
@@ -298,10 +296,10 @@ def test_another_tree_is_told_with_the_nearest_names_before_anything_is_read(
         "x": jnp.ones(2),
     }
 
-    def read(*_: Any) -> Any:
+    def refuse_read(*_: Any) -> Any:
         raise AssertionError("arrays are read")
 
-    monkeypatch.setattr("plimsoll.framework.checkpoint.storage.read", read)
+    monkeypatch.setattr("plimsoll.framework.checkpoint.storage.read", refuse_read)
     with pytest.raises(CheckpointMismatchError) as error:
         pl.restore(tmp_path, like)
     lines = str(error.value).splitlines()
@@ -336,7 +334,7 @@ def flip_a_bit(step_directory: Path) -> None:
 
 
 @pytest.mark.pairs
-def test_a_flipped_bit_is_told_with_the_name_of_the_leaf(tmp_path: Path) -> None:
+def test_bit_flip_error_names_the_leaf(tmp_path: Path) -> None:
     """Also, no other step is restored silently instead."""
     tree = {"small": jnp.ones(3), "model": {"large": jnp.arange(64.0 * 128).reshape(64, 128)}, "n": 5}
     for step in (1, 2):
@@ -378,7 +376,7 @@ while True:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_path: Path) -> None:
+def test_kill_during_a_save_keeps_earlier_steps(seed: int, tmp_path: Path) -> None:
     """Send SIGKILL at a different time in each save; for seed 0 while a partly written step is on disk."""
     command = [sys.executable, "-c", SAVER, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -22,7 +22,7 @@ MIB = 1 << 20
 def chip() -> NamedSharding:
     """Return a sharding for one v5e chip, on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    targets.environment("v5e-1")
+    targets.set_environment("v5e-1")
     devices = np.array(targets.resolve("v5e-1").devices())
     return NamedSharding(Mesh(devices.reshape(1), ("x",)), PartitionSpec())
 
@@ -46,7 +46,7 @@ def stack() -> tuple[Any, Callable[..., jax.Array]]:
     return trained, lambda trained, x: layers(trained, x)[0].astype(jnp.float32).sum()
 
 
-def listed() -> tuple[Any, Callable[..., jax.Array]]:
+def build_layer_list() -> tuple[Any, Callable[..., jax.Array]]:
     """Return (a list of trained layers, their loss)."""
     layers = [pl.eager(layer, MOMENTUM, name=f"layer{number}") for number in range(LAYERS)]
     weights = jax.ShapeDtypeStruct((DIM, DIM), jnp.bfloat16)
@@ -60,8 +60,8 @@ def listed() -> tuple[Any, Callable[..., jax.Array]]:
     return trained, loss
 
 
-@pytest.mark.parametrize("model", [stack, listed])
-def test_weights_and_state_are_there_once(model: Any, chip: NamedSharding) -> None:
+@pytest.mark.parametrize("model", [stack, build_layer_list])
+def test_only_one_copy_for_weights_and_state(model: Any, chip: NamedSharding) -> None:
     trained, loss = model()
     x = jax.ShapeDtypeStruct((128, DIM), jnp.bfloat16)
     step = jax.jit(pl.value_and_update(loss), donate_argnums=0)
@@ -72,7 +72,7 @@ def test_weights_and_state_are_there_once(model: Any, chip: NamedSharding) -> No
     assert needed <= 1.10 * num_bytes(trained)
 
 
-def test_a_stack_whose_state_is_streamed(chip: NamedSharding) -> None:
+def test_stack_with_streamed_state(chip: NamedSharding) -> None:
     """AdamW's moments for 512 MiB of weights are offloaded; the device holds a layer's gradient and a state chunk."""
     layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), pl.stream(optax.adamw(1e-3)), name="stack")
     weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16)
@@ -107,27 +107,27 @@ def test_a_streamed_state_is_made_layer_by_layer(chip: NamedSharding) -> None:
     assert memory.host_output_size_in_bytes == 1024 * MIB
 
 
-def whole(optimizer: optax.GradientTransformation) -> Any:
+def offload_at_once(optimizer: optax.GradientTransformation) -> Any:
     """Return the optimizer with all of its state offloaded and fetched as a whole before the update."""
 
-    def moved(state: Any, space: Any) -> Any:
+    def move(state: Any, space: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim > 1 else leaf, state)
 
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        state = moved(state, jax.memory.Space.Device)
+        state = move(state, jax.memory.Space.Device)
         updates, state = optimizer.update(gradients, state, params)
-        return updates, moved(state, jax.memory.Space.Host)
+        return updates, move(state, jax.memory.Space.Host)
 
     return optax.GradientTransformation(optimizer.init, update)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("shapes", [[(DIM, DIM)] * 8, [(8, DIM, DIM)]], ids=["matrices", "stack"])
-def test_a_chunk_of_the_state_is_on_the_device(shapes: list[tuple[int, ...]], chip: NamedSharding) -> None:
+def test_only_one_state_chunk_is_on_the_device(shapes: list[tuple[int, ...]], chip: NamedSharding) -> None:
     """AdamW's moments for 512 MiB of parameters are 1 GiB; both variants also hold the gradients, 512 MiB."""
     temporaries = {}
     host = chip.with_memory_kind("pinned_host")
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    for name, wrapper in (("stream", pl.stream), ("whole", whole)):
+    for name, wrapper in (("stream", pl.stream), ("whole", offload_at_once)):
         optimizer = wrapper(optax.adamw(1e-3))
         state = jax.eval_shape(optax.adamw(1e-3).init, params)
 
@@ -138,11 +138,11 @@ def test_a_chunk_of_the_state_is_on_the_device(shapes: list[tuple[int, ...]], ch
             updates, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
-        def placed(leaf: Any) -> Any:
+        def to_spec(leaf: Any) -> Any:
             sharding = host if leaf.ndim > 1 else chip
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        state = jax.tree.map(placed, state)
+        state = jax.tree.map(to_spec, state)
         x = jax.ShapeDtypeStruct((DIM,), jnp.float32)
         out_shardings = jax.tree.map(lambda leaf: leaf.sharding, (on_chip(params, chip), state))
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)

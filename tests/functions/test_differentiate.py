@@ -25,19 +25,19 @@ def loss(tree: Any, x: jax.Array) -> jax.Array:
 X: Any = np.asarray([0.1, -0.2], np.float32)
 
 
-def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():
+def test_gradient_matches_jax_on_trained_leaves_only():
     value, gradient = pl.differentiate(loss, trainable="weight")(params(), X)
     assert float(value) == pytest.approx(float(loss(params(), X)))
     assert jax.tree.structure(gradient) == jax.tree.structure(pl.partition(params(), "weight").trained)
     assert gradient["others"] == [None, None]
     assert gradient["layer"]["steps"] is None
 
-    def of_weight(weight: jax.Array) -> jax.Array:
+    def loss_for_weight(weight: jax.Array) -> jax.Array:
         tree = params()
         tree["layer"]["weight"] = weight
         return loss(tree, X)
 
-    np.testing.assert_allclose(gradient["layer"]["weight"], jax.grad(of_weight)(params()["layer"]["weight"]))
+    np.testing.assert_allclose(gradient["layer"]["weight"], jax.grad(loss_for_weight)(params()["layer"]["weight"]))
 
 
 def test_auxiliary_results_and_named_arguments():

@@ -26,7 +26,7 @@ EXAMPLES = {
 }
 
 
-def printed(folder: Path, source: str) -> list[str]:
+def run_program(folder: Path, source: str) -> list[str]:
     """Run a program in a folder with one device, and return the lines that it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", source]
@@ -43,7 +43,7 @@ def kibibytes(lines: list[str]) -> dict[str, int]:
 
 @pytest.mark.pairs
 def test_the_page_on_reversible_layers(tmp_path: Path) -> None:
-    lines = printed(tmp_path, python_block(REVERSIBLE, "# reversible.py"))
+    lines = run_program(tmp_path, python_block(REVERSIBLE, "# reversible.py"))
     measured = kibibytes(lines)
     assert measured["reversible 256"] == measured["reversible 16"]
     assert measured["plain 256"] > 10 * measured["plain 16"]
@@ -57,9 +57,9 @@ def test_the_page_on_reversible_layers(tmp_path: Path) -> None:
 @pytest.mark.pairs
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     source = python_block(CHECKPOINTS, "# checkpoints.py")
-    (first,) = printed(tmp_path, source)
+    (first,) = run_program(tmp_path, source)
     assert first.startswith("[60, 80, 100] [")
-    resumed, last = printed(tmp_path, source.replace("101", "121"))
+    resumed, last = run_program(tmp_path, source.replace("101", "121"))
     assert resumed == "went on from step 100 {'loader': [0, 800]}"
     assert last.startswith("[80, 100, 120] [")
 
@@ -72,22 +72,22 @@ def num_lines(source: str) -> int:
 
 
 @pytest.mark.parametrize("thread", EXAMPLES)
-def test_an_example_of_a_thread_is_short(thread: str) -> None:
+def test_thread_example_is_short(thread: str) -> None:
     """`tests/api/test_docs_python.py` runs the examples."""
     page, part = EXAMPLES[thread]
     assert num_lines(python_block(page, part)) <= 15
 
 
-def test_the_cells_of_the_notebook_are_short() -> None:
+def test_notebook_cells_are_short() -> None:
     assert max(map(num_lines, CELLS)) <= 15
 
 
-def test_the_cells_of_the_notebook_run_and_show_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_cells_run_and_print_their_stated_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("equinox")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     _, _, losses, refusal, lora, equinox, stream, eager, depth, restored = [
-        notebooks.executed(cell, names) for cell in CELLS
+        notebooks.execute_cell(cell, names) for cell in CELLS
     ]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]

@@ -34,8 +34,8 @@ def float64() -> Iterator[None]:
 @pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
 def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:
     optimizer = OPTIMIZERS[name]()
-    piece = jax.checkpoint(dense) if checkpoint == "inside" else dense
-    layers = {key: pl.eager(piece, optimizer, name=key) for key in ("first", "second")}
+    apply_module = jax.checkpoint(dense) if checkpoint == "inside" else dense
+    layers = {key: pl.eager(apply_module, optimizer, name=key) for key in ("first", "second")}
     weights = {"first": dense_weights(0), "second": dense_weights(2)}
 
     def run(call: Callable[..., jax.Array], weights: Any) -> jax.Array:
@@ -52,14 +52,16 @@ def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:
 
 
 @pytest.mark.pairs
-def test_jax_grad_alone_returns_the_new_weights_and_the_inputs_gradient() -> None:
+def test_jax_grad_returns_new_weights_and_input_gradients() -> None:
     layer = pl.eager(dense, optax.adamw(0.01), name="dense")
     weights = dense_weights(0)
-    new, of_input = jax.grad(lambda trained, x: layer(trained, x).sum(), (0, 1))(layer.init(weights), jnp.asarray(X))
+    new, input_gradient = jax.grad(lambda trained, x: layer(trained, x).sum(), (0, 1))(
+        layer.init(weights), jnp.asarray(X)
+    )
     gradient, expected = jax.grad(lambda weights, x: dense(weights, x).sum(), (0, 1))(weights, jnp.asarray(X))
     optimizer = optax.adamw(0.01)
     updates, state = optimizer.update(gradient, optimizer.init(weights), weights)
-    assert_equal((new.weights, new.state, of_input), (optax.apply_updates(weights, updates), state, expected))
+    assert_equal((new.weights, new.state, input_gradient), (optax.apply_updates(weights, updates), state, expected))
 
 
 @pytest.mark.pairs
@@ -80,19 +82,19 @@ def test_a_layer_in_two_branches_is_updated_once_by_the_sum(name: str) -> None:
     assert_equal(actual, expected)
 
 
-def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
+def test_inner_eager_layer_updates_inside_an_outer_one() -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
     inner = pl.eager(dense, optimizer, name="inner")
 
-    def outer_piece(weights: Any, inner_weights: Any, x: jax.Array, call: Callable[..., jax.Array]) -> jax.Array:
+    def apply_outer(weights: Any, inner_weights: Any, x: jax.Array, call: Callable[..., jax.Array]) -> jax.Array:
         return dense(weights, call(inner_weights, x)) + x
 
-    outer = pl.eager(jax.checkpoint(outer_piece, static_argnums=3), optimizer, name="outer")
+    outer = pl.eager(jax.checkpoint(apply_outer, static_argnums=3), optimizer, name="outer")
     weights = {"inner": dense_weights(0), "outer": dense_weights(2)}
     trained = {"inner": inner.init(weights["inner"]), "outer": outer.init(weights["outer"])}
     x = jnp.asarray(X)
     actual = eager_steps(lambda w: outer(w["outer"], w["inner"], x, inner).sum(), trained)
-    expected = plain_steps(lambda w: outer_piece(w["outer"], w["inner"], x, dense).sum(), optimizer, weights)
+    expected = plain_steps(lambda w: apply_outer(w["outer"], w["inner"], x, dense).sum(), optimizer, weights)
     assert_equal(actual, expected)
 
 
@@ -100,28 +102,30 @@ def test_an_inner_piece_is_updated_inside_of_an_outer_one() -> None:
 def test_auxiliary_outputs_keys_and_static_inputs() -> None:
     """The piece has dropout from a key, an integer output without a gradient, and a string that selects the mode."""
 
-    def piece(weights: Any, x: jax.Array, key: jax.Array, tokens: jax.Array, mode: str) -> dict[str, jax.Array]:
+    def apply_module(weights: Any, x: jax.Array, key: jax.Array, tokens: jax.Array, mode: str) -> dict[str, jax.Array]:
         kept = jax.random.bernoulli(key, 0.5, x.shape)
         y = dense(weights, jnp.where(kept, x, 0)) if mode == "train" else x
         return {"y": y[tokens], "count": kept.sum(), "mean": y.mean()}
 
-    def loss_of(outputs: dict[str, jax.Array]) -> jax.Array:
+    def compute_loss(outputs: dict[str, jax.Array]) -> jax.Array:
         return outputs["y"].sum() + outputs["mean"]
 
-    layer = pl.eager(piece, optax.lion(0.01), name="dropout")
+    layer = pl.eager(apply_module, optax.lion(0.01), name="dropout")
     weights = {"layer": dense_weights(0)}
     inputs = (jnp.asarray(X), jax.random.key(3), jnp.array([0, 2, 2]))
     trained = {"layer": layer.init(weights["layer"])}
-    actual = eager_steps(lambda w: loss_of(layer(w["layer"], *inputs, "train")), trained)
-    expected = plain_steps(lambda w: loss_of(piece(w["layer"], *inputs, "train")), optax.lion(0.01), weights)
+    actual = eager_steps(lambda w: compute_loss(layer(w["layer"], *inputs, "train")), trained)
+    expected = plain_steps(
+        lambda w: compute_loss(apply_module(w["layer"], *inputs, "train")), optax.lion(0.01), weights
+    )
     assert_equal(actual, expected)
 
     def with_count(trained: Any) -> tuple[jax.Array, jax.Array]:
         outputs = layer(trained, *inputs, "train")
-        return loss_of(outputs), outputs["count"]
+        return compute_loss(outputs), outputs["count"]
 
     (_, count), _ = pl.value_and_update(with_count, has_aux=True)(trained["layer"])
-    assert count == piece(weights["layer"], *inputs, "train")["count"]
+    assert count == apply_module(weights["layer"], *inputs, "train")["count"]
 
 
 @pytest.mark.pairs
@@ -134,15 +138,15 @@ def test_mixed_dtypes_and_leaves_that_are_not_trained() -> None:
         "activation": jnp.tanh,
     }
 
-    def piece(weights: Any, x: jax.Array) -> jax.Array:
+    def apply_module(weights: Any, x: jax.Array) -> jax.Array:
         return weights["activation"](x[:, weights["table"]] @ weights["low"] + weights["high"])
 
-    layer = pl.eager(piece, optax.adamw(0.01), name="mixed")
+    layer = pl.eager(apply_module, optax.adamw(0.01), name="mixed")
     trained = layer.init(weights)
     x = jnp.asarray(X, jnp.float32)
     new = jax.jit(jax.grad(lambda trained: layer(trained, x).sum()))(trained)
     floats = {"low": weights["low"], "high": weights["high"]}
-    gradient = jax.jit(jax.grad(lambda floats: piece({**weights, **floats}, x).sum()))(floats)
+    gradient = jax.jit(jax.grad(lambda floats: apply_module({**weights, **floats}, x).sum()))(floats)
     optimizer = optax.adamw(0.01)
     updates, state = jax.jit(optimizer.update)(gradient, optimizer.init(floats), floats)
     assert_equal({key: new.weights[key] for key in floats}, optax.apply_updates(floats, updates))
@@ -152,7 +156,7 @@ def test_mixed_dtypes_and_leaves_that_are_not_trained() -> None:
 
 
 @pytest.mark.pairs
-def test_a_function_is_a_rule_with_a_state_of_its_own() -> None:
+def test_function_rule_keeps_a_custom_state() -> None:
     def rule(weights: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         new = jax.tree.map(lambda w, g: w - g / state["count"], weights, gradient)
         return new, {"count": state["count"] + 1}
@@ -167,14 +171,14 @@ def test_a_function_is_a_rule_with_a_state_of_its_own() -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_gradient_that_is_not_finite_changes_nothing_of_its_piece_alone(skip: bool) -> None:
+def test_nonfinite_gradient_skips_only_its_own_layer(skip: bool) -> None:
     layers = [pl.eager(dense, optax.adamw(0.01), name=f"layer{n}", skip_nonfinite=skip) for n in range(2)]
     trained = [layer.init(dense_weights(n)) for n, layer in enumerate(layers)]
 
-    def spoiled(trained: Any) -> jax.Array:
+    def loss_with_inf(trained: Any) -> jax.Array:
         return layers[0](trained[0], jnp.asarray(X)).sum() + layers[1](trained[1], jnp.full_like(X, jnp.inf)).sum()
 
-    first, second = jax.grad(spoiled)(trained)
+    first, second = jax.grad(loss_with_inf)(trained)
     assert int(first.state[0].count) == 1
     assert int(second.state[0].count) == (0 if skip else 1)
     assert bool(jnp.isfinite(second.weights["kernel"]).all()) == skip
@@ -193,7 +197,7 @@ def test_updates_are_limited_by_tensor() -> None:
 
 
 @pytest.mark.pairs
-def test_ordinary_leaves_get_their_gradient_beside_trained_ones() -> None:
+def test_ordinary_leaves_still_get_gradients() -> None:
     layer = pl.eager(dense, optax.sgd(0.1), name="dense")
     params = {"layer": layer.init(dense_weights(0)), "scale": jnp.asarray(2.0)}
 

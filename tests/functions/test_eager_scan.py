@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import plimsoll as pl
-from plimsoll.framework.plan.jaxprs import scan_counts
+from plimsoll.framework.plan.jaxpr_analysis import scan_counts
 from tests.support.eager import DIM, OPTIMIZERS, X, assert_equal, dense, eager_steps, random
 
 LAYERS = 3
@@ -22,7 +22,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-def stacked_weights() -> dict[str, jax.Array]:
+def make_stacked_weights() -> dict[str, jax.Array]:
     return {"kernel": random(0, LAYERS, DIM, DIM), "bias": random(1, LAYERS, DIM)}
 
 
@@ -41,15 +41,15 @@ def inputs() -> tuple[Any, Any, jax.Array]:
     return (jnp.asarray(X), jnp.int32(0)), xs, jnp.asarray(1.3)
 
 
-def scanned(layer: Callable[..., Any], weights: Any, carry: Any, xs: Any, scale: jax.Array) -> tuple[Any, Any]:
-    def turn(carry: Any, item: Any) -> tuple[Any, Any]:
+def run_scan(layer: Callable[..., Any], weights: Any, carry: Any, xs: Any, scale: jax.Array) -> tuple[Any, Any]:
+    def body(carry: Any, item: Any) -> tuple[Any, Any]:
         layer_weights, x = item
         return layer(layer_weights, carry, x, scale)
 
-    return jax.lax.scan(turn, carry, (weights, xs))
+    return jax.lax.scan(body, carry, (weights, xs))
 
 
-def loss_of(outputs: tuple[Any, Any]) -> jax.Array:
+def compute_loss(outputs: tuple[Any, Any]) -> jax.Array:
     (hidden, _), ys = outputs
     return jnp.sum(jnp.sin(hidden)) + ys["mean"].sum()
 
@@ -59,25 +59,25 @@ def steps_by_layer(loss: Callable[..., jax.Array], optimizer: Any, weights: Any)
 
     # Jitted like the loop, because optax computes powers of the count in float32, which XLA rounds differently.
     @jax.jit
-    def updated(layer: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+    def update_layer(layer: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         updates, new_state = optimizer.update(gradient, state, layer)
         return optax.apply_updates(layer, updates), new_state
 
-    layers = unstacked(weights)
+    layers = unstack(weights)
     states = [optimizer.init(layer) for layer in layers]
     for _ in range(3):
-        gradients = unstacked(jax.jit(jax.grad(loss))(stacked(layers)))
-        pairs = [updated(*arguments) for arguments in zip(layers, gradients, states, strict=True)]
+        gradients = unstack(jax.jit(jax.grad(loss))(stack_trees(layers)))
+        pairs = [update_layer(*arguments) for arguments in zip(layers, gradients, states, strict=True)]
         layers, states = map(list, zip(*pairs, strict=True))
-    return stacked(layers), stacked(states)
+    return stack_trees(layers), stack_trees(states)
 
 
-def unstacked(tree: Any) -> list[Any]:
+def unstack(tree: Any) -> list[Any]:
     leaves, structure = jax.tree.flatten(tree)
     return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(LAYERS)]
 
 
-def stacked(trees: list[Any]) -> Any:
+def stack_trees(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -88,35 +88,37 @@ def test_a_stack_ends_where_optax_ends(name: str, is_checkpointed: bool) -> None
     optimizer = OPTIMIZERS[name]()
     layer = jax.checkpoint(dropout_layer) if is_checkpointed else dropout_layer
     stack = pl.eager_scan(layer, optimizer, name="stack")
-    weights = stacked_weights()
+    weights = make_stacked_weights()
     trained = {"stack": stack.init(weights)}
-    new_weights, new_state = eager_steps(lambda trained: loss_of(stack(trained["stack"], *inputs())), trained)
-    expected = steps_by_layer(lambda weights: loss_of(scanned(dropout_layer, weights, *inputs())), optimizer, weights)
+    new_weights, new_state = eager_steps(lambda trained: compute_loss(stack(trained["stack"], *inputs())), trained)
+    expected = steps_by_layer(
+        lambda weights: compute_loss(run_scan(dropout_layer, weights, *inputs())), optimizer, weights
+    )
     assert_equal((new_weights["stack"], new_state["stack"]), expected)
 
 
 @pytest.mark.pairs
-def test_outputs_and_gradients_of_the_inputs_are_those_of_a_scan() -> None:
+def test_outputs_and_input_gradients_match_a_scan() -> None:
     stack = pl.eager_scan(dropout_layer, optax.sgd(0.1), name="stack")
-    weights = stacked_weights()
+    weights = make_stacked_weights()
     trained = stack.init(weights)
     (hidden, count), (keys, offsets), scale = inputs()
     assert_equal(
         stack(trained, (hidden, count), (keys, offsets), scale),
-        scanned(dropout_layer, weights, (hidden, count), (keys, offsets), scale),
+        run_scan(dropout_layer, weights, (hidden, count), (keys, offsets), scale),
     )
 
-    def of_stack(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
-        return loss_of(stack(trained, (hidden, count), (keys, offsets), scale))
+    def stack_loss(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
+        return compute_loss(stack(trained, (hidden, count), (keys, offsets), scale))
 
-    def of_scan(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
-        return loss_of(scanned(dropout_layer, weights, (hidden, count), (keys, offsets), scale))
+    def scan_loss(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
+        return compute_loss(run_scan(dropout_layer, weights, (hidden, count), (keys, offsets), scale))
 
     arguments = (hidden, offsets, scale)
-    assert_equal(jax.grad(of_stack, (0, 1, 2))(*arguments), jax.grad(of_scan, (0, 1, 2))(*arguments))
+    assert_equal(jax.grad(stack_loss, (0, 1, 2))(*arguments), jax.grad(scan_loss, (0, 1, 2))(*arguments))
 
 
-def test_a_layer_whose_gradient_is_not_finite_stays_alone() -> None:
+def test_nonfinite_gradient_skips_only_its_own_layer() -> None:
     def layer(weights: Any, carry: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         return carry, jnp.sum(weights * factor)
 
@@ -129,22 +131,22 @@ def test_a_layer_whose_gradient_is_not_finite_stays_alone() -> None:
 
 
 @pytest.mark.pairs
-def test_a_scan_of_an_eager_piece_gives_the_same() -> None:
+def test_scan_over_an_eager_layer_gives_the_same() -> None:
     """Only the memory differs, not the result."""
     optimizer = optax.adamw(0.01)
     stack = pl.eager_scan(dropout_layer, optimizer, name="stack")
-    piece = pl.eager(dropout_layer, optimizer, name="stack")
-    trained = stack.init(stacked_weights())
-    of_stack = jax.grad(lambda trained: loss_of(stack(trained, *inputs())))(trained)
-    _, of_scan = pl.value_and_update(lambda trained: loss_of(scanned(piece, trained, *inputs())))(trained)
-    assert_equal(of_scan, of_stack)
+    module = pl.eager(dropout_layer, optimizer, name="stack")
+    trained = stack.init(make_stacked_weights())
+    stack_loss = jax.grad(lambda trained: compute_loss(stack(trained, *inputs())))(trained)
+    _, scan_loss = pl.value_and_update(lambda trained: compute_loss(run_scan(module, trained, *inputs())))(trained)
+    assert_equal(scan_loss, stack_loss)
 
 
-def test_the_forward_pass_keeps_no_copy_of_weights_or_of_what_all_layers_get() -> None:
+def test_forward_copies_no_weights_and_no_shared_inputs() -> None:
     stack = pl.eager_scan(jax.checkpoint(dropout_layer), optax.sgd(0.1), name="stack")
-    trained = stack.init(stacked_weights())
+    trained = stack.init(make_stacked_weights())
     carry, xs, scale = inputs()
-    program = jax.make_jaxpr(jax.grad(lambda trained: loss_of(stack(trained, carry, xs, scale))))(trained)
+    program = jax.make_jaxpr(jax.grad(lambda trained: compute_loss(stack(trained, carry, xs, scale))))(trained)
     forward = next(eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
     _, num_carry = scan_counts(forward.params)
     shapes = [var.aval.shape for var in forward.outvars[num_carry:]]
@@ -158,4 +160,4 @@ def test_stacks_must_agree_on_their_length() -> None:
         stack.init({"kernel": random(0, 3, DIM, DIM), "bias": random(0, 2, DIM)})
     carry, xs, scale = inputs()
     with pytest.raises(ValueError, match="stack: expected arrays with a first axis of layers"):
-        stack(stack.init(stacked_weights()), carry, jax.tree.map(lambda x: x[:2], xs), scale)
+        stack(stack.init(make_stacked_weights()), carry, jax.tree.map(lambda x: x[:2], xs), scale)

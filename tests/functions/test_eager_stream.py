@@ -16,7 +16,7 @@ from tests.support.eager import OPTIMIZERS, assert_equal, eager_steps, random
 # A layer's matrix has 1 MiB in float64 and is updated in slices.
 LAYERS, DIM, HIDDEN = 3, 256, 512
 CHUNK_BYTES = 1 << 18
-HOSTED_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adafactor", "adalomo")]
+STREAMED_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adafactor", "adalomo")]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def layer(weights: Any, x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax
     )
 
 
-def loss_of(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+def compute_loss(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.sum(jnp.sin(outputs[0])) + jnp.sum(outputs[1])
 
 
@@ -45,12 +45,12 @@ def stack_steps(optimizer: Any, factors: Any = (1.0, 1.0, 1.0), **options: Any) 
     x = random(7, 4, DIM)
 
     def loss(trained: Any) -> jax.Array:
-        return loss_of(stack(trained["stack"], x, jnp.asarray(factors)))
+        return compute_loss(stack(trained["stack"], x, jnp.asarray(factors)))
 
     return eager_steps(loss, {"stack": stack.init(weights())}, 2)
 
 
-def kinds_of(state: Any) -> dict[str, str]:
+def get_memory_kinds(state: Any) -> dict[str, str]:
     return {path: leaf.sharding.memory_kind for path, leaf in flatten(state).items()}
 
 
@@ -58,20 +58,20 @@ def kinds_of(state: Any) -> dict[str, str]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stack_is_updated_as_without_the_stream(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
-    if name not in HOSTED_OPTIMIZERS:
+    if name not in STREAMED_OPTIMIZERS:
         # The state of these optimizers is vectors, which are too small to be offloaded.
         optimizer = optax.chain(optax.trace(0.9), optimizer)
     actual = stack_steps(pl.stream(optimizer, chunk_bytes=CHUNK_BYTES))
     expected = stack_steps(optimizer)
-    hosted = [path for path, kind in kinds_of(actual[1]["stack"]).items() if kind == "pinned_host"]
-    assert hosted
-    assert all(path.endswith(("up", "down")) for path in hosted)
+    offloaded = [path for path, kind in get_memory_kinds(actual[1]["stack"]).items() if kind == "pinned_host"]
+    assert offloaded
+    assert all(path.endswith(("up", "down")) for path in offloaded)
     assert_equal(jax.device_get(actual), jax.device_get(expected))
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("name", HOSTED_OPTIMIZERS)
-def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) -> None:
+@pytest.mark.parametrize("name", STREAMED_OPTIMIZERS)
+def test_streaming_equals_plain_updates_with_shared_weights(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
     x = random(7, 4, DIM)
     one = {key: leaf[0] for key, leaf in weights().items()}
@@ -87,12 +87,12 @@ def test_pieces_and_shared_weights_are_updated_as_without_the_stream(name: str) 
         return eager_steps(loss, {"piece": piece.init(one), "shared": shared.init(one["up"][:, :DIM] + 0.1)}, 2)
 
     actual = steps(pl.stream(optimizer, chunk_bytes=CHUNK_BYTES))
-    assert "pinned_host" in kinds_of(actual[1]["piece"]).values()
+    assert "pinned_host" in get_memory_kinds(actual[1]["piece"]).values()
     assert_equal(jax.device_get(actual), jax.device_get(steps(optimizer)))
 
 
 @pytest.mark.pairs
-def test_a_layer_whose_gradient_is_not_finite_stays_as_it_is() -> None:
+def test_nonfinite_gradient_leaves_its_layer_unchanged() -> None:
     new_weights, state = stack_steps(pl.stream(optax.adamw(0.01), chunk_bytes=CHUNK_BYTES), (jnp.inf, 1.0, 1.0))
     np.testing.assert_array_equal(state["stack"][0].count, [0, 2, 2])
     np.testing.assert_array_equal(np.asarray(state["stack"][0].mu["up"])[0], 0)
@@ -106,16 +106,16 @@ def test_updates_are_limited_by_tensor() -> None:
     assert_equal(jax.device_get(actual), jax.device_get(stack_steps(optimizer, max_update_rms=1e-3)))
 
 
-def test_a_state_that_is_given_goes_to_the_host() -> None:
+def test_provided_state_is_moved_to_the_host() -> None:
     optimizer = pl.stream(optax.sgd(0.1, momentum=0.9))
     stack = pl.eager_scan(layer, optimizer, name="stack")
     given = jax.tree.map(jnp.ones_like, jax.device_get(stack.init(weights()).state))
     trained = stack.init(weights(), given)
-    assert kinds_of(trained.state)["0/trace/up"] == "pinned_host"
+    assert get_memory_kinds(trained.state)["0/trace/up"] == "pinned_host"
     np.testing.assert_array_equal(np.asarray(trained.state[0].trace["up"]), 1)
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_uses_are_refused() -> None:
     stack = pl.eager_scan(layer, pl.stream(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))), name="stack")
     with pytest.raises(ValueError, match="stack: the rule looks at several tensors together"):
         stack.init(weights())
@@ -123,10 +123,10 @@ def test_what_is_refused() -> None:
     def zeros(params: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, "int64"), params)
 
-    def counted(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def count_updates(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return updates, jax.tree.map(lambda leaf: leaf + 1, state)
 
-    integers = optax.GradientTransformation(zeros, counted)
+    integers = optax.GradientTransformation(zeros, count_updates)
     stack = pl.eager_scan(layer, pl.stream(integers), name="stack")
     with pytest.raises(ValueError, match=r"stack: its state (up|down) is of int64, which a piece holds as floats"):
         stack.init(weights())

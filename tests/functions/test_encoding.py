@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plimsoll.framework.functions.encoding import decoded, encoded, float_part, with_floats
+from plimsoll.framework.functions.encoding import decode, encode, select_floats, with_floats
 
 DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int4"]
 
@@ -29,8 +29,8 @@ def extremes(dtype: Any) -> np.ndarray:
 def test_integers_are_exact(dtype: str, is_jitted: bool) -> None:
     with jax.enable_x64(True):
         values = jnp.asarray(extremes(dtype))
-        there = jax.jit(encoded) if is_jitted else encoded
-        back = jax.jit(decoded) if is_jitted else decoded
+        there = jax.jit(encode) if is_jitted else encode
+        back = jax.jit(decode) if is_jitted else decode
         held = there({"count": values, "scalar": values[-1]})
         assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(held))
         result = back(held)
@@ -44,18 +44,18 @@ def test_integers_are_exact(dtype: str, is_jitted: bool) -> None:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_are_exact(impl: str) -> None:
     keys = jax.random.split(jax.random.key(7, impl=impl), 3)
-    result = decoded(jax.jit(encoded)(keys))
+    result = decode(jax.jit(encode)(keys))
     assert result.dtype == keys.dtype
     np.testing.assert_array_equal(jax.random.key_data(result), jax.random.key_data(keys))
 
 
-def test_floats_are_what_they_were_and_functions_are_static() -> None:
+def test_floats_round_trip_and_functions_are_static() -> None:
     tree = {"low": jnp.ones(2, jnp.bfloat16), "count": jnp.int32(3), "activation": jnp.tanh, "none": None}
-    held = encoded(tree)
+    held = encode(tree)
     assert held["low"] is tree["low"]
     assert len(jax.tree.leaves(held)) == 2
-    assert float_part(held) == {"low": tree["low"], "count": None, "activation": None, "none": None}
-    replaced = decoded(with_floats(held, {"low": jnp.zeros(2), "count": None, "activation": None, "none": None}))
+    assert select_floats(held) == {"low": tree["low"], "count": None, "activation": None, "none": None}
+    replaced = decode(with_floats(held, {"low": jnp.zeros(2), "count": None, "activation": None, "none": None}))
     assert replaced["activation"] is jnp.tanh
     assert replaced["count"] == 3
     np.testing.assert_array_equal(replaced["low"], 0)

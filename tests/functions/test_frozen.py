@@ -55,7 +55,7 @@ BAD_STEPS = [
 ]
 
 
-def test_a_step_that_leaves_them_alone_passes():
+def test_step_without_extra_buffers_passes():
     arguments = in_float32((PARAMS, BATCH))
     pl.check_frozen(jax.jit(good), *arguments, frozen="params/frozen")
     pl.check_frozen(good, *arguments, frozen={"frozen": arguments[0]["frozen"]})
@@ -72,7 +72,7 @@ def test_a_step_that_makes_another_buffer_fails_and_names_it(step: Callable[...,
 
 
 @pytest.mark.parametrize("name", ["good", *(step.__name__ for step, _, _ in BAD_STEPS)])
-def test_the_same_on_a_tpu_that_is_not_there(name: str):
+def test_same_when_compiled_for_an_absent_tpu(name: str):
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     step = globals()[name]
     if step is good:
@@ -83,7 +83,7 @@ def test_the_same_on_a_tpu_that_is_not_there(name: str):
 
 
 @pytest.mark.pairs
-def test_what_a_tpu_reads_ahead_into_its_chip_is_no_buffer():
+def test_tpu_prefetch_into_vmem_is_not_counted():
     """The TPU prefetches weights that are adjacent in a program, in slices that become one array in on-chip memory."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     layer = {"up": SHAPE((1024, 4096), jnp.bfloat16), "down": SHAPE((4096, 1024), jnp.bfloat16)}
@@ -104,7 +104,7 @@ def test_a_donated_leaf_may_be_returned():
     pl.check_frozen(jax.jit(with_result, donate_argnums=0), *arguments, frozen="params/frozen")
 
 
-def test_of_sharded_leaves_both_the_shard_and_the_whole_count():
+def test_sharded_leaves_count_by_shard_and_whole():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, P(None, "data"))
     params, batch = in_float32((PARAMS, BATCH))
@@ -129,7 +129,7 @@ def test_of_sharded_leaves_both_the_shard_and_the_whole_count():
         ("params/frozen", SHAPE((1536, 1024), jnp.float32), ["batch [1536, 1024] is not frozen", "as many elements"]),
     ],
 )
-def test_a_check_that_could_say_nothing_is_an_error(frozen: str, batch: Any, words: list[str]):
+def test_vacuous_check_is_an_error(frozen: str, batch: Any, words: list[str]):
     with pytest.raises(ValueError) as error:
         pl.check_frozen(good, PARAMS, batch, frozen=frozen)
     for word in words:

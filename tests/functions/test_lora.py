@@ -37,7 +37,7 @@ def train_step(params: Any, adapters: Any, tokens: jax.Array) -> Any:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("quantized", [False, True], ids=["arrays", "nf4"])
-def test_values_and_gradients_are_those_of_merged_weights(quantized: bool):
+def test_values_and_gradients_match_merged_weights(quantized: bool):
     weights = params(quantized)
     adapters = random_adapters(weights, MATRICES)
     assert len(adapters) == 5
@@ -64,11 +64,13 @@ def test_no_stack_in_4_bits_is_dequantized_as_a_whole():
     adapters = jax.eval_shape(lambda: pl.lora_init(jax.random.key(0), shapes, MATRICES, rank=3))
     pl.check_frozen(train_step, shapes, adapters, small_transformer.tokens(), frozen=f"params/layers/({QUANTIZED})")
 
-    def of_dense(params: Any, adapters: Any, tokens: jax.Array) -> Any:
+    def step_with_dense(params: Any, adapters: Any, tokens: jax.Array) -> Any:
         return train_step(dense(params), adapters, tokens)
 
     with pytest.raises(pl.FrozenBufferError, match=r"f64\[5,64,192\].*params/layers/qkv"):
-        pl.check_frozen(of_dense, shapes, adapters, small_transformer.tokens(), frozen=f"params/layers/({QUANTIZED})")
+        pl.check_frozen(
+            step_with_dense, shapes, adapters, small_transformer.tokens(), frozen=f"params/layers/({QUANTIZED})"
+        )
 
 
 @pytest.mark.pairs
@@ -77,11 +79,11 @@ def test_merged_weights_do_cost_a_buffer():
     weights = small_transformer.init("float32")
     adapters = pl.lora_init(jax.random.key(0), weights, MATRICES, rank=3)
 
-    def merged_step(params: Any, adapters: Any, tokens: jax.Array) -> Any:
+    def step_with_merged(params: Any, adapters: Any, tokens: jax.Array) -> Any:
         return jax.value_and_grad(lambda one: small_transformer.loss(pl.lora_merge(params, one), tokens))(adapters)
 
     with pytest.raises(pl.FrozenBufferError, match="params/embed"):
-        pl.check_frozen(merged_step, weights, adapters, small_transformer.tokens(), frozen="params/embed")
+        pl.check_frozen(step_with_merged, weights, adapters, small_transformer.tokens(), frozen="params/embed")
 
 
 @pytest.mark.pairs
@@ -127,7 +129,7 @@ def test_merging_adds_in_float32_and_keeps_the_dtype():
 
 
 @pytest.mark.pairs
-def test_a_quantized_matrix_is_what_it_says():
+def test_quantized_matrix_reports_shape_and_dtype():
     weights = small_transformer.init("float64")["layers"]
     stored = pl.lora_quantize(weights, "up")["up"]
     assert stored.shape == weights["up"].shape
@@ -140,7 +142,7 @@ def test_a_quantized_matrix_is_what_it_says():
 
 
 @pytest.mark.pairs
-def test_the_drawn_factor_is_on_the_side_of_the_inputs():
+def test_random_factor_is_on_the_input_side():
     shapes = {"w": jax.ShapeDtypeStruct((8, 24), "float32"), "kernel": jax.ShapeDtypeStruct((3, 8, 4, 6), "float32")}
     key = jax.random.key(0)
     first = pl.lora_init(key, shapes, "w", rank=2, alpha=8)["w"]
@@ -165,7 +167,7 @@ def test_the_drawn_factor_is_on_the_side_of_the_inputs():
         ("embed", {"matrix_axes": (1, 2)}, ["embed [352, 64] has fewer axes"]),
     ],
 )
-def test_adapters_that_cannot_be_made(target: str, options: dict[str, Any], words: list[str]):
+def test_invalid_adapters_are_refused(target: str, options: dict[str, Any], words: list[str]):
     with pytest.raises(ValueError) as error:
         pl.lora_init(jax.random.key(0), params(), target, **options)
     for word in words:
@@ -173,7 +175,7 @@ def test_adapters_that_cannot_be_made(target: str, options: dict[str, Any], word
 
 
 @pytest.mark.pairs
-def test_adapters_of_another_model():
+def test_adapters_from_another_model_are_refused():
     weights = params()
     adapters = random_adapters(weights, "up")
     with pytest.raises(ValueError, match="'layers/upp' is none of 6 matrices; nearest: 'layers/up'"):

@@ -39,32 +39,32 @@ def x() -> jax.Array:
 
 
 @jax.custom_vjp
-def product_with_own_derivative(x: jax.Array, matrix: jax.Array) -> jax.Array:
+def product_with_custom_jvp(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return x @ matrix
 
 
-product_with_own_derivative.defvjp(
+product_with_custom_jvp.defvjp(
     lambda x, matrix: (x @ matrix, (x, matrix)),
     lambda kept, grad: (grad @ kept[1].T, kept[0].T @ grad),
 )
 
 
 @jax.custom_jvp
-def square_of_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+def square_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.square(x @ matrix)
 
 
-@square_of_product.defjvp
+@square_product.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     x, matrix = primals
     y = x @ matrix
     return jnp.square(y), 2 * y * (tangents[0] @ matrix + x @ tangents[1])
 
 
-def scan_of_carry(p: Any, x: jax.Array) -> jax.Array:
+def scan_with_carry(p: Any, x: jax.Array) -> jax.Array:
     """Use a matrix in the carry of a loop that passes it on unchanged."""
-    turn = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)  # noqa: E731
-    (y, _), _ = lax.scan(turn, (x, p["square"]), None, length=2)
+    body = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)  # noqa: E731
+    (y, _), _ = lax.scan(body, (x, p["square"]), None, length=2)
     return y
 
 
@@ -76,18 +76,18 @@ def scan_with_outputs(p: Any, x: jax.Array) -> jax.Array:
 def scan_over_rows(p: Any, x: jax.Array) -> jax.Array:
     """Scan over the rows of a matrix; all iterations share one B."""
 
-    def turn(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+    def body(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + x[:, 0] * jnp.sin(jnp.arange(COLUMNS, dtype="float64") @ row), None
 
-    return lax.scan(turn, jnp.zeros(4), p["matrix"])[0]
+    return lax.scan(body, jnp.zeros(4), p["matrix"])[0]
 
 
 def while_loop(p: Any, x: jax.Array) -> jax.Array:
-    def turn(state: Any) -> Any:
+    def body(state: Any) -> Any:
         count, y = state
         return count + 1, jnp.tanh(y @ p["square"])
 
-    return lax.while_loop(lambda state: state[0] < 2, turn, (0, x))[1]
+    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
 
 
 def experts(p: Any, x: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
     "scan over rows": scan_over_rows,
     "scan with outputs": scan_with_outputs,
     "scan with the matrix as a constant": lambda p, x: lax.scan(lambda c, _: (c @ p["square"], None), x, length=2)[0],
-    "scan with the matrix in the carry": scan_of_carry,
+    "scan with the matrix in the carry": scan_with_carry,
     "for": lambda p, x: lax.fori_loop(0, LAYERS, lambda i, y: jnp.tanh(y @ p["squares"][i]), x),
     "cond": lambda p, x: lax.cond(x[0, 0] > 0, lambda y: y @ p["square"], lambda y: jnp.sin(y @ p["square"].T), x),
     "switch": lambda p, x: lax.switch(1, [lambda y: y, lambda y: y @ p["square"]], x),
@@ -133,8 +133,8 @@ PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
     "checkpoint that keeps products": lambda p, x: jax.checkpoint(
         lambda matrix, y: jnp.sin(y @ matrix), policy=jax.checkpoint_policies.dots_saveable
     )(p["matrix"], x),
-    "custom_vjp": lambda p, x: product_with_own_derivative(x, p["matrix"]),
-    "custom_jvp": lambda p, x: square_of_product(x, p["matrix"]),
+    "custom_vjp": lambda p, x: product_with_custom_jvp(x, p["matrix"]),
+    "custom_jvp": lambda p, x: square_product(x, p["matrix"]),
     "an activation with its own derivative": lambda p, x: jax.nn.relu(x @ p["matrix"]),
 }
 
@@ -165,7 +165,7 @@ COSTLY = {"cast", "times a number", "einsum over a stack", "vmap over a stack", 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", PATHS)
-def test_it_makes_nothing_of_the_size_of_the_matrix(name: str):
+def test_nothing_has_the_size_that_the_matrix_has(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(PATHS[name](p, x)))
 
@@ -215,18 +215,18 @@ def test_all_transformations_around_it():
     adapters = random_adapters(p, "matrix")
     with_adapters = pl.with_lora(lambda p, x: jnp.sin(x @ p["matrix"]))
 
-    def merged(adapters: Any, x: jax.Array) -> jax.Array:
+    def apply_merged(adapters: Any, x: jax.Array) -> jax.Array:
         return jnp.sin(x @ pl.lora_merge(p, adapters)["matrix"])
 
     # A batch of two adapters for one matrix.
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), adapters)
     both = jax.vmap(with_adapters, in_axes=(None, 0, None))(p, two, x())
-    assert_close(both, jax.vmap(merged, in_axes=(0, None))(two, x()))
+    assert_close(both, jax.vmap(apply_merged, in_axes=(0, None))(two, x()))
     rows = jax.jit(jax.vmap(with_adapters, in_axes=(None, None, 0)))(p, adapters, x())
-    assert_close(rows, merged(adapters, x()))
+    assert_close(rows, apply_merged(adapters, x()))
     tangents = jax.tree.map(jnp.ones_like, adapters)
     _, forward = jax.jvp(lambda one: with_adapters(p, one, x()), (adapters,), (tangents,))
-    _, expected = jax.jvp(lambda one: merged(one, x()), (adapters,), (tangents,))
+    _, expected = jax.jvp(lambda one: apply_merged(one, x()), (adapters,), (tangents,))
     assert_close(forward, expected)
 
     def curvature(function: Any) -> Any:
@@ -234,12 +234,12 @@ def test_all_transformations_around_it():
 
     second = curvature(lambda one: jnp.sum(with_adapters(p, one, x())))
     for given, wanted in zip(
-        jax.tree.leaves(second), jax.tree.leaves(curvature(lambda one: jnp.sum(merged(one, x())))), strict=True
+        jax.tree.leaves(second), jax.tree.leaves(curvature(lambda one: jnp.sum(apply_merged(one, x())))), strict=True
     ):
         assert_close(given, wanted)
 
 
-def test_results_of_an_inner_jit_are_where_it_says():
+def test_inner_jit_results_keep_their_shardings():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     by_rows = NamedSharding(mesh, P("data"))
     inner = jax.jit(lambda matrix, x: x @ matrix, out_shardings=by_rows)
@@ -263,11 +263,11 @@ def test_the_matrix_itself_may_be_trained_as_well():
 
 
 def test_a_matrix_that_is_not_differentiated_stays_so():
-    def stopped(p: Any, x: jax.Array) -> jax.Array:
+    def loss_without_gradient(p: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(x @ lax.stop_gradient(p["matrix"])))
 
     adapters = random_adapters(params(), "matrix")
-    gradient = jax.grad(pl.with_lora(stopped), argnums=1)(params(), adapters, x())
+    gradient = jax.grad(pl.with_lora(loss_without_gradient), argnums=1)(params(), adapters, x())
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Callable[[Any, jax.Array], jax.Array], str]] = {
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(name: str):
+def test_other_uses_are_refused_or_materialized_on_request(name: str):
     function, place = REFUSED[name]
     # Some refused functions use two matrices or a stack.
     paths = {"two matrices": "matrix|square$", "concatenated": "matrix|square$", "a sum over a stack": "stack"}
@@ -311,14 +311,14 @@ def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(nam
     assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance, materialize=".")
 
 
-def test_inputs_of_a_matrix_in_4_bits_are_not_cut():
+def test_inputs_to_a_4bit_matrix_are_not_sliced():
     stored = pl.lora_quantize({"w": jnp.ones((128, 4))}, "w")
     with pytest.raises(pl.AdapterError, match="w: the matrix reaches `slice`"):
         pl.with_lora(lambda p, x: x @ p["w"][:64])(stored, {}, jnp.ones((2, 64)))
 
 
 @pytest.mark.pairs
-def test_rows_of_a_matrix_in_4_bits_are_refused():
+def test_rows_from_a_4bit_matrix_are_refused():
     quantized = pl.lora_quantize({"embed": jnp.ones((64, 4))}, "embed")
     with pytest.raises(pl.AdapterError, match="embed: the matrix reaches `gather`"):
         pl.with_lora(lambda p, index: p["embed"][index])(quantized, {}, jnp.asarray([3]))
@@ -327,7 +327,7 @@ def test_rows_of_a_matrix_in_4_bits_are_refused():
 
 
 @pytest.mark.pairs
-def test_sums_of_a_narrow_dtype_are_in_float32():
+def test_narrow_dtypes_sum_in_float32():
     """x A is scaled by 1/3 before it is rounded; the result is not a rounded third of a rounded value."""
     adapters = {"w": pl.Adapter(jnp.full((256, 1), 1.0), jnp.ones((1, 2)), 1 / 3)}
     frozen = {"w": jnp.zeros((256, 2), "bfloat16")}
@@ -336,6 +336,6 @@ def test_sums_of_a_narrow_dtype_are_in_float32():
     np.testing.assert_array_equal(result, jnp.full((1, 2), 256 / 3, "bfloat16"))
 
 
-def test_a_regex_that_is_none_is_named_at_once() -> None:
+def test_invalid_regex_is_named_immediately() -> None:
     with pytest.raises(ValueError, match=r"materialize = '\(' is no regular expression"):
         pl.with_lora(lambda params, x: x, materialize="(")

@@ -68,7 +68,7 @@ def test_a_transformer_by_hand_with_a_tied_table(name: str) -> None:
 
 @pytest.mark.once("lion")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_transformer_of_flax_linen(name: str) -> None:
+def test_flax_linen_transformer(name: str) -> None:
     """The model has two blocks, one of them under flax's remat, between a tied embedding and head."""
     nn = pytest.importorskip("flax.linen")
     dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
@@ -104,7 +104,7 @@ def test_a_transformer_of_flax_linen(name: str) -> None:
 def test_flax_nnx() -> None:
     nnx = pytest.importorskip("flax.nnx")
     module = nnx.Linear(DIM, DIM, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    graph, weights_of_module = nnx.split(module)
+    graph, module_weights = nnx.split(module)
     optimizer = optax.adamw(0.01)
     x = random(0, 3, DIM)
 
@@ -112,15 +112,15 @@ def test_flax_nnx() -> None:
         return nnx.merge(graph, weights)(x)
 
     layer = pl.eager(piece, optimizer, name="linear")
-    weights = {"linear": weights_of_module}
-    actual = eager_steps(lambda t: layer(t["linear"], x).sum(), {"linear": layer.init(weights_of_module)})
+    weights = {"linear": module_weights}
+    actual = eager_steps(lambda t: layer(t["linear"], x).sum(), {"linear": layer.init(module_weights)})
     expected = plain_steps(lambda w: piece(w["linear"], x).sum(), optimizer, weights)
     assert_equal(actual, expected)
 
 
 @pytest.mark.once("momentum", "adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_transformer_of_equinox(name: str) -> None:
+def test_equinox_transformer(name: str) -> None:
     """The module has leaves that are not arrays: an activation function and sizes."""
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 2)
@@ -144,10 +144,10 @@ def test_a_transformer_of_equinox(name: str) -> None:
     trained = layer.init(model)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     step = jax.jit(jax.grad(lambda trained: jnp.sin(layer(trained, x)).sum()))
-    gradient_of = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sin(jax.vmap(model)(x)).sum()))
+    compute_gradient = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sin(jax.vmap(model)(x)).sum()))
     for _ in range(3):
         trained = step(trained)
-        updates, state = optimizer.update(gradient_of(model), state, eqx.filter(model, eqx.is_inexact_array))
+        updates, state = optimizer.update(compute_gradient(model), state, eqx.filter(model, eqx.is_inexact_array))
         model = eqx.apply_updates(model, updates)
     assert trained.weights.mlp.activation is model.mlp.activation
     actual = eqx.filter(trained.weights, eqx.is_inexact_array)

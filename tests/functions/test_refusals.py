@@ -24,7 +24,7 @@ STACK = pl.eager_scan(lambda weights, x, _: (dense(weights, x), None), optax.sgd
 KINDS = {"piece": LAYER, "shared weights": SHARED, "stack": STACK}
 
 
-def weights_of(layer: Any) -> Any:
+def make_weights(layer: Any) -> Any:
     """Return the weights, as a stack of one layer if `layer` is STACK."""
     return jax.tree.map(lambda leaf: leaf[None], WEIGHTS) if layer is STACK else WEIGHTS
 
@@ -97,7 +97,7 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
         outputs = [output(layer, trained, INPUT).sum() for _ in range(2)]
         return outputs[0] * outputs[1]
 
-    trained = layer.init(weights_of(layer))
+    trained = layer.init(make_weights(layer))
     with pytest.raises(ValueError, match=f"{layer.name!r} is used twice"):
         jax.grad(loss)(trained)
     # An evaluation may use it any number of times, jitted or not.
@@ -108,7 +108,7 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_the_backward_pass(kind: str) -> None:
     layer = KINDS[kind]
-    trained = layer.init(weights_of(layer))
+    trained = layer.init(make_weights(layer))
 
     def loss(trained: pl.Trained, x: jax.Array) -> jax.Array:
         return output(layer, trained, x).sum()
@@ -128,14 +128,14 @@ def test_vmap_over_the_backward_pass(kind: str) -> None:
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_second_derivatives(is_jitted: bool, kind: str) -> None:
     layer = KINDS[kind]
-    trained = layer.init(weights_of(layer))
+    trained = layer.init(make_weights(layer))
 
     def loss(trained: pl.Trained, x: jax.Array) -> jax.Array:
         return jnp.square(output(layer, trained, x)).sum()
 
     def twice(x: jax.Array) -> jax.Array:
-        of_weights, of_input = jax.grad(loss, (0, 1))(trained, x)
-        return of_weights.weights["kernel"].sum() + of_input.sum()
+        weights_gradient, input_gradient = jax.grad(loss, (0, 1))(trained, x)
+        return weights_gradient.weights["kernel"].sum() + input_gradient.sum()
 
     with pytest.raises(ValueError, match=f"{layer.name}: it is updated in the backward pass, which has no derivative"):
         jax.grad(jax.jit(twice) if is_jitted else twice)(INPUT)
@@ -181,7 +181,7 @@ def test_weights_that_cannot_be_trained() -> None:
         LAYER(WEIGHTS, INPUT)  # pyright: ignore[reportArgumentType]
 
 
-def test_rules_that_are_none() -> None:
+def test_invalid_rules_are_refused() -> None:
     with pytest.raises(TypeError, match="dense: expected an optax transformation or a function"):
         pl.eager(dense, 0.1, name="dense")
     with pytest.raises(ValueError, match=r"dense: max_update_rms = 1\.0 with a rule that is a function"):
@@ -200,8 +200,8 @@ def test_rules_that_are_none() -> None:
 def test_a_rule_that_returns_something_else(rule: Any, message: str) -> None:
     layer = pl.eager(dense, rule, name="dense", mixes=True)
     with pytest.raises(ValueError, match=f"dense: the rule returned {message}"):
-        jax.grad(once_of(layer))(layer.init(WEIGHTS))
+        jax.grad(call_once(layer))(layer.init(WEIGHTS))
 
 
-def once_of(layer: Any) -> Callable[[pl.Trained], jax.Array]:
+def call_once(layer: Any) -> Callable[[pl.Trained], jax.Array]:
     return lambda trained: layer(trained, INPUT).sum()

@@ -25,7 +25,7 @@ def pair() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return pl.additive_coupling(lambda w, x: branch(w["f"], x), lambda w, x: branch(w["g"], x))
 
 
-def coupled(weights: Any, x: Any) -> Any:
+def run_coupled(weights: Any, x: Any) -> Any:
     return pl.reversible_scan(*pair(), weights, x)
 
 
@@ -58,7 +58,7 @@ def temporary_bytes(run: Callable[[Any, Any], Any], layers: int, device: Any) ->
     return analysis.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("run", [coupled, unknown])
+@pytest.mark.parametrize("run", [run_coupled, unknown])
 def test_temporaries_are_flat_on_cpu(run: Callable[[Any, Any], Any]) -> None:
     device = jax.devices("cpu")[0]
     few = temporary_bytes(run, FEW, device)
@@ -68,7 +68,7 @@ def test_temporaries_are_flat_on_cpu(run: Callable[[Any, Any], Any]) -> None:
     assert many < 32 * STREAM_BYTES
 
 
-def test_temporaries_of_a_plain_scan_grow_on_cpu() -> None:
+def test_plain_scan_temporaries_grow_on_cpu() -> None:
     """Each additional layer adds at least the residuals of two branches."""
     device = jax.devices("cpu")[0]
     grown = temporary_bytes(plain, MANY, device) - temporary_bytes(plain, FEW, device)
@@ -81,10 +81,10 @@ def test_temporaries_are_flat_on_tpu() -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     from plimsoll.framework.plan import targets
 
-    targets.environment("v5e-1")
+    targets.set_environment("v5e-1")
     device = targets.resolve("v5e-1").devices()[0]
-    few = temporary_bytes(coupled, FEW, device)
-    many = temporary_bytes(coupled, MANY, device)
+    few = temporary_bytes(run_coupled, FEW, device)
+    many = temporary_bytes(run_coupled, MANY, device)
     assert many <= few + STREAM_BYTES
     grown = temporary_bytes(plain, MANY, device) - temporary_bytes(plain, FEW, device)
     assert grown >= (MANY - FEW) * 2 * STREAM_BYTES

@@ -108,7 +108,7 @@ def trees() -> Layers:
     return Layers(*pl.additive_coupling(f, g), matrices(0), (first, second))
 
 
-def unfused() -> Layers:
+def opaque_coupling() -> Layers:
     """Return a coupling with wrapped functions, so that the scan does not recognize the coupling."""
     layers = with_inputs()
     return layers._replace(
@@ -117,7 +117,7 @@ def unfused() -> Layers:
     )
 
 
-ALL = [linear, nonlinear, with_inputs, handwritten, trees, unfused]
+ALL = [linear, nonlinear, with_inputs, handwritten, trees, opaque_coupling]
 
 
 def plain_scan(layers: Layers) -> Any:
@@ -147,10 +147,10 @@ def loss(y: Any) -> jax.Array:
 
 
 def gradients(run: Callable[[Layers], Any], layers: Layers) -> Any:
-    def loss_of(weights: Any, x: Any, xs: Any) -> jax.Array:
+    def compute_loss(weights: Any, x: Any, xs: Any) -> jax.Array:
         return loss(run(layers._replace(weights=weights, x=x, xs=xs)))
 
-    return jax.grad(loss_of, (0, 1, 2), allow_int=True)(layers.weights, layers.x, layers.xs)
+    return jax.grad(compute_loss, (0, 1, 2), allow_int=True)(layers.weights, layers.x, layers.xs)
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
@@ -167,11 +167,11 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("make", ALL)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layers], jit: bool) -> None:
+def test_values_and_gradients_match_a_plain_scan(make: Callable[[], Layers], jit: bool) -> None:
     layers = make()
-    gradients_of = functools.partial(gradients, layers=layers)
-    expected = gradients_of(plain_scan)
-    actual = jax.jit(lambda: gradients_of(reversible))() if jit else gradients_of(reversible)
+    compute_gradients = functools.partial(gradients, layers=layers)
+    expected = compute_gradients(plain_scan)
+    actual = jax.jit(lambda: compute_gradients(reversible))() if jit else compute_gradients(reversible)
     # Leaves without a gradient are float0 in both.
     assert_close(actual, expected)
     # The forward program is the same, so the values are equal bit for bit.
@@ -194,7 +194,7 @@ def test_a_wrong_inverse_shows_in_the_gradients() -> None:
         assert_close(gradients(reversible, layers._replace(inverse=wrong)), expected)
 
 
-def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coupling_is_evaluated_once_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a coupling calls its two functions, with 3 matrix products for each.
 
     These are the value, and the cotangents of weights and x. Unknown functions also cost the inverse.
@@ -215,14 +215,14 @@ def test_a_coupling_is_evaluated_once_on_the_way_back(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("make", [nonlinear, unfused])
+@pytest.mark.parametrize("make", [nonlinear, opaque_coupling])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[[], Layers], jit: bool) -> None:
     """The gradients are those of jax.lax.scan, also with integers and keys among the arrays, and in nested jits."""
     layers = make()
     key = jax.random.key(3)
 
-    def loss_of(run: Callable[[Layers], Any], scale: jax.Array, shift: jax.Array) -> jax.Array:
+    def compute_loss(run: Callable[[Layers], Any], scale: jax.Array, shift: jax.Array) -> jax.Array:
         codes = jnp.arange(DIM) + jnp.int32(jnp.round(0.0 * scale))
         traced_key = jax.random.fold_in(key, codes[0])
 
@@ -231,7 +231,7 @@ def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[
             return jnp.tanh(x @ w["f"] * scale + shift + codes) + noise * scale
 
         forward, inverse = pl.additive_coupling(branch, lambda w, x, *layer_xs: x @ w["g"] * shift)
-        if make is unfused:
+        if make is opaque_coupling:
             bound = forward
             forward = lambda *args: bound(*args)  # noqa: E731
         return loss(run(layers._replace(forward=forward, inverse=inverse)))
@@ -239,7 +239,7 @@ def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[
     arguments = (jnp.float64(0.3), normal(9, DIM))
 
     def both(run: Callable[[Layers], Any]) -> Any:
-        inner = functools.partial(loss_of, run)
+        inner = functools.partial(compute_loss, run)
         gradient = jax.grad(jax.jit(inner) if jit else inner, (0, 1))
         return jax.jit(gradient)(*arguments) if jit else gradient(*arguments)
 
@@ -252,19 +252,19 @@ def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
     """This covers jax.vmap over x, and jax.checkpoint."""
     layers = make()
 
-    def of_x(run: Callable[[Layers], Any], x: Any) -> Any:
-        def loss_of(x: Any) -> jax.Array:
+    def compute_gradient(run: Callable[[Layers], Any], x: Any) -> Any:
+        def compute_loss(x: Any) -> jax.Array:
             return loss(run(layers._replace(x=x)))
 
-        return jax.grad(jax.checkpoint(loss_of), allow_int=True)(x)
+        return jax.grad(jax.checkpoint(compute_loss), allow_int=True)(x)
 
     def three(leaf: jax.Array) -> jax.Array:
         stack = jnp.stack([leaf] * 3)
         return stack + jnp.arange(3.0).reshape(3, 1, 1) if numbers([leaf]) else stack
 
     batch = jax.tree.map(three, layers.x)
-    expected = jax.vmap(functools.partial(of_x, plain_scan))(batch)
-    assert_close(jax.vmap(functools.partial(of_x, reversible))(batch), expected)
+    expected = jax.vmap(functools.partial(compute_gradient, plain_scan))(batch)
+    assert_close(jax.vmap(functools.partial(compute_gradient, reversible))(batch), expected)
 
 
 @pytest.mark.pairs
@@ -289,16 +289,16 @@ def test_dtypes_may_be_mixed() -> None:
     assert_close(actual, gradients(plain_scan, layers), 2e-2)
 
 
-def test_layers_of_equinox() -> None:
+def test_equinox_layers() -> None:
     """The modules have functions among their leaves and are stacked by jax.vmap."""
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), (2, LAYERS))
 
-    def stacked(keys: jax.Array) -> Any:
+    def make_stack(keys: jax.Array) -> Any:
         make = eqx.filter_vmap(lambda key: eqx.nn.MLP(DIM, DIM, 8, 2, key=key, dtype=jnp.float64))
         return make(keys)
 
-    weights = (stacked(keys[0]), stacked(keys[1]))
+    weights = (make_stack(keys[0]), make_stack(keys[1]))
     assert any(callable(leaf) for leaf in jax.tree.leaves(weights))
     pair = pl.additive_coupling(lambda w, x: jax.vmap(w[0])(x), lambda w, x: jax.vmap(w[1])(x))
     layers = Layers(*pair, weights, (normal(2, *STREAMS), normal(3, *STREAMS)))
@@ -325,7 +325,7 @@ def test_no_layers_leave_x_as_it_is() -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def loss_of_x(first: jax.Array) -> jax.Array:
+def compute_loss_for(first: jax.Array) -> jax.Array:
     layers = nonlinear()
     return loss(reversible(layers._replace(x=(first, layers.x[1]))))
 
@@ -333,22 +333,22 @@ def loss_of_x(first: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("derivative", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))], ids=["jacfwd", "jvp"])
 def test_forward_mode_is_refused_by_name(derivative: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"reversible_scan: no forward-mode derivatives.*jax\.grad"):
-        derivative(loss_of_x)(normal(2, *STREAMS))
+        derivative(compute_loss_for)(normal(2, *STREAMS))
     # If the function is jitted, JAX itself refuses.
     with pytest.raises(TypeError, match="forward-mode"):
-        derivative(jax.jit(loss_of_x))(normal(2, *STREAMS))
+        derivative(jax.jit(compute_loss_for))(normal(2, *STREAMS))
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_second_derivatives_are_refused_by_name(jit: bool) -> None:
-    first = jax.jit(jax.grad(loss_of_x)) if jit else jax.grad(loss_of_x)
+    first = jax.jit(jax.grad(compute_loss_for)) if jit else jax.grad(compute_loss_for)
     for second in (jax.grad(lambda x: first(x).sum()), jax.jacfwd(first)):
         with pytest.raises(TypeError, match="reversible_scan: no second derivatives"):
             second(normal(2, *STREAMS))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_shapes_are_named() -> None:
     layers = linear()
     short = {**layers.weights, "g": layers.weights["g"][1:]}
     with pytest.raises(ValueError, match=r"expected one L for all.*weights\['f'\] is of 6 layers, weights\['g'\] of 5"):
@@ -384,7 +384,7 @@ def test_a_changed_carry_is_named(name: str) -> None:
 # --- drift -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_of_an_inverse_is_told_by_dtype() -> None:
+def test_inverse_error_is_reported_by_dtype() -> None:
     """Over 256 layers, bfloat16 streams drift, while float32 streams with the same branches hardly do."""
     count = 256
     weights = normal(0, count, DIM, DIM, dtype="bfloat16")
@@ -415,11 +415,11 @@ def test_the_error_is_the_one_by_hand() -> None:
     assert {name: float(error) for name, error in errors.items()} == {"a": 0.25, "zero": 0.5}
 
 
-def test_the_way_back_of_a_coupling_needs_its_own_pair() -> None:
+def test_coupling_inverse_must_match_its_forward() -> None:
     """The inverse of another coupling is treated as an unknown function."""
     layers = linear()
     other = nonlinear()
     shapes = (layers.weights,)
-    mixed = reversible_layer.layer_of(layers.forward, other.inverse, shapes, layers.x)
-    matching = reversible_layer.layer_of(layers.forward, layers.inverse, shapes, layers.x)
+    mixed = reversible_layer.make_layer(layers.forward, other.inverse, shapes, layers.x)
+    matching = reversible_layer.make_layer(layers.forward, layers.inverse, shapes, layers.x)
     assert type(mixed) is not type(matching)

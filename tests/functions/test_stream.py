@@ -27,7 +27,7 @@ def parameters() -> dict[str, Any]:
     return {"layers": [random(0, *SHAPES["stack"])], "head": (random(1, 512, 512), random(2, 8))}
 
 
-def gradients_of(params: Any, seed: int) -> Any:
+def make_gradients(params: Any, seed: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.sin(leaf * 5 + seed), params)
 
 
@@ -39,7 +39,7 @@ def steps(optimizer: Any, params: Any, **extra_args: Any) -> tuple[Any, Any, Any
     """
 
     def step(params: Any, state: Any, seed: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(gradients_of(params, seed), state, params, **extra_args)
+        updates, state = optimizer.update(make_gradients(params, seed), state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
@@ -82,11 +82,11 @@ def test_optimizers_without_state_and_with_branches(name: str) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((4, 256, 512), 1 << 18), ((4, 8, 128, 64), 1 << 16)], ids=str)
-def test_slices_of_two_axes(shape: tuple[int, ...], chunk_bytes: int) -> None:
+def test_two_axes_are_sliced(shape: tuple[int, ...], chunk_bytes: int) -> None:
     """One index of the first axis has more bytes than a chunk, so the second axis is sliced too."""
     params = {"stack": random(0, *shape)}
     optimizer = pl.stream(optax.adamw(0.01), chunk_bytes=chunk_bytes)
-    assert loops_of(optimizer, params) == [params["stack"].nbytes // chunk_bytes]
+    assert get_loop_lengths(optimizer, params) == [params["stack"].nbytes // chunk_bytes]
     new_params, new_state, _ = steps(optimizer, params)
     expected_params, expected_state, _ = steps(optax.adamw(0.01), params)
     assert_equal((new_params, jax.device_get(new_state)), (expected_params, jax.device_get(expected_state)))
@@ -100,7 +100,7 @@ def test_a_pattern_chooses_the_leaves() -> None:
 
 
 @pytest.mark.pairs
-def test_the_factor_of_a_clip_is_exact() -> None:
+def test_gradient_clip_factor_is_exact() -> None:
     factor = 0.25
     new_params, _, _ = steps(pl.stream(optax.lion(0.01)), parameters(), gradient_factor=factor)
     # Lion's step is a sign, so scaling the gradients changes only the momentum; SGD's step shows it directly.
@@ -113,7 +113,7 @@ def test_the_factor_of_a_clip_is_exact() -> None:
 
 
 @pytest.mark.pairs
-def test_updates_of_another_dtype_than_the_gradients() -> None:
+def test_updates_with_another_dtype_than_the_gradients() -> None:
     params = {"kernel": random(0, 1024, 512).astype(jnp.float32)}
     optimizer = optax.chain(optax.stateless(lambda updates, _: jax.tree.map(wide, updates)), optax.adam(0.01))
     streamed = pl.stream(optimizer, chunk_bytes=1 << 20)
@@ -129,7 +129,7 @@ def wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.float32)
 
 
-def loops_of(optimizer: Any, params: Any) -> list[int]:
+def get_loop_lengths(optimizer: Any, params: Any) -> list[int]:
     """Return the number of iterations of each loop of an update; 0 for a while loop, which reads it from an array."""
     state = optimizer.init(params)
     program = jax.make_jaxpr(optimizer.update)(params, state, params)
@@ -143,10 +143,10 @@ def loops_of(optimizer: Any, params: Any) -> list[int]:
     [(optax.adamw(0.01), [4, 2]), (optax.contrib.muon(0.01), [4, 0]), (optax.lamb(0.01), [0, 0])],
     ids=["element", "matrix", "tensor"],
 )
-def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
+def test_updates_are_chunked_where_possible(optimizer: Any, turns: list[int]) -> None:
     """Layers have 1 MiB each and the matrix 2 MiB; a rule that looks at a whole tensor is not sliced."""
     params = {"a": random(0, 4, 256, 512), "b": random(1, 512, 512)}
-    assert loops_of(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
+    assert get_loop_lengths(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
     [optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), optax.apply_if_finite(optax.adam(0.1), 3)],
     ids=["norm", "finite"],
 )
-def test_what_looks_at_all_tensors_is_refused(optimizer: Any) -> None:
+def test_global_optimizers_are_refused(optimizer: Any) -> None:
     with pytest.raises(ValueError, match="stream: the optimizer looks at several tensors together"):
         pl.stream(optimizer).init(parameters())
 

@@ -7,10 +7,10 @@ import pytest
 
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
 from plimsoll.framework.data.tokenizers import ByteTokenizer
-from plimsoll.framework.inference.chat import TemplateForm, TranscriptForm, Turn, form_of
+from plimsoll.framework.inference.chat import ChatTurn, TemplateFormat, TranscriptFormat, get_chat_format
 from tests.support import chats, pretrained
 
-TURNS = [Turn("who are you?", "I am a model"), Turn("and you?", "a lazy dog")]
+TURNS = [ChatTurn("who are you?", "I am a model"), ChatTurn("and you?", "a lazy dog")]
 
 
 def tokenizer(folder: Path, family: str, **facts: Any) -> PretrainedTokenizer:
@@ -21,10 +21,10 @@ def tokenizer(folder: Path, family: str, **facts: Any) -> PretrainedTokenizer:
 
 @pytest.mark.once("chatml", "mistral")
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_the_models_own_template(tmp_path: Path, family: str) -> None:
+def test_model_template_is_used(tmp_path: Path, family: str) -> None:
     made = tokenizer(tmp_path, family)
-    form = form_of(made, {})
-    assert isinstance(form, TemplateForm)
+    form = get_chat_format(made, {})
+    assert isinstance(form, TemplateFormat)
     messages = [
         {"role": "user", "content": "who are you?"},
         {"role": "assistant", "content": "I am a model"},
@@ -46,22 +46,22 @@ def test_the_models_own_template(tmp_path: Path, family: str) -> None:
 
 def test_a_model_without_template_continues_a_transcript(tmp_path: Path) -> None:
     made = tokenizer(tmp_path, "chatml", chat_template=None)
-    assert isinstance(form_of(made, {}), TranscriptForm)
-    form = form_of(ByteTokenizer(), {})
+    assert isinstance(get_chat_format(made, {}), TranscriptFormat)
+    form = get_chat_format(ByteTokenizer(), {})
     tokens = form.encode("Be kind.", TURNS[:1], "and?")
     expected = "Be kind.\n\nUser: who are you?\nAssistant: I am a model\nUser: and?\nAssistant:"
     assert ByteTokenizer().decode(tokens) == expected
 
 
-def test_whole_turns_are_left_out_and_as_few_as_possible() -> None:
-    turns = [Turn("x" * (7 * number % 40), "y") for number in range(13)]
-    form = TranscriptForm(ByteTokenizer())
+def test_as_few_whole_messages_as_possible_are_dropped() -> None:
+    turns = [ChatTurn("x" * (7 * number % 40), "y") for number in range(13)]
+    form = TranscriptFormat(ByteTokenizer())
     for context in range(60, 700, 9):
         chat = chats.chat(chats.Script(), context=context, max_new_tokens=20)
         prompt = chat.prompt("s", turns, "question")
         lengths = [len(form.encode("s", turns[number:], "question")) for number in range(14)]
-        assert prompt.turns_left_out == next(number for number in range(14) if lengths[number] <= context - 20)
-        assert prompt.tokens == form.encode("s", turns[prompt.turns_left_out :], "question")
+        assert prompt.num_dropped_turns == next(number for number in range(14) if lengths[number] <= context - 20)
+        assert prompt.tokens == form.encode("s", turns[prompt.num_dropped_turns :], "question")
     with pytest.raises(ValueError, match=r"prompt of 128 tokens.* of 100 .* has room for 80"):
         chats.chat(chats.Script(), context=100, max_new_tokens=20).prompt(None, turns, "z" * 110)
     with pytest.raises(ValueError, match="no Unicode text"):

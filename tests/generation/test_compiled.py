@@ -20,17 +20,17 @@ ROWS, SLOTS = 8, 2048
 def tpu():
     """Set up the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    targets.environment("v5e-1")
+    targets.set_environment("v5e-1")
 
 
-def decode_memory(*, hosted: bool) -> Any:
+def decode_memory(*, offloaded: bool) -> Any:
     """Return the memory analysis of decoding with 8 layers of width 1024: 196 MiB of weights, 512 MiB of cache."""
     model = llama_model(layers=8, heads=8, dim=1024, hidden=2816, vocab_size=1024)
     model.param_dtype = model.compute_dtype = "bfloat16"
     experiment = small.experiment(model, batch=1).instantiate()
     program = Program(experiment, targets.resolve("v5e-1").devices(), training=False)
     specs = dict(program.layout.specs["parameter"])
-    if hosted:
+    if offloaded:
         specs["stack"] = move_to_host(specs["stack"], "pinned_host", stacked=True, min_bytes=0)
     layout = StateLayout({**program.layout.specs, "parameter": specs}, program.mesh)
     generator = Generator(program, layout.abstract())
@@ -47,8 +47,8 @@ def decode_memory(*, hosted: bool) -> Any:
 
 
 @pytest.mark.slow
-def test_a_token_copies_neither_the_cache_nor_a_hosted_stack() -> None:
-    here, there = decode_memory(hosted=False), decode_memory(hosted=True)
+def test_decoding_copies_neither_cache_nor_offloaded_stack() -> None:
+    here, there = decode_memory(offloaded=False), decode_memory(offloaded=True)
     assert here.alias_size_in_bytes == there.alias_size_in_bytes == 512 << 20
     assert here.temp_size_in_bytes < 64 << 20
     assert here.host_argument_size_in_bytes == 0

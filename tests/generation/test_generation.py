@@ -22,7 +22,7 @@ PROMPTS = [[1, 2, 3], [5, 9, 33, 2, 60, 7, 7, 12, 1], [7]]
 NEW = 12
 
 
-def alternating() -> Config:
+def make_alternating_model() -> Config:
     """Return a model that alternates local and global layers, with soft caps, like Gemma 2."""
     model = small.llama(stack__num_layers=4)
     local, everywhere = small.block(model).copy(), small.block(model).copy()
@@ -33,13 +33,13 @@ def alternating() -> Config:
     return model
 
 
-def shared() -> Config:
-    model = alternating()
+def make_shared_model() -> Config:
+    model = make_alternating_model()
     model.stack.shared = [1]
     return model
 
 
-def experts() -> Config:
+def make_expert_model() -> Config:
     """Return a model with experts in every second layer, whose router has buffers in addition to the cache."""
     model = small.llama(stack__num_layers=4)
     dense, sparse = small.block(model).copy(), small.block(model).copy()
@@ -54,9 +54,9 @@ MODELS = {
     "gpt2": small.gpt2,
     "llama-gqa": small.llama,
     "window": lambda: small.llama(stack__pattern__0__attention__window=5),
-    "alternating": alternating,
-    "shared": shared,
-    "experts": experts,
+    "alternating": make_alternating_model,
+    "shared": make_shared_model,
+    "experts": make_expert_model,
     "qk-norm": lambda: small.llama(stack__pattern__0__attention__qk_norm=config_for(RMSNorm)),
     "latent": lambda: with_latents(small.llama()),
     "latent-lora": lambda: with_latents(small.llama(lora=config_for(LoRA)), query_rank=None),
@@ -72,17 +72,17 @@ SHARDED = {"data": 2, "fsdp": 2, "model": 2}
 
 
 @cache
-def started(name: str, mesh: frozenset[tuple[str, int]] | None = None) -> tuple[Program, Any, Generator]:
+def start_generator(name: str, mesh: frozenset[tuple[str, int]] | None = None) -> tuple[Program, Any, Generator]:
     """Return the program of one of MODELS, its initial state, and a generator.
 
     With a mesh, the state is the one-device state, resharded. Tests share the results and must not change them.
     """
     built = program(MODELS[name](), mesh and dict(mesh))
-    state = jax.device_put(started(name)[1], built.layout.shardings()) if mesh else built.init()
+    state = jax.device_put(start_generator(name)[1], built.layout.shardings()) if mesh else built.init()
     return built, state, Generator(built, state)
 
 
-def without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+def decode_without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Decode greedily, running the whole sequence through the model for each token."""
     rows, model = [list(prompt) for prompt in prompts], program.experiment.model
     logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), state["buffer"]))
@@ -99,10 +99,10 @@ def without_cache(program: Program, state: Any, prompts: list[list[int]], count:
 
 @pytest.mark.once("llama-gqa")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
-    one, state, generator = started(name)
+def test_padded_batch_equals_single_rows_without_a_cache(name: str) -> None:
+    one, state, generator = start_generator(name)
     got = generator(PROMPTS, Sampling(NEW))
-    assert got == without_cache(one, state, PROMPTS, NEW)
+    assert got == decode_without_cache(one, state, PROMPTS, NEW)
     assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
 
 
@@ -121,11 +121,11 @@ def talk(generator: Generator, prompt: list[int], count: int, stop_after: int | 
     "name",
     ["gpt2", "window", "alternating", "experts", "latent", "alternating on a mesh", "latent on a mesh"],
 )
-def test_a_conversation_reads_what_is_new_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_prefills_only_new_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, is_sharded = name.partition(" on a ")
     mesh = frozenset({"data": 2, "fsdp": 1, "seq": 2, "model": 2}.items()) if is_sharded else None
-    generator = started(model, mesh)[2]
-    alone, first_state, _ = started(model)
+    generator = start_generator(model, mesh)[2]
+    alone, first_state, _ = start_generator(model)
     read: list[str] = []
     for function in ("_prefill", "_extend"):
         original = getattr(generator, function)
@@ -135,24 +135,24 @@ def test_a_conversation_reads_what_is_new_alone(name: str, monkeypatch: pytest.M
     for new_tokens, length, stop_after in [([], 4, None), ([3, 1], 3, None), ([9], 5, 2), ([8, 8, 4], 2, None)]:
         prompt = [*prompt, *new_tokens]
         answer = talk(generator, prompt, length, stop_after)
-        assert answer == without_cache(alone, first_state, [prompt], stop_after or length)[0], prompt
+        assert answer == decode_without_cache(alone, first_state, [prompt], stop_after or length)[0], prompt
         prompt = [*prompt, *answer]
     assert read == ["_prefill", "_extend", "_extend", "_extend"]
     # After a change in the history, the common prefix is not read again.
     changed = [*prompt[:6], 11, 12]
-    assert talk(generator, changed, 3) == without_cache(alone, first_state, [changed], 3)[0]
+    assert talk(generator, changed, 3) == decode_without_cache(alone, first_state, [changed], 3)[0]
     # This needs more positions than the cache has room for, up to the model's last one.
-    assert talk(generator, changed, 22) == without_cache(alone, first_state, [changed], 22)[0]
+    assert talk(generator, changed, 22) == decode_without_cache(alone, first_state, [changed], 22)[0]
     assert read[4:] == ["_extend", "_extend"]
     # A batch, or a prompt with a different beginning, starts over.
-    assert generator(PROMPTS, Sampling(2)) == without_cache(alone, first_state, PROMPTS, 2)
-    assert talk(generator, [4, *prompt], 1) == without_cache(alone, first_state, [[4, *prompt]], 1)[0]
+    assert generator(PROMPTS, Sampling(2)) == decode_without_cache(alone, first_state, PROMPTS, 2)
+    assert talk(generator, [4, *prompt], 1) == decode_without_cache(alone, first_state, [[4, *prompt]], 1)[0]
     assert read[6:] == ["_prefill", "_prefill"]
 
 
 @pytest.mark.pairs
 def test_a_failed_step_leaves_no_cache_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = Generator(*started("llama-gqa")[:2])
+    generator = Generator(*start_generator("llama-gqa")[:2])
     answer = talk(generator, PROMPTS[1], 4)
     decode = generator._decode
 
@@ -193,24 +193,24 @@ def test_bfloat16_cache() -> None:
 )
 def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature: float) -> None:
     sampling = Sampling(NEW, temperature, seed=4)
-    one, many = started(model)[2], started(model, frozenset(mesh.items()))[2]
+    one, many = start_generator(model)[2], start_generator(model, frozenset(mesh.items()))[2]
     assert many(PROMPTS, sampling) == one(PROMPTS, sampling)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, SHARDED])
-def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
-    here, state, generator = started("shared", mesh and frozenset(mesh.items()))
+def test_offloaded_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
+    here, state, generator = start_generator("shared", mesh and frozenset(mesh.items()))
     sampling = Sampling(NEW, 1.0, seed=4)
-    hosted = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
-    there = {**state, "parameter": jax.device_put(state["parameter"], here.layout.shardings(hosted))}
+    offloaded_specs = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
+    there = {**state, "parameter": jax.device_put(state["parameter"], here.layout.shardings(offloaded_specs))}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there["parameter"])} == {"pinned_host"}
     assert Generator(here, there)(PROMPTS, sampling) == generator(PROMPTS, sampling)
 
 
 @pytest.mark.pairs
-def test_draws_depend_on_seed_and_row_alone() -> None:
-    generator = started("llama-gqa")[2]
+def test_samples_depend_only_on_seed_and_row() -> None:
+    generator = start_generator("llama-gqa")[2]
     draw = lambda prompts, seed: generator(prompts, Sampling(NEW, 1.0, seed=seed))  # noqa: E731
     batch = draw([PROMPTS[0]] * 3, 7)
     assert batch == draw([PROMPTS[0]] * 3, 7)
@@ -218,8 +218,8 @@ def test_draws_depend_on_seed_and_row_alone() -> None:
     assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw(PROMPTS, 7)[0]
 
 
-def test_stop_tokens_end_their_rows_alone() -> None:
-    generator = started("llama-gqa")[2]
+def test_stop_tokens_end_only_their_own_row() -> None:
+    generator = start_generator("llama-gqa")[2]
     rows = generator(PROMPTS, Sampling(NEW))
     stops = (rows[0][3], rows[1][5])
     got = generator(PROMPTS, Sampling(NEW, stop_ids=stops))
@@ -232,7 +232,7 @@ def test_stop_tokens_end_their_rows_alone() -> None:
 
 @pytest.mark.pairs
 def test_compiles_once_per_shape() -> None:
-    generator = Generator(*started("llama-gqa")[:2])  # nothing is compiled yet
+    generator = Generator(*start_generator("llama-gqa")[:2])  # nothing is compiled yet
     for sampling in (
         Sampling(3),
         Sampling(5),
@@ -265,13 +265,13 @@ def test_lengths_fall_into_few_buckets() -> None:
     ],
 )
 def test_bad_requests(prompts: list[list[int]], fields: dict[str, Any], message: str) -> None:
-    generator = started("gpt2")[2]
+    generator = start_generator("gpt2")[2]
     with pytest.raises(ValueError, match=message):
         generator.stream(prompts, Sampling(**{"max_new_tokens": 1, **fields}))
 
 
 @pytest.mark.pairs
 def test_positions_to_the_last_one() -> None:
-    one, state, generator = started("gpt2")
-    assert generator([[3] * 20], Sampling(12)) == without_cache(one, state, [[3] * 20], 12)
+    one, state, generator = start_generator("gpt2")
+    assert generator([[3] * 20], Sampling(12)) == decode_without_cache(one, state, [[3] * 20], 12)
     assert generator([], Sampling(12)) == []

@@ -12,7 +12,7 @@ LOGITS = np.float32([1.0, 3.0, 2.5, -1.0, 0.5, 2.0])
 DRAWS = 20_000
 
 
-def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def compute_expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """Return the probabilities after temperature, then top-k, then top-p, in the order of published sampling code."""
     p = np.exp(LOGITS / temperature)
     order = np.argsort(-p)
@@ -29,7 +29,7 @@ def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     return kept / kept.sum()
 
 
-def drawn(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def sample_frequencies(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray:
     chosen = {"keys": row_keys(3, DRAWS), "temperature": np.float32(temperature)}
     chosen |= {"top_k": np.int32(top_k), "top_p": np.float32(top_p)}
     tokens = choose(kind, jnp.tile(LOGITS, (DRAWS, 1)), chosen, jnp.int32(5))
@@ -42,13 +42,13 @@ def drawn(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray
     [("all", 1.0, 6, 1.0), ("all", 0.5, 6, 1.0), ("filtered", 1.0, 3, 1.0), ("filtered", 1.5, 6, 0.7)]
     + [("filtered", 0.7, 4, 0.8), ("filtered", 1.0, 6, 1e-6), ("filtered", 1.0, 1, 1.0)],
 )
-def test_draws_have_the_probabilities(kind: str, temperature: float, top_k: int, top_p: float) -> None:
-    want, got = expected(temperature, top_k, top_p), drawn(kind, temperature, top_k, top_p)
+def test_samples_follow_the_probabilities(kind: str, temperature: float, top_k: int, top_p: float) -> None:
+    want, got = compute_expected(temperature, top_k, top_p), sample_frequencies(kind, temperature, top_k, top_p)
     np.testing.assert_array_equal(got == 0, want == 0)
     np.testing.assert_allclose(got, want, atol=4 * 0.5 / DRAWS**0.5)
 
 
-def test_greedy_takes_the_first_of_the_largest() -> None:
+def test_greedy_breaks_ties_by_the_first_id() -> None:
     assert choose("greedy", jnp.float32([[1, 7, 7], [2, 0, 1]]), {}, jnp.int32(0)).tolist() == [1, 0]
 
 
@@ -57,7 +57,7 @@ def pieces(text: str, *stops: str) -> list[str]:
     return [stream.push(token) for token in [*text.encode(), None]]
 
 
-def test_characters_come_whole() -> None:
+def test_only_complete_characters_are_emitted() -> None:
     text = "aé漢🙂z"
     got = pieces(text)
     assert "".join(got) == text

@@ -15,7 +15,7 @@ from tests.support import small
 ROWS = [([1, 5, 9, 2, 2, 7], 3), ([3, 4], 1), ([8] * 10, 1), ([*range(40)], 35), ([*range(40)], 2), ([6, 6, 6], 2)]
 
 
-def logits_of(program: Program, state: Any) -> Any:
+def compile_logits(program: Program, state: Any) -> Any:
     """Return a function from tokens to logits that compiles once: it pads the row, and no token sees the padding."""
     model, weights = program.experiment.model, program.weights(state)
     compiled = jax.jit(lambda weights, x: model.logits(weights, program.evaluation_context({"tokens": x}), {}))
@@ -28,7 +28,7 @@ def logits_of(program: Program, state: Any) -> Any:
     return logits
 
 
-def by_hand(logits: Any, seq_len: int, tokens: list[int], start: int) -> tuple[float, int, bool]:
+def score_by_hand(logits: Any, seq_len: int, tokens: list[int], start: int) -> tuple[float, int, bool]:
     start -= max(0, len(tokens) - seq_len - 1)
     tokens, start = tokens[-seq_len - 1 :], max(1, start)
     log_probs = log_softmax(np.float64(logits(tokens[:-1])), axis=-1)
@@ -38,17 +38,17 @@ def by_hand(logits: Any, seq_len: int, tokens: list[int], start: int) -> tuple[f
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}])
-def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> None:
+def test_scores_are_summed_log_probabilities(mesh: dict[str, int] | None) -> None:
     program = small.program(small.experiment(small.llama(head__chunk_tokens=5), mesh=mesh))
     one = small.program(small.experiment(small.llama()))
     state = one.init()
-    greedy, logits = [1, 5, 9], logits_of(one, state)
+    greedy, logits = [1, 5, 9], compile_logits(one, state)
     for _ in range(2):
         greedy.append(int(logits(greedy)[-1].argmax()))
     rows = [*ROWS, (greedy, 3)]
     scores = list(Scorer(program, jax.device_put(state, program.layout.shardings()), batch_size=4).score(rows))
     for score, row in zip(scores, rows, strict=True):
-        log_prob, tokens, is_greedy = by_hand(logits, 16, *row)
+        log_prob, tokens, is_greedy = score_by_hand(logits, 16, *row)
         assert score.log_prob == pytest.approx(log_prob, rel=1e-5)
         assert (score.tokens, score.greedy) == (tokens, is_greedy)
     assert [score.greedy for score in scores][-1:] == [True]
@@ -62,8 +62,8 @@ def test_a_text_is_predicted_once_in_windows() -> None:
     tokens = np.random.default_rng(0).integers(0, small.VOCAB, 16 * 3 + 6)
     score = Scorer(program, state, batch_size=3).text(tokens, 100)
     windows = [tokens[at : at + 17].tolist() for at in (0, 16, 32, 48)]
-    logits = logits_of(program, state)
-    nll = -sum(by_hand(logits, 16, window, 1)[0] for window in windows)
+    logits = compile_logits(program, state)
+    nll = -sum(score_by_hand(logits, 16, window, 1)[0] for window in windows)
     assert score.tokens == len(tokens) - 1
     assert score.loss == pytest.approx(nll / score.tokens, rel=1e-5)
     assert score.perplexity == pytest.approx(np.exp(score.loss))

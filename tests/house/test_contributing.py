@@ -11,15 +11,15 @@ PATHS = sorted(set(re.findall(r"(?:framework|configs|launch|tests|tools|docs)/[\
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_it_names_is_there(path: str):
+def test_named_files_exist(path: str):
     assert (ROOT / path).exists()
 
 
-def test_names_in_tables_are_where_they_are_said_to_be():
+def test_names_in_tables_are_in_the_stated_modules():
     assert "class JsonLines" in (ROOT / "framework/data/sources.py").read_text()
     assert "class Hook" in (ROOT / "framework/run/hooks.py").read_text()
     for name, file in [
-        ("SCHEDULES", "framework/program/whole.py"),
+        ("SCHEDULES", "framework/program/jit_step.py"),
         ("OPTIMIZERS", "framework/optimizers/named.py"),
         ("MEMORY", "tests/support/exact.py"),
         ("SMALL", "tests/support/exact.py"),

@@ -283,7 +283,7 @@ def test_commands_run_in_a_shell(recipe: Recipe, folder: Path) -> None:
 
 def not_accounted_for(page: str, text: str | None = None) -> list[str]:
     """Return the blocks of a page that no recipe runs and no adjacent line records: page, line and first command."""
-    run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.chosen_blocks()}
+    run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.select_blocks()}
     return [
         f"{page}:{block.line}: {block.commands[0]}"
         for block in blocks(page, text)
@@ -292,7 +292,7 @@ def not_accounted_for(page: str, text: str | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_test_runs_each_block_or_the_page_says_who_did(page: str) -> None:
+def test_each_block_is_tested_or_explained(page: str) -> None:
     lines = not_accounted_for(page)
     assert not lines, "\n".join(
         [*lines, "run it in a recipe of this file, or say beside the block when, on what and with which jax it was run,"
@@ -317,6 +317,6 @@ BLOCK = "# Title\n\nPara.\n\n```\nplimsoll train --config=new\n```\n\n"
         (BLOCK.replace("plimsoll train --config=new", "config: new"), False),
     ],
 )
-def test_a_new_block_without_either_is_told(text: str, is_told: bool) -> None:
+def test_untested_new_block_is_reported(text: str, is_told: bool) -> None:
     lines = not_accounted_for("docs/new.md", text)
     assert lines == (["docs/new.md:6: plimsoll train --config=new"] if is_told else [])

@@ -23,9 +23,9 @@ class Git:
     head = "ab12"
     changed = ""
 
-    def __call__(self, *words: str) -> str:
+    def __call__(self, *argv: str) -> str:
         answers = {"--count": self.count, "--is-shallow-repository": self.shallow, "HEAD^": self.changed}
-        return next((answer for word, answer in answers.items() if word in words), self.head)
+        return next((answer for argument, answer in answers.items() if argument in argv), self.head)
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def git(monkeypatch: pytest.MonkeyPatch) -> Iterator[Git]:
 
 
 def forget() -> None:
-    selection.third_of_commit.cache_clear()
-    selection.changed_files.cache_clear()
+    selection.get_commit_third.cache_clear()
+    selection.list_changed_files.cache_clear()
 
 
 def draw(ids: list[str]) -> list[str]:
@@ -48,10 +48,10 @@ def draw(ids: list[str]) -> list[str]:
     deselected: list[Any] = []
     config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
     forget()
-    selection.draw_third(config, items)
-    kept = [item.nodeid for item in items]
-    assert sorted(kept + [item.nodeid for item in deselected]) == sorted(ids)
-    return kept
+    selection.select_third(config, items)
+    selected = [item.nodeid for item in items]
+    assert sorted(selected + [item.nodeid for item in deselected]) == sorted(ids)
+    return selected
 
 
 def test_three_consecutive_commits_run_every_case_once(git: Git) -> None:
@@ -63,7 +63,7 @@ def test_three_consecutive_commits_run_every_case_once(git: Git) -> None:
     assert all(70 < len(ids) < 130 for ids in drawn)
 
 
-def test_tests_of_changed_files_are_added(git: Git) -> None:
+def test_tests_for_changed_files_are_added(git: Git) -> None:
     third = draw(IDS)
     git.changed = "framework/plan/page/page.py\nframework/data/page.py"
     assert draw(IDS) == third, "neither is framework/plan/page.py"
@@ -71,19 +71,19 @@ def test_tests_of_changed_files_are_added(git: Git) -> None:
     assert draw(IDS) == IDS
 
 
-def test_a_rename_of_everything_stays_bounded(git: Git, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durations, "expected_seconds", lambda nodeid: selection.CHANGED_SECONDS / 10)
+def test_rename_touching_everything_stays_bounded(git: Git, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "estimate_seconds", lambda nodeid: selection.CHANGED_SECONDS / 10)
     third = draw(IDS)
     git.changed = "tests/plan/test_page.py"
     assert len(draw(IDS)) == len(third) + 10
 
 
-def test_a_shallow_clone_draws_by_the_commit_itself(git: Git) -> None:
+def test_shallow_clone_selects_by_the_commit_hash(git: Git) -> None:
     git.count, git.shallow = "1", "true"
     thirds = set()
     for git.head in ("a1", "a2", "a3"):
         forget()
-        thirds.add(selection.third_of_commit())
+        thirds.add(selection.get_commit_third())
     assert thirds == {0, 1, 2}
 
 
@@ -106,7 +106,7 @@ def test_without_git_it_is_refused(git: Git) -> None:
         ("docs/plan.md", "tests/house/test_docs_commands.py::test_commands_run[docs/data.md]", False),
     ],
 )
-def test_what_belongs_to_a_file(file: str, nodeid: str, belongs: bool) -> None:
+def test_file_to_test_mapping(file: str, nodeid: str, belongs: bool) -> None:
     assert selection.belongs_to(nodeid, [file]) == belongs
 
 
@@ -139,7 +139,7 @@ def collect(folder: Path, text: str, marks: str) -> tuple[list[str], str]:
     return [line.partition("::")[2] for line in printed.splitlines() if "::" in line], printed
 
 
-def test_marks_select_the_cases_of_each_suite(tmp_path: Path) -> None:
+def test_marks_select_each_suites_cases(tmp_path: Path) -> None:
     once, _ = collect(tmp_path, MARKED, "not pairs")
     assert once == ["test_first[1]", "test_first[2]", "test_once[b]", "test_plain"]
     pairs, _ = collect(tmp_path, MARKED, "pairs")

@@ -10,7 +10,7 @@ from tests.support.runs import ROOT
 STOPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
 
 
-def defined(tree: ast.AST) -> dict[str, ast.AST]:
+def get_definitions(tree: ast.AST) -> dict[str, ast.AST]:
     """Return the functions and classes that a module or class defines, by name."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return {node.name: node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds)}
@@ -21,8 +21,8 @@ def test_the_tour_has_stops():
 
 
 @pytest.mark.parametrize(("file", "name"), STOPS)
-def test_a_stop_is_there(file: str, name: str):
+def test_tour_stop_exists(file: str, name: str):
     node: ast.AST = ast.parse((ROOT / file).read_text())
     for part in name.split("."):
-        assert part in defined(node), f"{file} has no {name}"
-        node = defined(node)[part]
+        assert part in get_definitions(node), f"{file} has no {name}"
+        node = get_definitions(node)[part]

@@ -92,7 +92,7 @@ VERBS = {
 
 
 @pytest.mark.pairs
-def test_every_verb_runs_beside_files_of_the_names_of_ours(run: Run, project: Path) -> None:
+def test_verbs_run_next_to_files_named_like_our_packages(run: Run, project: Path) -> None:
     listed = run("plimsoll")
     assert listed.returncode == 0, listed.stderr
     verbs = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]

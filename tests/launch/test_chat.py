@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.launch import chat as verb
-from plimsoll.launch.chat_lines import Session, talk
+from plimsoll.launch.chat_lines import Session, run_conversation
 from tests.support import chats
 from tests.support.runs import ROOT
 
@@ -22,11 +22,11 @@ def say(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def test_a_message_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_message_per_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = chats.Script()
     lines = "é\n\n /etc is what?\n/system be kind\nb\n/take 2\nc\n/reset\n/system\nd\n/quit\nnever read\n"
     say(monkeypatch, lines.encode())
-    talk(Session(chats.chat(script, num_samples=2), "old"))
+    run_conversation(Session(chats.chat(script, num_samples=2), "old"))
     out, err = capsys.readouterr()
     answers = [
         f"I heard {question} (0)\n\n---\nI heard {question} (1)\n" for question in ("é", "/etc is what?", "b", "c", "d")
@@ -44,12 +44,12 @@ def test_a_message_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert script.prompts[4] == "User: d\nAssistant:"
 
 
-def test_the_oldest_turns_go_with_a_line_that_says_so(
+def test_dropping_the_oldest_messages_prints_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = chats.Script()
     say(monkeypatch, b"one\ntwo\nthree\nfour\n")
-    talk(Session(chats.chat(script, context=150, max_new_tokens=40), None))
+    run_conversation(Session(chats.chat(script, context=150, max_new_tokens=40), None))
     out, err = capsys.readouterr()
     assert out.count("I heard") == 4
     assert err == "(the oldest turn is left out: the context of 150 tokens is full)\n"
@@ -66,10 +66,10 @@ def test_the_oldest_turns_go_with_a_line_that_says_so(
         (b"a\n" + b"z" * 300, "has room for 100 beside"),
     ],
 )
-def test_what_cannot_be_answered_ends_a_pipe(monkeypatch, capsys, data: bytes, message: str) -> None:
+def test_unanswerable_message_ends_piped_input(monkeypatch, capsys, data: bytes, message: str) -> None:
     say(monkeypatch, data)
     with pytest.raises(ValueError, match=message):
-        talk(Session(chats.chat(chats.Script(), context=200, max_new_tokens=100), None))
+        run_conversation(Session(chats.chat(chats.Script(), context=200, max_new_tokens=100), None))
     assert capsys.readouterr().out == "I heard a (0)\n\n"
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(monkeypatch, capsys) -> Non
 
     script = chats.Script(interrupt)
     say(monkeypatch, b"long\nb\n")
-    talk(Session(chats.chat(script), None))
+    run_conversation(Session(chats.chat(script), None))
     out, err = capsys.readouterr()
     assert err == "(stopped)\n"
     assert out.startswith("many words many words ")
@@ -90,7 +90,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(monkeypatch, capsys) -> Non
     assert "Assistant: many words many words" in script.prompts[1], "what was shown is part of the conversation"
 
 
-def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_line_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for flags, message in [
         ((), "one of the arguments --workdir --hf is required"),
         ((f"--workdir={tmp_path}",), "holds no config.json"),

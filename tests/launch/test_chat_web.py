@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.launch.chat_web import MAX_BODY_BYTES, Server
+from plimsoll.launch.chat_web import MAX_BODY_BYTES, ChatServer
 from plimsoll.launch.cli import UsageError
 from tests.support import chats
 
@@ -55,8 +55,8 @@ def script() -> chats.Script:
 
 
 @pytest.fixture
-def server(script: chats.Script) -> Iterator[Server]:
-    with Server(0) as made:
+def server(script: chats.Script) -> Iterator[ChatServer]:
+    with ChatServer(0) as made:
         thread = threading.Thread(target=made.serve, args=(chats.chat(script, num_samples=2), "be kind"))
         thread.start()
         yield made
@@ -64,7 +64,7 @@ def server(script: chats.Script) -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+def ask(server: ChatServer, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     named = {
         "Authorization": f"Bearer {server.key}",
@@ -81,7 +81,7 @@ def question(text: str, **fields: Any) -> str:
     return json.dumps({"question": text, **fields})
 
 
-def test_answers_come_as_they_are_made(server: Server, script: chats.Script) -> None:
+def test_answers_are_streamed(server: ChatServer, script: chats.Script) -> None:
     status, data = ask(server, "POST", "/chat", question("a", turns=[["b", "c"]], system="s"), **JSON)
     assert status == 200
     events = [json.loads(line) for line in data.splitlines()]
@@ -92,7 +92,7 @@ def test_answers_come_as_they_are_made(server: Server, script: chats.Script) -> 
     assert ask(server, "GET", "/chat") == (200, b'{"system": "be kind", "samples": 2}')
 
 
-def test_one_answer_at_a_time_and_none_for_those_who_left(server: Server, script: chats.Script) -> None:
+def test_answers_are_serialized_and_stop_on_disconnect(server: ChatServer, script: chats.Script) -> None:
     known = {**JSON, "Authorization": f"Bearer {server.key}"}
     leaving = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     leaving.request("POST", "/chat", question("long"), known)
@@ -140,23 +140,23 @@ def test_one_answer_at_a_time_and_none_for_those_who_left(server: Server, script
         (400, "has room for", "POST", "/chat", question("z" * 20_000), JSON),
     ],
 )
-def test_what_is_refused(server, script, expected, reason, method, path, body, headers) -> None:
+def test_invalid_requests_are_refused(server, script, expected, reason, method, path, body, headers) -> None:
     status, data = ask(server, method, path, body, **headers)
     assert status == expected
     assert reason in data.decode()
     assert not script.prompts
 
 
-def test_only_this_machine_can_reach_it(server: Server) -> None:
+def test_listens_on_localhost_only(server: ChatServer) -> None:
     assert server._server.socket.getsockname()[0] == "127.0.0.1"
     with pytest.raises(UsageError, match=f"--port={server.port}: Address already in use"):
-        Server(server.port)
+        ChatServer(server.port)
     _, page = ask(server, "GET", f"/?key={server.key}", Host=f"localhost:{server.port}")
     assert b"http" not in page.replace(b"http-equiv", b"")
     assert "unsafe" not in server.policy
 
 
-def test_the_page_brings_a_cookie_that_opens_the_chat(server: Server) -> None:
+def test_the_page_brings_a_cookie_that_opens_the_chat(server: ChatServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("GET", f"/?key={server.key}")
     response = connection.getresponse()
@@ -168,7 +168,7 @@ def test_the_page_brings_a_cookie_that_opens_the_chat(server: Server) -> None:
     connection.close()
 
 
-def test_the_body_of_a_get_is_no_second_request(server: Server, script: chats.Script) -> None:
+def test_get_request_body_is_not_a_second_request(server: ChatServer, script: chats.Script) -> None:
     hidden = (
         f"POST /chat HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(question('x'))}\r\n\r\n{question('x')}"
@@ -178,7 +178,7 @@ def test_the_body_of_a_get_is_no_second_request(server: Server, script: chats.Sc
     assert not script.prompts
 
 
-def test_silent_connections_keep_nobody_waiting(server: Server) -> None:
+def test_silent_connections_block_nothing(server: ChatServer) -> None:
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         for number in range(200):
@@ -189,7 +189,7 @@ def test_silent_connections_keep_nobody_waiting(server: Server) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-def test_the_page_in_a_browser(server: Server, script: chats.Script, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(server: ChatServer, script: chats.Script, tmp_path: Path) -> None:
     server.page = server.page.replace("</body>", PROBE)
     said = tmp_path / "said.txt"
     command = [

@@ -22,7 +22,7 @@ def hadolint(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, "--no-color", "-"], input=text, capture_output=True, text=True)
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_passes() -> None:
     text = (ROOT / "Dockerfile").read_text()
     found = hadolint(text)
     assert (found.returncode, found.stdout) == (0, "")
@@ -30,7 +30,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert "DL3042" in hadolint(text.replace("--no-cache-dir ", "")).stdout
 
 
-def test_it_runs_as_nobody_special_and_holds_no_secret() -> None:
+def test_runs_unprivileged_and_contains_no_secret() -> None:
     assert [words for command, words in COMMANDS if command == "USER"] == [
         "10001"
     ]  # numeric, so a cluster can tell that it is not root
@@ -51,7 +51,7 @@ def test_versions_are_pinned_and_extras_exist() -> None:
 
 
 @pytest.mark.pairs
-def test_what_is_copied_is_let_in_and_is_enough(tmp_path: Path) -> None:
+def test_copied_files_pass_dockerignore_and_suffice(tmp_path: Path) -> None:
     copied = [word for command, words in COMMANDS if command == "COPY" for word in words.split()[:-1]]
     let_in = re.findall("^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
     assert sorted(copied) == sorted(let_in)

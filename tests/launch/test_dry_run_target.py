@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from plimsoll.framework.plan import startup
-from plimsoll.framework.plan.plan import plan
-from plimsoll.framework.plan.targets import environment, resolve
+from plimsoll.framework.plan import startup_dry_run
+from plimsoll.framework.plan.build_report import compile_report
+from plimsoll.framework.plan.targets import resolve, set_environment
 from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.runs import CONFIG, ROOT, train, write_text
@@ -27,7 +27,7 @@ assert len(jax.devices()) == 8  # before a smaller target limits the number for 
 def tpu():
     """The TPU compiler, on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
-    environment("v5e-16")
+    set_environment("v5e-16")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     from plimsoll.launch import cli
 
     config, _ = cli.Parser("plan").parse([f"--config={CONFIG}:tiny", *flags]).resolve("cpu-4")
-    report = plan("tiny", config, resolve("cpu:4"), None, phases=False)
+    report = compile_report("tiny", config, resolve("cpu:4"), None, phases=False)
     assert peak[1] == human_bytes(report["device_peak_bytes"])
 
 
@@ -115,8 +115,8 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
         ("v5e-24", [], r"target 'v5e-24': not a size; nearest: v5e-16, v5e-32"),
     ],
 )
-def test_mistakes_are_one_line_before_any_compile(text, tmp_path, capsys, monkeypatch, target, flags, message):
-    monkeypatch.setattr("plimsoll.framework.plan.guard.need", lambda _: pytest.fail("compiled"))
+def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, monkeypatch, target, flags, message):
+    monkeypatch.setattr("plimsoll.framework.plan.device_budget.measure_need", lambda _: pytest.fail("compiled"))
     assert start(tmp_path, target, *flags) == 2
     error = capsys.readouterr().err
     assert re.match(f"error: {message}", error), error
@@ -131,7 +131,7 @@ def test_a_target_is_for_dry_runs(text, tmp_path, capsys):
 
 
 @pytest.mark.pairs
-def test_a_corpus_that_is_elsewhere_is_said_and_no_error(text, tmp_path, capsys):
+def test_missing_remote_corpus_is_reported_without_error(text, tmp_path, capsys):
     (text / "valid.txt").unlink()
     assert start(tmp_path, "cpu:2") == 0
     out = capsys.readouterr().out
@@ -147,14 +147,14 @@ def test_damaged_data_is_an_error(text, tmp_path, capsys):
 
 
 @pytest.mark.pairs
-def test_what_does_not_fit_is_exit_code_4_with_what_would(text, tmp_path, capsys):
+def test_oversized_config_exits_with_4_and_suggests_settings(text, tmp_path, capsys):
     assert start(tmp_path, "cpu:2", "--device_memory_gib=0.001") == 4
     out = capsys.readouterr().out
     assert re.search(r"the training step needs [\d.]+ MiB on each device, and there are 1.02 MiB", out)
     assert "nothing was started" in out
 
 
-def test_rules_of_the_target_apply(text, tmp_path, capsys):
+def test_target_rules_apply(text, tmp_path, capsys):
     name = "plimsoll.AcceleratorRule"
     rules = f'[{{"$class": "{name}", "pattern": "cpu-2", "set": {{"memory.remat": "full"}}}}]'
     assert start(tmp_path, "cpu:2", f"--config.accelerator_rules={rules}") == 0
@@ -174,9 +174,9 @@ def test_rules_of_the_target_apply(text, tmp_path, capsys):
         ("v5e-64", 16, {"data": 4, "seq": 16}, None, None, None),
     ],
 )
-def test_rows_are_read_by_the_processes_whose_devices_hold_them(tpu, name, batch, mesh, own, sets, readers):
+def test_each_process_reads_the_rows_on_its_devices(tpu, name, batch, mesh, own, sets, readers):
     found = program(name, batch, **mesh)
-    rows = startup.reading(found)
+    rows = startup_dry_run.assign_rows(found)
     assert set(rows) == {device.process_index for device in found.mesh.devices.flat}
     assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
     # The arrays' own sharding, device by device.
@@ -194,27 +194,27 @@ def test_rows_are_read_by_the_processes_whose_devices_hold_them(tpu, name, batch
         assert min(map(len, holders.values())) > 1
 
 
-def test_rows_that_go_to_the_wrong_process_are_noticed(tpu):
+def test_misrouted_rows_are_detected(tpu):
     found = program("v5e-16", 32, fsdp=16)
-    rows = found.rows_of_processes
+    rows = found.rows_by_process
     rows[0], rows[1] = rows[1], rows[0]
     with pytest.raises(AssertionError, match="rows are read by the wrong ones"):
-        startup.reading(found)
+        startup_dry_run.assign_rows(found)
 
 
 @pytest.mark.pairs
-def test_rows_of_this_process_are_among_those_of_all():
+def test_this_processes_rows_are_among_the_global_rows():
     found = small.program(small.experiment(mesh={"fsdp": 8}))
     np.testing.assert_array_equal(found.rows, np.arange(8))
-    assert list(found.rows_of_processes) == [0]
+    assert list(found.rows_by_process) == [0]
 
 
 # --- which process writes which arrays --------------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_checkpoint_add_up(tpu):
+def test_checkpoint_parts_add_up(tpu):
     found = program("2xv5e-16", 64, data=2, fsdp=16)
-    written, _ = startup.writing(found)
+    written, _ = startup_dry_run.count_written_bytes(found)
     assert sum(written.values()) == sum(leaf.spec.num_bytes for leaf in found.layout)
     assert len(written) == 8
     assert max(written.values()) < 1.2 * min(written.values())  # process 0 also writes what cannot be split
@@ -245,7 +245,7 @@ print(json.dumps(startup.writing(found)[0]))
 
 
 @pytest.mark.pairs
-def test_what_each_process_writes_is_what_lies_on_the_disk(tmp_path):
+def test_predicted_process_writes_match_the_files(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -2,7 +2,7 @@
 
 import re
 
-from plimsoll.framework.terminal.exit_codes import FINAL, HOPELESS, ExitCode, meaning_of
+from plimsoll.framework.terminal.exit_codes import FINAL, HOPELESS, ExitCode, describe_exit_code
 from plimsoll.launch import commands, slurm
 from tests.support.runs import ROOT
 
@@ -24,7 +24,7 @@ def test_launchers_start_nothing_again_after_a_hopeless_code():
     assert f"[{digits}]x" in slurm.SCRIPT
 
 
-def test_a_code_in_words():
-    assert commands.meaning(ExitCode.TOO_BIG) == "ended with exit code 4 (does not fit)"
-    assert commands.meaning(-9) == "was killed by SIGKILL"
-    assert meaning_of(99) == "unknown"
+def test_exit_code_descriptions():
+    assert commands.describe_process_end(ExitCode.TOO_BIG) == "ended with exit code 4 (does not fit)"
+    assert commands.describe_process_end(-9) == "was killed by SIGKILL"
+    assert describe_exit_code(99) == "unknown"

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         block.mlp.hidden = 64  # one full nf4 block
     config.set_path("dim", 64)
     program = small.program(small.experiment(config))
-    facts, family = families.of_model(config)
+    facts, family = families.export_config(config)
     params = program.init()["parameter"]
     export_model(folder / "model", program.experiment.model, params, family, facts | {"max_position_embeddings": 64})
     pretrained.write(folder / "model", "chatml")
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tuned(folder: Path, kind: str, *memory: str) -> Path:
+def run_finetune(folder: Path, kind: str, *memory: str) -> Path:
     """Train for eight steps, and return the workdir."""
     workdir = folder / f"{kind}-{len(memory)}"
     flags = [f"--config.memory.{field}" for field in memory]
@@ -72,7 +72,7 @@ def logits(*flags: str) -> np.ndarray:
 
 
 @pytest.mark.pairs
-def test_two_processes_read_what_their_devices_hold(folder: Path):
+def test_two_processes_read_only_their_shards(folder: Path):
     chats = [f"--config.data.{name}.paths={folder}/chats.jsonl" for name in ("source", "validation.chats")]
     fields = {"max_epochs": "none", "max_steps": 3, "log_every": 1, "eval_every": "none"}
     flags = [*chats, *(f"--config.trainer.{name}={value}" for name, value in fields.items())]
@@ -115,7 +115,7 @@ def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
 
 
 @pytest.mark.pairs
-def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
+def test_ids_without_text_export_as_placeholder_tokens(folder: Path, capsys):
     numbers = {
         "data.tokenizer": "plimsoll.NoTokenizer", "data.tokenizer.vocab_size": 512,
         "data.source": "plimsoll.TokenMemmap", "data.source.path": "tokens.bin", "data.validation": "{}",
@@ -140,7 +140,7 @@ def test_texts_end_where_the_tuned_ones_did(folder: Path):
 
 
 @pytest.mark.pairs
-def test_others_may_read_what_the_umask_lets_them(folder: Path):
+def test_file_permissions_follow_the_umask(folder: Path):
     to, before = folder / "shared", os.umask(0o027)
     try:
         assert export.main([f"--hf={folder / 'model'}", f"--to={to}"]) == 0
@@ -154,11 +154,11 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
     seen = []
     rename = durable.rename
 
-    def seen_rename(source: Path, target: Path) -> None:
+    def record_rename(source: Path, target: Path) -> None:
         seen.append({file.name for file in source.iterdir()})
         rename(source, target)
 
-    monkeypatch.setattr(durable, "rename", seen_rename)
+    monkeypatch.setattr(durable, "rename", record_rename)
     assert export.main([f"--hf={folder / 'model'}", f"--to={folder / 'again'}"]) == 0
     assert seen == [ALL_FILES]
 
@@ -167,8 +167,8 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "memory"), [("hf", HOSTED), ("lora", ("update=in_backward",)), ("qlora", ("update=streamed",))]
 )
-def test_what_was_trained_is_what_is_exported(folder: Path, kind, memory, capsys):
-    workdir = tuned(folder, kind, *memory)
+def test_exported_weights_equal_the_trained_ones(folder: Path, kind, memory, capsys):
+    workdir = run_finetune(folder, kind, *memory)
     to = folder / f"{kind}-out"
     assert export.main([f"--workdir={workdir}", f"--to={to}"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_weights_in_few_bits_without_an_adapter_are_exported_whole(tmp_path: Pat
     config.set_path("dim", 64)
     for block in config.stack.pattern:
         block.mlp.hidden = 64
-    facts, family = families.of_model(config)
+    facts, family = families.export_config(config)
     config.lora = config_for(LoRA, rank=4, base="nf4", targets="query", base_targets=".")
     program = small.program(small.experiment(config))
     params = program.weights(program.init())

@@ -30,11 +30,11 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def load(workdir: Path, *flags: str) -> weights.Loaded:
+def load(workdir: Path, *flags: str) -> weights.LoadedModel:
     return weights.load(*weights.parse(weights.parser("x", ""), [f"--workdir={workdir}", *flags]))
 
 
-def text_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+def generate_text(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     assert generate.main([*flags]) == 0
     return capsys.readouterr().out
 
@@ -49,18 +49,18 @@ def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     first = lambda tree: np.asarray(jax.tree.leaves(tree)[0])  # noqa: E731
     values = [first(loaded.state["parameter"]), first(averaged.state["ema"]), first(old.state["parameter"])]
     assert all(np.abs(a - b).max() > 0 for a, b in [(values[0], values[1]), (values[0], values[2])])
-    hosted = load(workdir, "--host_weights")
-    kinds = {path: leaf.sharding.memory_kind for path, leaf in weights_by_path(hosted).items()}
+    offloaded = load(workdir, "--host_weights")
+    kinds = {path: leaf.sharding.memory_kind for path, leaf in weights_by_path(offloaded).items()}
     assert kinds["stack/block0/mlp/up/weight"] == "pinned_host"
     assert kinds["stack/block0/mlp_norm/scale"] == kinds["embed/token"] == "device"
 
 
-def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
+def weights_by_path(loaded: weights.LoadedModel) -> dict[str, jax.Array]:
     return flatten(loaded.state["parameter"])
 
 
 @pytest.mark.pairs
-def test_fewer_devices_than_the_mesh_of_the_run_wants(
+def test_works_with_fewer_devices_than_the_runs_mesh(
     workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     larger = tmp_path / "run"
@@ -76,7 +76,7 @@ def test_fewer_devices_than_the_mesh_of_the_run_wants(
 
 
 @pytest.mark.pairs
-def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_requested_mesh_that_does_not_fit_is_refused(workdir: Path, capsys: pytest.CaptureFixture) -> None:
     assert generate.main([f"--workdir={workdir}", f"--prompt={PROMPT}", "--config.mesh.expert=3"]) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert error.startswith("error: mesh")
@@ -86,7 +86,7 @@ def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, cap
 
 
 @pytest.mark.pairs
-def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_config_in_a_run_cannot_touch_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     """Files named in the config are not read, and nothing is written except what the command line names."""
     stranger, home = tmp_path / "stranger", tmp_path / "home"
     shutil.copytree(workdir, stranger)
@@ -114,21 +114,21 @@ def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Pat
 @pytest.mark.pairs
 def test_generate(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (f"--workdir={workdir}", "--max_new_tokens=8", "--temperature=0")
-    one = text_of(capsys, *flags, f"--prompt={PROMPT}")
+    one = generate_text(capsys, *flags, f"--prompt={PROMPT}")
     assert one.startswith(PROMPT)
     assert one.endswith("\n")
     (tmp_path / "p.txt").write_text(PROMPT)
-    both = text_of(capsys, *flags, "--prompt=a", f"--prompt_file={tmp_path}/p.txt")
+    both = generate_text(capsys, *flags, "--prompt=a", f"--prompt_file={tmp_path}/p.txt")
     assert both.split("\n---\n")[1] == one
-    assert text_of(capsys, *flags, f"--prompt={PROMPT}", "--host_weights") == one
+    assert generate_text(capsys, *flags, f"--prompt={PROMPT}", "--host_weights") == one
     made = one.removeprefix(PROMPT).removesuffix("\n")
-    cut = text_of(capsys, *flags, f"--prompt={PROMPT}", f"--stop={made[2:4]}")
+    cut = generate_text(capsys, *flags, f"--prompt={PROMPT}", f"--stop={made[2:4]}")
     assert cut == f"{PROMPT}{made[: made.index(made[2:4])]}\n"
-    long = text_of(capsys, *flags[::2], f"--prompt={PROMPT}")  # no limit: as many tokens as there are positions
+    long = generate_text(capsys, *flags[::2], f"--prompt={PROMPT}")  # no limit: as many tokens as there are positions
     assert long.startswith(one.removesuffix("\n"))
 
 
-def test_evaluate_equals_the_evaluation_of_training(
+def test_evaluate_equals_evaluation_during_training(
     workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = workdir.parent / "text" / "valid.txt"
@@ -191,7 +191,7 @@ def test_choices(workdir: Path, tmp_path: Path) -> None:
         (["--workdir={run}", "--prompt_file={run}/metrics.nope"], "No such file or directory"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_user_errors_are_one_line(
     workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     names = {"run": workdir, "empty": tmp_path / "empty", "broken": tmp_path / "broken"}

@@ -59,7 +59,7 @@ def test_both_validators_accept(capsys, target: str, more: list[str]) -> None:
 
 
 @pytest.mark.pairs
-def test_each_validator_catches_what_the_other_does_not(capsys) -> None:
+def test_validators_catch_different_errors(capsys) -> None:
     manifest = dry(capsys, "--target=2xv5e-256")
     wrong = copy.deepcopy(manifest)
     wrong["spec"]["replicatedJobs"][0]["replicas"] = "2"  # outside the Job
@@ -128,7 +128,7 @@ def test_shapes(capsys, target: str) -> None:
     assert pod(manifest)["nodeSelector"].get("cloud.google.com/gke-tpu-topology") == topology
 
 
-def test_gpu_nodes_find_each_other_by_jax_own_variables(capsys) -> None:
+def test_gpu_nodes_find_each_other_by_jax_variables(capsys) -> None:
     manifest = dry(capsys, "--target=h200x16", "--name=big")
     env = {one["name"]: one for one in pod(manifest)["containers"][0]["env"]}
     assert env["JAX_COORDINATOR_ADDRESS"]["value"] == "big-node-0-0.big:8476"
@@ -138,7 +138,7 @@ def test_gpu_nodes_find_each_other_by_jax_own_variables(capsys) -> None:
     assert pod(manifest)["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
 
 
-def test_secrets_come_by_name(capsys, monkeypatch) -> None:
+def test_secrets_are_referenced_by_name(capsys, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hush")
     manifest = dry(capsys, "--target=v5e-16", "--secret=wandb", "--secret", "hub")
     assert pod(manifest)["containers"][0]["envFrom"] == [
@@ -181,7 +181,7 @@ def test_wrong_usage_applies_nothing(capsys, monkeypatch, tmp_path: Path, flags:
     assert message in err
 
 
-def test_a_workdir_on_the_pods_own_disk_is_refused(capsys) -> None:
+def test_workdir_on_pod_local_disk_is_refused(capsys) -> None:
     flags = [TINY, "--image=i", "--target=v5e-16", "--dry_run"]
     assert main([*flags, "--workdir=runs/a"]) == 2
     assert "would end with its pod: give gs://BUCKET" in capsys.readouterr().err

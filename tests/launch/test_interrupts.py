@@ -25,7 +25,7 @@ def sigint_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted(words: list[str], when: Callable[[str], object], number: signal.Signals, folder: Path) -> str:
+def interrupt(words: list[str], when: Callable[[str], object], number: signal.Signals, folder: Path) -> str:
     """Send a process the signal once `when(its output)` is true, check how it ends, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     environment["XLA_FLAGS"] = xla_flags()
@@ -58,20 +58,20 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 @pytest.mark.pairs
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("verb", ["train", "plan", "status", "local", "__main__"])
-def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) -> None:
+def test_interrupt_at_startup(tmp_path: Path, verb: str, number: signal.Signals) -> None:
     words = [sys.executable, "-X", "importtime", "-m", f"launch.{verb}", "--config=nanogpt-cpu", "--workdir=x"]
-    said = interrupted(words, lambda text: "plimsoll.framework.config.names" in text, number, tmp_path)
+    said = interrupt(words, lambda text: "plimsoll.framework.config.names" in text, number, tmp_path)
     lines = [line for line in said.splitlines() if not line.startswith("import time:")]
     assert lines == [f"stopped by {number.name}"]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("number", SIGNALS)
-def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupt_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None:
     write_text(tmp_path)
     flags = ("--config.model.stack.num_layers=48", "--config.model.stack.unroll=0")
     words = command(tmp_path / "run", *flags, "--config.trainer.compilation_cache=none")
-    said = interrupted(words, lambda text: "orbax-checkpoint" in text, number, tmp_path)
+    said = interrupt(words, lambda text: "orbax-checkpoint" in text, number, tmp_path)
     assert said.splitlines()[-1] == f"stopped by {number.name}"
     assert not (tmp_path / "run" / "lock.json").exists()
     assert not (tmp_path / "run" / "log.txt").exists()  # opened only once the start is accepted
@@ -79,11 +79,11 @@ def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None
 
 
 @pytest.mark.pairs
-def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
+def test_interrupt_while_a_plan_compiles_removes_its_folder(tmp_path: Path) -> None:
     write_text(tmp_path)
     words = [sys.executable, "-m", "plimsoll", "plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh"]
     words += ["--config.model.stack.num_layers=48", "--config.model.stack.unroll=0"]
-    said = interrupted(words, lambda _: [*tmp_path.glob("plimsoll-plan-*")], signal.SIGINT, tmp_path)
+    said = interrupt(words, lambda _: [*tmp_path.glob("plimsoll-plan-*")], signal.SIGINT, tmp_path)
     *phase_lines, last_line = said.splitlines()
     assert last_line == "stopped by SIGINT"
     assert phase_lines[-1].startswith("compiling the training step for ")
@@ -91,9 +91,9 @@ def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.pairs
-def test_while_a_corpus_is_tokenized_and_nothing_stays(tmp_path: Path) -> None:
+def test_interrupt_while_tokenizing_leaves_no_files(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "plimsoll", "prepare", "--config=stdlib-tiny", f"--out={tmp_path}/tokens"]
-    said = interrupted(words, lambda _: [*tmp_path.glob(".tokens.partial")], signal.SIGTERM, tmp_path)
+    said = interrupt(words, lambda _: [*tmp_path.glob(".tokens.partial")], signal.SIGTERM, tmp_path)
     assert said.splitlines()[-1] == "stopped by SIGTERM"
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
@@ -102,38 +102,38 @@ BUSY = "import hashlib, sys; from plimsoll.framework.terminal import interrupts;
 BLOCKED = "print('now', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one call that takes minutes
 
 
-def said_now(text: str) -> bool:
+def has_started(text: str) -> bool:
     return "now" in text
 
 
 def test_a_main_thread_that_is_not_in_python_does_not_matter(tmp_path: Path) -> None:
-    said = interrupted(python(f"{BUSY}interrupts.begin(); {BLOCKED}"), said_now, signal.SIGINT, tmp_path)
+    said = interrupt(python(f"{BUSY}interrupts.begin(); {BLOCKED}"), has_started, signal.SIGINT, tmp_path)
     assert said == "now\nstopped by SIGINT\n"
 
 
 @pytest.mark.pairs
-def test_last_words_that_take_too_long_keep_nobody(tmp_path: Path) -> None:
-    script = f"{BUSY}import time; interrupts.begin(); interrupts.at_end(lambda *_: time.sleep(60)); {BLOCKED}"
-    assert "stopped by SIGTERM" in interrupted(python(script), said_now, signal.SIGTERM, tmp_path)
+def test_slow_exit_callback_does_not_block_exit(tmp_path: Path) -> None:
+    script = f"{BUSY}import time; interrupts.begin(); interrupts.register_cleanup(lambda *_: time.sleep(60)); {BLOCKED}"
+    assert "stopped by SIGTERM" in interrupt(python(script), has_started, signal.SIGTERM, tmp_path)
 
 
-def test_what_is_made_for_a_while_goes(tmp_path: Path) -> None:
+def test_temporary_files_are_removed(tmp_path: Path) -> None:
     script = f"""
 import pathlib
 {BUSY}
 interrupts.begin()
 for name in ('stays', 'goes'):
-    with interrupts.removed_at_end(name):
+    with interrupts.remove_on_signal(name):
         pathlib.Path(name).mkdir()
         if name == 'goes':
             {BLOCKED}
 """
-    interrupted(python(script), said_now, signal.SIGINT, tmp_path)
+    interrupt(python(script), has_started, signal.SIGINT, tmp_path)
     assert (tmp_path / "stays").exists()
     assert not (tmp_path / "goes").exists()
 
 
-def test_a_loop_hears_the_first_and_the_second_ends_it(tmp_path: Path) -> None:
+def test_first_signal_stops_the_loop_and_the_second_exits(tmp_path: Path) -> None:
     script = f"""
 import os, signal, time
 {BUSY}
@@ -143,16 +143,16 @@ with interrupts.stop_signals() as received:
         time.sleep(0.01)
     {BLOCKED}
 """
-    said = interrupted(python(script), said_now, signal.SIGINT, tmp_path)
+    said = interrupt(python(script), has_started, signal.SIGINT, tmp_path)
     assert said.startswith("now\nstopped by SIGINT, the second signal: ")
 
 
-def test_a_loop_with_nothing_to_lose_hears_nothing(tmp_path: Path) -> None:
+def test_loop_without_state_handles_no_signals(tmp_path: Path) -> None:
     script = f"{BUSY}\nwith interrupts.stop_signals(lambda: False): {BLOCKED}"
-    assert interrupted(python(script), said_now, signal.SIGINT, tmp_path) == "now\nstopped by SIGINT\n"
+    assert interrupt(python(script), has_started, signal.SIGINT, tmp_path) == "now\nstopped by SIGINT\n"
 
 
-def test_handlers_that_others_set_later_are_theirs_but_in_a_loop() -> None:
+def test_foreign_handlers_are_kept_outside_the_loop() -> None:
     script = """
 import os, signal, time
 from plimsoll.framework.terminal import interrupts
@@ -184,12 +184,12 @@ print("goes on")
     assert found.stdout == "goes on\n"
 
 
-def test_a_fork_has_no_part_in_it() -> None:
+def test_forked_process_does_not_handle_signals() -> None:
     script = """
 import os, signal, time
 from plimsoll.framework.terminal import interrupts
 interrupts.begin()
-interrupts.at_end(lambda *_: print("the parent's affair", flush=True))
+interrupts.register_cleanup(lambda *_: print("the parent's affair", flush=True))
 if (child := os.fork()) == 0:
     time.sleep(20)
     os._exit(9)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.launch.local import _newest, main
+from plimsoll.launch.local import _find_newest_step, main
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
@@ -71,7 +71,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     made: list[Launched] = []
 
     def start(
@@ -86,14 +86,14 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         one.process.wait()
 
 
-def test_all_restart_when_one_is_killed(launched) -> None:
+def test_all_restart_when_one_is_killed(launcher) -> None:
     # Process 0 exits with 5 because another process died; process 1 is stopped and has to be killed.
     script = """
 if starts == 2: sys.exit(0)
 if i == 1: os.kill(os.getpid(), signal.SIGSTOP)
 while i == 2 or not os.path.exists('go'): time.sleep(0.01)
 sys.exit(5)"""
-    run = launched(script, grace=0.2)
+    run = launcher(script, grace=0.2)
     *_, last = run.pids(3)
     killed = time.time()
     os.kill(last, signal.SIGKILL)
@@ -108,51 +108,51 @@ sys.exit(5)"""
     assert run.starts() == 2
 
 
-def test_who_ends_because_another_is_gone_is_not_to_blame(launched) -> None:
-    run = launched("time.sleep(i * 0.2); sys.exit([5, 7, 5][i])", grace=5.0, max_restarts=0)
+def test_secondary_failures_are_not_blamed(launcher) -> None:
+    run = launcher("time.sleep(i * 0.2); sys.exit([5, 7, 5][i])", grace=5.0, max_restarts=0)
     assert run.wait() == 7
     assert "process 1 ended with exit code 7 (replicas disagree)" in run.text()
     assert "(others: 5, 5)" in run.text()
 
 
-def test_gives_up_after_restarts_without_progress(launched) -> None:
-    run = launched("os.kill(os.getpid(), signal.SIGSEGV) if i == 0 else time.sleep(60)", 2, backoff=0.3, grace=0.1)
+def test_gives_up_after_restarts_without_progress(launcher) -> None:
+    run = launcher("os.kill(os.getpid(), signal.SIGSEGV) if i == 0 else time.sleep(60)", 2, backoff=0.3, grace=0.1)
     assert run.wait() == 128 + signal.SIGSEGV
     assert run.starts() == 3
     assert re.findall(r"restart .*", run.text()) == ["restart 1 of 2 in 0 s", "restart 2 of 2 in 0.3 s"]
 
 
-def test_a_new_checkpoint_makes_the_count_start_again(launched) -> None:
-    run = launched("open('newest', 'w').write(str(starts)); sys.exit(0 if starts == 5 else 1)", 1, max_restarts=1)
+def test_a_new_checkpoint_makes_the_count_start_again(launcher) -> None:
+    run = launcher("open('newest', 'w').write(str(starts)); sys.exit(0 if starts == 5 else 1)", 1, max_restarts=1)
     assert run.wait() == 0, run.text()
     assert run.starts() == 5
 
 
-def test_a_restart_resumes_whatever_the_first_start_was_told(launched) -> None:
-    run = launched("print('told', sys.argv[2:]); sys.exit(1)", 1, max_restarts=1)
+def test_restart_resumes_whatever_the_resume_flag(launcher) -> None:
+    run = launcher("print('told', sys.argv[2:]); sys.exit(1)", 1, max_restarts=1)
     assert run.wait() == 1
     assert re.findall("told .*", run.text()) == ["told []", "told ['--resume=auto']"]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("code", [2, 3, 4, 130, 143])
-def test_final_codes_are_not_tried_again(launched, code: int) -> None:
+def test_final_codes_are_not_tried_again(launcher, code: int) -> None:
     # 2, 3 and 4: process 0 is still waiting for process 1. 130 and 143: process 0 is still saving.
     others = "time.sleep(60)" if code < 100 else f"time.sleep(0.4); sys.exit({code})"
     # Process 1 ends only after process 0 has started: on a busy machine, process 0 might be killed before that.
     first = f"while not os.path.exists('pids/0'): time.sleep(0.05)\n    sys.exit({code})"
-    run = launched(f"if i == 1:\n    {first}\n{others}", 2, grace=0.1)
+    run = launcher(f"if i == 1:\n    {first}\n{others}", 2, grace=0.1)
     assert run.wait() == code
     assert run.starts() == 1
     assert ("killed" in run.text()) == (code < 100)
 
 
-def test_signals_are_passed_on_once_and_the_second_kills(launched) -> None:
+def test_signals_are_passed_on_once_and_the_second_kills(launcher) -> None:
     script = (
         "signal.signal(signal.SIGTERM, lambda *_: print('saving') or (sys.exit(143) if os.path.exists('go') else 0))"
     )
     script = script + "\nopen(f'ready{i}', 'w')\nwhile True: time.sleep(0.01)"
-    run = launched(script, 2)
+    run = launcher(script, 2)
     pids = run.pids(2)
     wait_for(lambda: (run.folder / "ready0").exists() and (run.folder / "ready1").exists())
     run.process.terminate()
@@ -164,43 +164,43 @@ def test_signals_are_passed_on_once_and_the_second_kills(launched) -> None:
     assert run.starts() == 1
 
 
-def test_stopped_by_a_signal_the_processes_end_as_they_like(launched) -> None:
+def test_processes_shut_down_cleanly_on_a_signal(launcher) -> None:
     script = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.4), sys.exit(130)))\nopen(f'ready{i}', 'w')"
-    run = launched(script + "\nwhile True: time.sleep(0.01)", 2, grace=0.1)
+    run = launcher(script + "\nwhile True: time.sleep(0.01)", 2, grace=0.1)
     wait_for(lambda: (run.folder / "ready0").exists() and (run.folder / "ready1").exists())
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
     assert "stopped by SIGINT" in run.text()
 
 
-def test_a_signal_ends_the_wait_for_a_restart(launched) -> None:
-    run = launched("sys.exit(1)", 1, backoff=50.0)
+def test_a_signal_ends_the_wait_for_a_restart(launcher) -> None:
+    run = launcher("sys.exit(1)", 1, backoff=50.0)
     wait_for(lambda: "in 50 s" in run.text())
     run.process.terminate()
     assert run.wait() == 143
 
 
-def test_processes_die_with_a_supervisor_that_is_killed(launched) -> None:
-    run = launched("time.sleep(60)", 2)
+def test_processes_die_with_a_supervisor_that_is_killed(launcher) -> None:
+    run = launcher("time.sleep(60)", 2)
     pids = run.pids(2)
     run.process.kill()
     wait_for(lambda: not any(map(alive, pids)), 5.0)
 
 
-def test_what_a_process_started_goes_with_it(launched) -> None:
+def test_child_processes_end_with_their_parent(launcher) -> None:
     script = """
 import subprocess
 if starts == 1:
     worker = subprocess.Popen(['sleep', '60'])
     open(f'worker.tmp', 'w').write(str(worker.pid)); os.rename('worker.tmp', 'worker')
     os.kill(os.getpid(), signal.SIGKILL)"""
-    run = launched(script, 1)
+    run = launcher(script, 1)
     assert run.wait() == 0  # although the worker held the pipe of its output
     wait_for(lambda: not alive(int((run.folder / "worker").read_text())), 5.0)
 
 
-def test_output_is_whole_lines_and_all_of_it(launched) -> None:
-    run = launched(
+def test_output_is_complete_and_in_whole_lines(launcher) -> None:
+    run = launcher(
         "for n in range(3000): print(i, n, 'x' * 200)\nsys.stdout.write('no newline')\nos.abort()", 2, max_restarts=0
     )
     assert run.wait() == 128 + signal.SIGABRT
@@ -287,7 +287,7 @@ def test_no_gpus_to_be_found(capsys, monkeypatch, tmp_path: Path, text: Path) ->
 
 
 def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
-    assert _newest(str(tmp_path)) == -1
+    assert _find_newest_step(str(tmp_path)) == -1
     for step in (3, 12):
         for name in (
             "commit_success.txt",
@@ -299,10 +299,10 @@ def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
             path = tmp_path / "checkpoints" / f"{step:08d}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
-    assert _newest(str(tmp_path)) == 12
+    assert _find_newest_step(str(tmp_path)) == 12
     path.with_name("data.json").unlink()  # now incomplete
-    assert _newest(str(tmp_path)) == 3
-    assert _newest("ftp://host/x") == -1  # a location that cannot be read is no progress
+    assert _find_newest_step(str(tmp_path)) == 3
+    assert _find_newest_step("ftp://host/x") == -1  # a location that cannot be read is no progress
 
 
 WRONG = [
@@ -339,7 +339,7 @@ def test_run_names_are_checked(capsys, text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_of_four_processes_survives_sigkill(tmp_path: Path) -> None:
+def test_four_process_training_survives_sigkill(tmp_path: Path) -> None:
     write_text(tmp_path)
     words = [
         sys.executable,

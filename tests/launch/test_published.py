@@ -18,30 +18,30 @@ PROMPT = "the quick brown"
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama, with a tokenizer; float32."""
     folder = tmp_path_factory.mktemp("published") / "model"
     config = small.llama(vocab_size=400)
     program = small.program(small.experiment(config))
-    facts, family = families.of_model(config)
+    facts, family = families.export_config(config)
     facts |= {"max_position_embeddings": 128}
     export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
     return pretrained.write(folder, "llama3")
 
 
-def load(published: Path) -> weights.Loaded:
-    return weights.load(*weights.parse(weights.parser("x", ""), [f"--hf={published}"]))
+def load(model_folder: Path) -> weights.LoadedModel:
+    return weights.load(*weights.parse(weights.parser("x", ""), [f"--hf={model_folder}"]))
 
 
 @pytest.mark.pairs
-def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = load(published)
+def test_generate_from_a_directory(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load(model_folder)
     assert not jax.tree.leaves(loaded.state["optimizer"])
     prompt = loaded.tokenizer.encode_prompt(PROMPT)
     sampling = Sampling(12, stop_ids=tuple(loaded.tokenizer.stop_ids))
     (tokens,) = Generator(loaded.program, loaded.state)([prompt], sampling)
     assert len(tokens) > 3
-    flags = [f"--hf={published}", "--max_new_tokens=12", "--temperature=0", f"--prompt={PROMPT}"]
+    flags = [f"--hf={model_folder}", "--max_new_tokens=12", "--temperature=0", f"--prompt={PROMPT}"]
     assert generate.main(flags) == 0
     expected = loaded.tokenizer.decode_bytes(tokens).decode("utf-8", "replace")
     assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
@@ -50,9 +50,9 @@ def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.pairs
-def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_with_a_directory(model_folder: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`plimsoll chat` renders conversations with the directory's template, and a second turn contains the first."""
-    loaded = load(published)
+    loaded = load(model_folder)
     tokenizer = loaded.tokenizer
     generator = Generator(loaded.program, loaded.state)
     sampling = Sampling(6, stop_ids=tuple(tokenizer.stop_ids))
@@ -67,15 +67,15 @@ def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest
         expected += f"{answer}\n"
         messages.append({"role": "assistant", "content": answer.rstrip()})
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"who are you?\nand?\n")))
-    flags = [f"--hf={published}", "--system=be a fox", "--temperature=0", "--max_new_tokens=6"]
+    flags = [f"--hf={model_folder}", "--system=be a fox", "--temperature=0", "--max_new_tokens=6"]
     assert chat.main(flags) == 0
     assert capsys.readouterr().out == expected
-    assert chat.main([f"--hf={published}", "--max_new_tokens=128"]) == 2
+    assert chat.main([f"--hf={model_folder}", "--max_new_tokens=128"]) == 2
     assert "max_new_tokens=128 leaves no room for a message" in capsys.readouterr().err
 
 
 @pytest.mark.pairs
-def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lm_evaluation_harness_runs(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="it comes with: pip install -e '.[harness]'")
     rows = [("the quick", " brown fox"), ("a lazy", " dog"), ("who are", " you?")]
     lines = [json.dumps({"q": q, "choices": [a, " zzzz"], "gold": 0, "text": q + a}) for q, a in rows]
@@ -94,11 +94,11 @@ def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out.json"
     tasks = "--tasks=our_multiple_choice,our_generate_until,our_loglikelihood_rolling"
     flags = [tasks, f"--task_path={tmp_path}", f"--choices={tmp_path}/questions.jsonl", f"--json={out}"]
-    assert evaluate.main([f"--hf={published}", *flags]) == 0
+    assert evaluate.main([f"--hf={model_folder}", *flags]) == 0
     found = json.loads(out.read_text())
     assert found["tasks"]["our_multiple_choice"]["acc,none"] == pytest.approx(found["choices"]["accuracy"])
     assert found["tasks"]["our_loglikelihood_rolling"]["bits_per_byte,none"] > 0
     assert found["tasks"]["our_generate_until"]["exact_match,none"] == 0
     assert "our_generate_until" in capsys.readouterr().out
-    assert evaluate.main([f"--hf={published}", "--tasks=our_choice", f"--task_path={tmp_path}"]) == 2
+    assert evaluate.main([f"--hf={model_folder}", "--tasks=our_choice", f"--task_path={tmp_path}"]) == 2
     assert "no task 'our_choice'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from PIL import Image
 
 from plimsoll.configs import load as load_config
 from plimsoll.framework.data.images import DigitsSource
-from plimsoll.framework.inference.images import Images, save_grid
+from plimsoll.framework.inference.images import ImageSampler, save_grid
 from plimsoll.framework.program.program import Program
 from plimsoll.launch import evaluate, export, generate, prepare, sample, status, train
 from tests.support import runs
@@ -40,7 +40,7 @@ def digits(path: Path) -> np.ndarray:
 
 
 @pytest.mark.pairs
-def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_leaves_its_files(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = runs.rows(workdir)
     with Image.open(workdir / "samples.png") as picture:
         assert picture.size == (8 * CELL + 2, 8 * CELL + 2)
@@ -68,24 +68,24 @@ def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.pairs
-def test_the_evaluation_is_of_each_held_out_image_once(workdir: Path) -> None:
+def test_evaluation_uses_each_held_out_image_once(workdir: Path) -> None:
     (row,) = (row for row in runs.rows(workdir) if row["step"] == 8 and "eval/digits/images" in row)
     assert row["eval/digits/images"] == 361  # not a multiple of the batch size, 64
 
 
 @pytest.mark.pairs
-def test_samples_are_drawn_by_seed_and_temperature(workdir: Path, tmp_path: Path) -> None:
-    def drawn(*flags: str) -> np.ndarray:
+def test_samples_depend_on_seed_and_temperature(workdir: Path, tmp_path: Path) -> None:
+    def draw_samples(*flags: str) -> np.ndarray:
         assert sample.main([f"--workdir={workdir}", f"--output={tmp_path}/x.png", "--num=6", *flags]) == 0
         return digits(tmp_path / "x.png")
 
-    first = drawn()
+    first = draw_samples()
     assert first.shape == (2, 3, 8, 8)
-    assert (drawn() == first).all()
-    assert (drawn("--seed=1") != first).any()
-    assert (drawn("--ema") != first).any()
-    assert (drawn("--temperature=0.7") == first).all()
-    cold = drawn("--temperature=0")
+    assert (draw_samples() == first).all()
+    assert (draw_samples("--seed=1") != first).any()
+    assert (draw_samples("--ema") != first).any()
+    assert (draw_samples("--temperature=0.7") == first).all()
+    cold = draw_samples("--temperature=0")
     assert (cold == cold[0, 0]).all()
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -122,7 +122,7 @@ def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: P
         (["--workdir={run}/nope", "--output=x.png"], "holds no config.json, so no run of `plimsoll train`"),
     ],
 )
-def test_mistakes_cost_one_line(
+def test_user_errors_are_one_line(
     workdir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -141,7 +141,7 @@ def test_mistakes_cost_one_line(
     ("verb", "flags"),
     [(generate, ["--prompt=a"]), (evaluate, ["--files", __file__]), (export, ["--to=exported"])],
 )
-def test_verbs_of_text_refuse_a_flow(workdir: Path, capsys: pytest.CaptureFixture[str], verb, flags) -> None:
+def test_text_verbs_refuse_a_flow(workdir: Path, capsys: pytest.CaptureFixture[str], verb, flags) -> None:
     assert verb.main([f"--workdir={workdir}", *flags]) == 2
     assert capsys.readouterr().err == "error: model is a Flow; this is for language models (CausalLM)\n"
 
@@ -152,10 +152,10 @@ def test_prepare_refuses_images(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "out").exists()
 
 
-def test_a_language_model_draws_no_images() -> None:
+def test_language_model_cannot_sample_images() -> None:
     program = Program(load_config(f"{runs.CONFIG}:tiny").instantiate(), training=False)
     with pytest.raises(ValueError, match="model is a CausalLM, which draws no images; expected a flow"):
-        Images(program, {"parameter": {}, "frozen": {}})
+        ImageSampler(program, {"parameter": {}, "frozen": {}})
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.framework.companions.teacher_files import TeacherRows
+from plimsoll.framework.batch_transforms.teacher_files import TeacherRows
 from plimsoll.launch import evaluate, generate, score
 from tests.support import runs
 
@@ -17,7 +17,7 @@ STUDENT = (
 # `plimsoll score` that kills its process with SIGKILL after rows that are written, but not committed.
 KILLED = """
 import os, signal
-from plimsoll.framework.companions import teacher_files, teacher_scoring
+from plimsoll.framework.batch_transforms import teacher_files, teacher_scoring
 
 teacher_scoring._COMMIT_SECONDS = 0.0
 append = teacher_files.TeacherWriter.append
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.pairs
-def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_student_trains_on_stored_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"--config.companion.path={folder}/scores"
     assert runs.train(folder / "student", *STUDENT, place, "--config.trainer.eval_every=6") == 0
     assert f"teacher: {folder}/scores has " in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.pairs
-def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_bytes_are_printed_first(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     captured = capsys.readouterr()
     # Per token: 10 ids of 2 bytes, 10 float16, a float32. Per row of 32 tokens: a key of 16 bytes, a checksum of 4.
@@ -84,7 +84,7 @@ def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.pairs
-def test_the_flag_that_another_number_of_tokens_needs_is_said(
+def test_error_names_the_flag_for_another_token_count(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert score.main(flags(folder, folder / "scores")) == 0
@@ -116,17 +116,17 @@ def test_more_steps_add_rows(folder: Path, tmp_path: Path) -> None:
 def test_kill_9_and_the_same_command_again_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def scored(scores: Path, program: tuple[str, ...]) -> int:
+    def run_score(scores: Path, program: tuple[str, ...]) -> int:
         # runs.start passes the teacher's folder as the workdir.
         more = [flag for flag in flags(folder, scores) if not flag.startswith(("--workdir", "--config="))]
         process = runs.start(folder / "teacher", *more, program=program, out=tmp_path / "out")
         return process.wait(timeout=300)
 
-    assert scored(whole, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
-    assert scored(killed, ("-c", KILLED)) == -9
+    assert run_score(whole, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
+    assert run_score(killed, ("-c", KILLED)) == -9
     assert 0 < TeacherRows(killed).num_rows < TeacherRows(whole).num_rows
     assert (killed / "ids.bin").stat().st_size > TeacherRows(killed).num_rows * 32 * 64 * 2
-    assert scored(killed, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
+    assert run_score(killed, ("-m", "plimsoll", "score")) == 0, (tmp_path / "out").read_text()
     names = sorted(path.name for path in whole.glob("*.bin"))
     assert names == ["checksums.bin", "ids.bin", "log_probs.bin", "rows.bin", "tails.bin"]
     for name in (*names, "teacher.json"):
@@ -150,7 +150,7 @@ MISTAKES = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:
+def test_user_error_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:
     more, message = MISTAKES[mistake]
     assert score.main(flags(folder, tmp_path / "scores", *more)) == 2
     last_line = capsys.readouterr().err.strip().splitlines()[-1]

@@ -160,7 +160,7 @@ ENDS = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ENDS)
-def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monkeypatch, name: str) -> None:
+def test_job_requeues_or_ends_after_its_tasks(capsys, cluster: Path, monkeypatch, name: str) -> None:
     tasks, code, again = ENDS[name]
     job = dry(capsys)
     line = next(line for line in job.splitlines() if " -m plimsoll train " in line)
@@ -179,7 +179,7 @@ def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monk
     assert not list(cluster.glob(".slurm-*"))  # its notes are deleted
 
 
-def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, monkeypatch) -> None:
+def test_only_failures_count_as_restarts(capsys, cluster: Path, monkeypatch) -> None:
     job = dry(capsys, "--max_restarts=3")
     words = next(line for line in job.splitlines() if " -m plimsoll train " in line).partition(" task ")[2]
     monkeypatch.setenv("FAKE_TASKS", "1")
@@ -189,7 +189,7 @@ def test_failures_are_counted_and_preemptions_are_not(capsys, cluster: Path, mon
         assert (cluster / "requeued").exists() == again
 
 
-def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster: Path, monkeypatch) -> None:
+def test_task_waits_for_training_to_stop(capsys, cluster: Path, monkeypatch) -> None:
     # SLURM also signals the shell around the training, which must not end before the training has saved.
     job = dry(capsys)
     words = next(line for line in job.splitlines() if " -m plimsoll train " in line).partition(" task ")[2]
@@ -206,7 +206,7 @@ def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster
 
 
 @pytest.mark.slow
-def test_a_training_of_two_tasks_finds_itself_through_slurm(cluster: Path, monkeypatch, tmp_path: Path) -> None:
+def test_two_slurm_tasks_find_each_other(cluster: Path, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TASKS", "2")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.processes.health import identity
+from plimsoll.framework.processes.health import identify_process
 from plimsoll.launch.status import main, status
 
 NOW = 1_700_000_000.0
@@ -43,14 +43,14 @@ def write(workdir: Path, process: int = 0, *, of: int = 1, **facts: Any) -> None
         ({"moved": NOW - 61.0, "hang_seconds": None}, "running"),
     ],
 )
-def test_health_of_a_process(tmp_path: Path, facts: dict[str, Any], health: str) -> None:
+def test_process_health(tmp_path: Path, facts: dict[str, Any], health: str) -> None:
     write(tmp_path, **facts)
     assert status(tmp_path, NOW)["health"] == health
 
 
-def test_a_process_that_was_killed_is_gone_at_once(tmp_path: Path) -> None:
+def test_killed_process_is_reported_immediately(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    facts = {"host": socket.gethostname(), "pid": process.pid, "identity": identity(process.pid)}
+    facts = {"host": socket.gethostname(), "pid": process.pid, "identity": identify_process(process.pid)}
     write(tmp_path, **facts)
     assert facts["identity"]
     assert status(tmp_path, NOW)["health"] == "running"
@@ -65,7 +65,7 @@ def test_a_process_that_was_killed_is_gone_at_once(tmp_path: Path) -> None:
     assert status(tmp_path, NOW)["health"].startswith("gone without a word")
 
 
-def test_the_worst_process_counts_and_those_of_a_larger_start_do_not(tmp_path: Path) -> None:
+def test_worst_process_in_the_current_start_counts(tmp_path: Path) -> None:
     write(tmp_path, 0, of=2)
     write(tmp_path, 1, of=2, exit=5)
     write(tmp_path, 3, of=4, exit=6)
@@ -78,7 +78,7 @@ def test_the_worst_process_counts_and_those_of_a_larger_start_do_not(tmp_path: P
     assert (found["health"], found["missing"]) == ("missing", 1)
 
 
-def test_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, time=time.time(), moved=time.time(), loss="nan")
     for name in ("00000004", "00000008"):
         step = tmp_path / "checkpoints" / name
@@ -99,7 +99,7 @@ def test_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ValueError: no" in capsys.readouterr().out
 
 
-def test_nothing_to_tell_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_workdir_and_unknown_flag_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--workdir={tmp_path / 'nowhere'}"]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert main(["--workdr=x"]) == 2

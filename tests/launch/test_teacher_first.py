@@ -34,7 +34,7 @@ def student(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.pairs
-def test_the_teacher_is_trained_and_asked(
+def test_teacher_is_trained_and_scores_the_data(
     tmp_path: Path, commands: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.write_text(tmp_path / "text")
@@ -58,7 +58,7 @@ def test_the_teacher_is_trained_and_asked(
     assert [verb for verb, *_ in commands] == ["train", "score"]
 
 
-def test_files_of_another_teacher_stay(
+def test_files_from_another_teacher_are_kept(
     tmp_path: Path, commands: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.write_text(tmp_path / "text")
@@ -88,7 +88,7 @@ def test_a_dry_run_trains_no_teacher(
         ("--config.companion.kind=live", "expected kind = stored"),
     ],
 )
-def test_mistakes(
+def test_user_errors(
     tmp_path: Path, commands: list[tuple[str, ...]], flag: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.write_text(tmp_path / "text")
@@ -107,6 +107,6 @@ def test_a_command_that_fails_ends_the_run_with_its_code(
 
 
 @pytest.mark.pairs
-def test_a_verb_is_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_verb_runs_in_its_own_process(capfd: pytest.CaptureFixture[str]) -> None:
     assert teacher_first._execute("configs", "show", "no-such-config") == 2
     assert "no-such-config" in capfd.readouterr().err

@@ -56,7 +56,7 @@ def test_delete(capsys) -> None:
     assert dry(capsys, "delete", "--name=a", "--zone=z1", "--target=2xv5e-256")[0][3:] == queued
 
 
-def test_every_slice_is_reached(capsys) -> None:
+def test_every_slice_gets_the_command(capsys) -> None:
     place = ["--name=a", "--zone=z1", "--target=3xv5e-16"]
     for subverb, flags in (("run", TINY), ("stop", [])):
         nodes = [words[5] for words in dry(capsys, subverb, *place, *flags)]

@@ -36,7 +36,7 @@ def test_a_run_is_refused_before_its_data_is_prepared(
 
 
 @pytest.mark.pairs
-def test_a_plan_goes_by_the_platform_of_its_target(capsys: pytest.CaptureFixture):
+def test_plan_uses_the_target_platform(capsys: pytest.CaptureFixture):
     flags = ["--config=moe-tiny", "--estimate"]
     assert plan.main([*flags, "--target=h100x1", f"{BLOCK}.mlp.experts.implementation=megablox"]) == 2
     assert "'megablox' is for tpu, not gpu; try auto" in capsys.readouterr().err

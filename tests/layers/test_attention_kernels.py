@@ -81,7 +81,7 @@ def test_values_equal_the_float64_reference(case):
 
 @pytest.mark.once("grouped")
 @pytest.mark.parametrize("case", ["grouped", "three blocks of rows", "everything"])
-def test_gradients_equal_finite_differences_of_the_reference(case):
+def test_gradients_equal_reference_finite_differences(case):
     (_, S, _, _, H), options = CASES[case]
     B, N, K, S = 1, 2, 1, min(S, 70)  # still more than one block of rows if the case has more
     options = dict(options)
@@ -137,7 +137,7 @@ def test_float64_inputs_are_not_rounded():
         np.testing.assert_allclose(ours, reference(q, k, v), rtol=1e-12)
 
 
-def test_padding_attends_to_itself_alone_and_gives_no_nan():
+def test_padding_attends_only_to_itself_without_nan():
     q, k, v, cotangent = inputs(2, 12, 4, 2, 4)
     segments = np.zeros((2, 12), np.int32)
 
@@ -216,7 +216,7 @@ def test_arrays_that_do_not_belong_together(query, key, options, message):
         ("splash", {"platform": "tpu", "dtype": jnp.float16}, "bfloat16 or float32, not float16"),
     ],
 )
-def test_an_implementation_asked_for_by_name_says_why_it_cannot_serve(implementation, options, message):
+def test_named_implementation_explains_why_it_is_unsupported(implementation, options, message):
     options = {"S": 256, "H": 64} | options
     shape = (2, options.pop("S"), 4, options.pop("H"))
     with pytest.raises(ValueError, match=message):
@@ -224,7 +224,7 @@ def test_an_implementation_asked_for_by_name_says_why_it_cannot_serve(implementa
     assert choose_implementation(call(shape, shape, **options)) == "xla"
 
 
-def test_auto_goes_by_the_platform():
+def test_auto_follows_the_platform():
     query, key = (2, 256, 4, 64), (2, 256, 2, 64)
     assert choose_implementation(call(query, key)) == "xla"
     assert choose_implementation(call(query, key, "tpu")) == "splash"

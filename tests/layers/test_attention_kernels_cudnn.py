@@ -38,7 +38,7 @@ def call(q, segments=None, window=None, softcap=None, platform="gpu"):
         ({"S": 255}, {"segments": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
     ],
 )
-def test_what_it_refuses(monkeypatch, arguments, options, message):
+def test_unsupported_shapes_are_refused(monkeypatch, arguments, options, message):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX were installed with CUDA
     asked = call(query(**arguments), **options)
     with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve this call: .*{message}"):
@@ -47,13 +47,13 @@ def test_what_it_refuses(monkeypatch, arguments, options, message):
         assert choose_implementation(asked) == "xla"
 
 
-def test_what_it_serves(monkeypatch):
+def test_supported_shapes_are_accepted(monkeypatch):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))
     for options in ({}, {"window": 30}, {"segments": jax.ShapeDtypeStruct((2, 256), jnp.int32)}):
         assert choose_implementation(call(query(), **options)) == "cudnn"
 
 
-def test_without_cuda_it_says_so(monkeypatch):
+def test_error_without_cuda(monkeypatch):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("no_such_plugin",))
     assert "installed without CUDA" in (kernels_cudnn.why_not(call(query())) or "")
     assert choose_implementation(call(query())) == "xla"
@@ -62,7 +62,7 @@ def test_without_cuda_it_says_so(monkeypatch):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"segments": True}, {"segments": True, "window": 30}, {"window": 30}], ids=str)
-def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):
+def test_masks_and_positions_match_xla(monkeypatch, sizes, options):
     """With cuDNN's call replaced by JAX's own for the same arguments, only the code around the call can differ."""
     options = dict(options)
     rng = np.random.default_rng(0)

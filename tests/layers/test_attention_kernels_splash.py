@@ -16,14 +16,14 @@ from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call
 AXES = ("data", "fsdp", "expert", "seq", "model")
 
 
-def mesh_of(devices, sizes):
+def make_mesh(devices, sizes):
     count = int(np.prod(sizes))
     return Mesh(np.asarray(devices[:count]).reshape(sizes), AXES)
 
 
-def interpreted(q, k, v, segments, mesh, options):
-    told = (options.get("window"), options.get("softcap"), mesh, options.get("scale"))
-    call = describe_call(q, k, v, segments, *told, options.get("splash", SplashBlocks()))
+def run_interpreted(q, k, v, segments, mesh, options):
+    call_options = (options.get("window"), options.get("softcap"), mesh, options.get("scale"))
+    call = describe_call(q, k, v, segments, *call_options, options.get("splash", SplashBlocks()))
     return kernels_splash.attend(call, q, k, v, segments, interpret=True)
 
 
@@ -47,10 +47,10 @@ def test_interpreted_kernel_equals_xla(case):
     if with_segments:
         segments = np.sort(rng.integers(1, 4, size=(B, S)), axis=1).astype(np.int32)
         segments[:, -20:] = 0
-    mesh = None if sizes is None else mesh_of(jax.devices(), sizes)
+    mesh = None if sizes is None else make_mesh(jax.devices(), sizes)
 
     def splash(q, k, v):
-        out = interpreted(q, k, v, segments, mesh, options)
+        out = run_interpreted(q, k, v, segments, mesh, options)
         return jnp.vdot(out, cotangent), out
 
     def xla(q, k, v):
@@ -105,8 +105,8 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, sinks=False, 
         ("v5p:2x2x1", (1, 4, 1, 1, 1), {"H": 64, "dtype": jnp.float32}),
     ],
 )
-def test_compiles_for_tpu_without_keeping_logits(topology, name, sizes, options):
-    mesh = mesh_of(topology(name), sizes)
+def test_compiles_for_tpu_without_saving_logits(topology, name, sizes, options):
+    mesh = make_mesh(topology(name), sizes)
     compiled = compile_step(mesh, **options)
     program = compiled.as_text()
     for kernel in ("fwd", "dkv", "dq"):
@@ -117,7 +117,7 @@ def test_compiles_for_tpu_without_keeping_logits(topology, name, sizes, options)
 
 def test_blocks_are_bounds_and_the_backward_pass_may_be_one_kernel(topology):
     program = compile_step(
-        mesh_of(topology("v6e:2x2"), (1, 4, 1, 1, 1)), splash=SplashBlocks(1024, 1024, fused_backward=True)
+        make_mesh(topology("v6e:2x2"), (1, 4, 1, 1, 1)), splash=SplashBlocks(1024, 1024, fused_backward=True)
     ).as_text()
     assert "splash_mha_dkv" in program
     assert "splash_mha_dq" not in program
@@ -125,8 +125,8 @@ def test_blocks_are_bounds_and_the_backward_pass_may_be_one_kernel(topology):
         SplashBlocks(block_kv=200)
 
 
-def test_remat_that_keeps_attention_runs_the_forward_kernel_once(topology):
-    mesh = mesh_of(topology("v5e:2x4"), (1, 1, 1, 1, 1))
+def test_remat_saving_attention_runs_the_forward_kernel_once(topology):
+    mesh = make_mesh(topology("v5e:2x4"), (1, 1, 1, 1, 1))
     q = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def forward_kernels(name):
@@ -147,7 +147,7 @@ def test_a_mesh_that_does_not_divide_the_arrays_is_named(topology):
 
     def reason(sizes, B=8, S=1024, N=8, K=8):
         q, k = (jax.ShapeDtypeStruct((B, S, n, 128), jnp.bfloat16) for n in (N, K))
-        return kernels_splash.why_not(describe_call(q, k, k, None, None, None, mesh_of(devices, sizes)))
+        return kernels_splash.why_not(describe_call(q, k, k, None, None, None, make_mesh(devices, sizes)))
 
     assert reason((2, 2, 1, 1, 2)) is None
     assert "mesh data x fsdp = 8 does not divide the 4 sequences" in reason((4, 2, 1, 1, 1), B=4)

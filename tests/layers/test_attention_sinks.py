@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from plimsoll.framework.layers import kernels_splash
-from plimsoll.framework.layers.attention_cache import cached_attention
+from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call
 from plimsoll.framework.layers.sinks import softmax_with_sinks
@@ -43,7 +43,7 @@ def reference(q, k, v, sinks, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 17])
-def test_values_are_those_of_the_definition(window):
+def test_values_match_the_definition(window):
     q, k, v, sinks, _ = arrays()
     with jax.enable_x64(True):
         ours = jax.jit(lambda *x: dot_product_attention(*x[:3], sinks_N=x[3], window=window))(q, k, v, sinks)
@@ -51,7 +51,7 @@ def test_values_are_those_of_the_definition(window):
     assert np.abs(np.asarray(ours)[:, :, -1]).max() < 1e-10, "a head whose sink is large attends to nothing"
 
 
-def test_gradients_are_those_of_one_more_key_without_a_value():
+def test_gradients_match_an_extra_key_without_a_value():
     q, k, v, sinks, direction = arrays(20)
 
     def ours(q, k, v, sinks):
@@ -85,7 +85,7 @@ def test_one_token_after_a_cache_is_the_last_row(window):
         whole = dot_product_attention(q, k, v, sinks_N=sinks, window=window)
         empty = np.full((BATCH, 3, KV_HEADS, CHANNELS), 7.0)
         cache = {"key": np.concatenate([k[:, :-1], empty], 1), "value": np.concatenate([v[:, :-1], empty], 1)}
-        last = cached_attention(
+        last = attend_with_cache(
             q[:, -1:],
             k[:, -1:],
             v[:, -1:],
@@ -151,7 +151,7 @@ def test_where_a_kernel_has_no_sinks_auto_takes_xla_and_its_name_is_refused(monk
 
 
 @pytest.mark.pairs
-def test_sinks_of_another_number_of_heads_are_refused():
+def test_sinks_with_another_head_count_are_refused():
     q, k, v, sinks, _ = arrays(20, np.float32)
     with pytest.raises(ValueError, match=r"sinks: expected floats \(6,\), given float32 \(5,\)"):
         dot_product_attention(q, k, v, sinks_N=sinks[:5])

@@ -10,7 +10,7 @@ import pytest
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.experts.biases import add_biases, experts_of_rows
+from plimsoll.framework.layers.experts.biases import add_biases, find_row_experts
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
 from plimsoll.framework.layers.experts.moe import MoE
@@ -55,7 +55,7 @@ def context() -> Context:
     return Context({"weights": jnp.ones((BATCH, LENGTH))}, compute_dtype=jnp.float64)
 
 
-def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def apply_clamped_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
     return (up + 1.0) * gate / (1.0 + np.exp(-ALPHA * gate))
 
@@ -72,7 +72,7 @@ def loop(weights: Any, x_BSD: np.ndarray, is_gated: bool = True) -> np.ndarray:
             own = {name: leaf[expert] for name, leaf in weights["experts"].items()}
             up = x @ own["up"] + own["up_bias"]
             if is_gated:
-                hidden = clamped(x @ own["gate"] + own["gate_bias"], up)
+                hidden = apply_clamped_swiglu(x @ own["gate"] + own["gate_bias"], up)
             else:
                 hidden = np.maximum(up, 0.0)
             y_BSD[place] += share * (hidden @ own["down"] + own["down_bias"])
@@ -82,7 +82,7 @@ def loop(weights: Any, x_BSD: np.ndarray, is_gated: bool = True) -> np.ndarray:
 @pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", ["plain", "one expert", "empty experts"])
-def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implementation: str):
+def test_no_choice_is_dropped_and_the_sum_equals_a_loop(case: str, implementation: str):
     moe = layer(implementation=implementation)
     weights, x_BSD = arrays(moe, case)
     y_BSD, _ = jax.jit(lambda w, x: moe.apply(w, x, context(), {}))(weights, x_BSD)
@@ -100,7 +100,7 @@ def test_biases_without_a_gate():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("options", [{"implementation": "blocks"}, {"implementation": "ragged"}, {"capacity": 2.5}])
-def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, Any]):
+def test_gradients_match_every_expert_on_every_token(options: dict[str, Any]):
     """With a capacity factor of 2.5, every choice has a slot."""
     moe = layer(**options)
     weights, x_BSD = arrays(moe)
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(options: dict[str, A
 
 
 @pytest.mark.pairs
-def test_shards_of_experts_add_up():
+def test_expert_shards_add_up():
     """As on a mesh, each shard applies its experts and their biases to all tokens and adds zero for other choices."""
     moe = layer()
     weights, x_BSD = arrays(moe)
@@ -141,14 +141,14 @@ def test_shards_of_experts_add_up():
     total = jnp.zeros_like(whole)
     for first, last in ((0, 1), (1, EXPERTS)):
         own = {name: leaf[first:last] for name, leaf in weights["experts"].items()}
-        total += moe.experts._of_tokens(own, jnp.asarray(x_BSD), choice, context(), first, shards=2)
+        total += moe.experts._run_local_experts(own, jnp.asarray(x_BSD), choice, context(), first, shards=2)
     np.testing.assert_allclose(total, whole, **TOLERANCE)
 
 
 def test_rows_behind_the_last_expert_have_no_part_in_the_gradient():
     """Rows after the last expert are ignored even if they are NaN: an implementation may leave them uninitialized."""
     sizes = jnp.asarray([0, 3, 1], jnp.int32)
-    experts_N = experts_of_rows(sizes, 6)
+    experts_N = find_row_experts(sizes, 6)
     np.testing.assert_array_equal(experts_N, [1, 1, 1, 2, 3, 3])
     rows = np.random.default_rng(0).normal(size=(6, 4))
     bias = np.random.default_rng(1).normal(size=(3, 4))
@@ -160,7 +160,7 @@ def test_rows_behind_the_last_expert_have_no_part_in_the_gradient():
     assert [leaf.dtype for leaf in jax.tree.leaves(pull)] == [jnp.int32], "it keeps no row"
 
 
-def test_sums_of_bfloat16_rows_are_not_rounded_on_the_way():
+def test_bfloat16_rows_are_summed_without_rounding():
     experts_N = jnp.zeros(5000, jnp.int32)
     rows = jnp.zeros((5000, 2), jnp.bfloat16)
     _, pull = jax.vjp(lambda bias: add_biases(rows, bias, experts_N), jnp.zeros((1, 2), jnp.bfloat16))

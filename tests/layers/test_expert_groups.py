@@ -8,7 +8,7 @@ from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layers.experts.scores import GroupLimit, choose
 
 
-def chosen_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[int]:
+def choose_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[int]:
     """Return a token's experts, from the groups with the best expert (V2) or the best sum of two experts (V3)."""
     groups = np.split(np.arange(len(ranks_E)), limit.groups)
     num_counted = 1 if limit.score == "best" else 2
@@ -19,7 +19,7 @@ def chosen_by_hand(ranks_E: np.ndarray, limit: GroupLimit, top_k: int) -> list[i
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("score", ["best", "best_two"])
-def test_experts_are_of_the_best_groups(score):
+def test_experts_come_from_the_best_groups(score):
     limit = GroupLimit(groups=4, top_groups=2, score=score)
     logits = jax.random.normal(jax.random.key(0), (3, 50, 12))
     bias = jax.random.normal(jax.random.key(1), (12,)) * 0.3
@@ -29,7 +29,7 @@ def test_experts_are_of_the_best_groups(score):
     differs = 0
     free = np.sort(np.asarray(choose(logits, bias, **options).experts_BSK), axis=-1)
     for position in np.ndindex(3, 50):
-        expected = chosen_by_hand(scores[position] + np.asarray(bias), limit, 4)
+        expected = choose_by_hand(scores[position] + np.asarray(bias), limit, 4)
         experts = np.asarray(choice.experts_BSK[position])
         assert sorted(experts) == expected
         shares = scores[position][experts]

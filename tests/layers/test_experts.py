@@ -80,7 +80,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1.0 + np.exp(-x))
 
 
-def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+def apply_gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
     return (silu(x @ gate) * (x @ up)) @ down
 
 
@@ -89,7 +89,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def chosen(logits: np.ndarray, top_k: int, score: str, normalize: bool, scale: float) -> np.ndarray:
+def compute_shares(logits: np.ndarray, top_k: int, score: str, normalize: bool, scale: float) -> np.ndarray:
     """Return the routing weight of each expert for each token, [T, E]: 0 if it is not chosen."""
     known = {"softmax": softmax, "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "softmax_chosen": lambda x: x}
     found = known[score](logits)
@@ -108,14 +108,14 @@ def chosen(logits: np.ndarray, top_k: int, score: str, normalize: bool, scale: f
 def loop(weights: Any, x_BSD: np.ndarray, **options: Any) -> np.ndarray:
     """Apply one expert after the other, each to the tokens that chose it."""
     x_TD = x_BSD.reshape(-1, DIM)
-    shares = chosen(x_TD @ weights["router"]["weight"], **options)
+    shares = compute_shares(x_TD @ weights["router"]["weight"], **options)
     shared = {name: leaf["weight"] for name, leaf in weights["shared"].items()}
-    y_TD = gated(x_TD, shared["gate"], shared["up"], shared["down"])
+    y_TD = apply_gated(x_TD, shared["gate"], shared["up"], shared["down"])
     experts = weights["experts"]
     for expert in range(EXPERTS):
         tokens = np.flatnonzero(shares[:, expert])
         own = {name: leaf[expert] for name, leaf in experts.items()}
-        y_TD[tokens] += shares[tokens, expert, None] * gated(x_TD[tokens], own["gate"], own["up"], own["down"])
+        y_TD[tokens] += shares[tokens, expert, None] * apply_gated(x_TD[tokens], own["gate"], own["up"], own["down"])
     return y_TD.reshape(x_BSD.shape)
 
 
@@ -133,20 +133,20 @@ ROUTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_choice_is_dropped_and_the_sum_is_that_of_a_loop(case: str, implementation: str):
+def test_no_choice_is_dropped_and_the_sum_equals_a_loop(case: str, implementation: str):
     options = {"scale": 1.0, **ROUTERS["mixtral"]}
     moe = layer(options, implementation=implementation)
     weights, x_BSD = arrays(moe, case)
     y_BSD, _ = jax.jit(lambda w, x: moe.apply(w, x, context(), {}))(weights, x_BSD)
     np.testing.assert_allclose(y_BSD, loop(weights, x_BSD, **options), **TOLERANCE)
-    loads = np.count_nonzero(chosen(x_BSD.reshape(-1, DIM) @ weights["router"]["weight"], **options), axis=0)
+    loads = np.count_nonzero(compute_shares(x_BSD.reshape(-1, DIM) @ weights["router"]["weight"], **options), axis=0)
     assert loads.sum() == 2 * BATCH * LENGTH
     assert {"one expert": loads[2] == BATCH * LENGTH, "empty experts": loads[[0, 4]].sum() == 0}.get(case, True)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ROUTERS)
-def test_every_kind_of_router(name: str):
+def test_every_router_type(name: str):
     options = {"scale": 1.0, **ROUTERS[name]}
     moe = layer(options)
     weights, x_BSD = arrays(moe, "plain")
@@ -168,7 +168,7 @@ def dense(weights: Any, x_BSD: jax.Array, shares_BSE: jax.Array) -> jax.Array:
 @pytest.mark.once("plain-blocks", "ties-ragged")
 @pytest.mark.parametrize("implementation", ["blocks", "ragged"])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_every_expert_on_every_token(case: str, implementation: str):
+def test_gradients_match_every_expert_on_every_token(case: str, implementation: str):
     moe = layer({"top_k": 2, "balance": 0.0}, implementation=implementation)
     weights, x_BSD = arrays(moe, case)
     direction = np.random.default_rng(1).normal(size=x_BSD.shape)
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(case: str, implement
 
 
 @pytest.mark.pairs
-def test_a_capacity_drops_what_comes_last():
+def test_capacity_drops_the_last_tokens():
     capacity, top_k = 0.6, 2
     moe = layer({"top_k": top_k}, capacity=capacity)
     weights, x_BSD = arrays(moe, "plain")
@@ -210,7 +210,7 @@ def test_a_capacity_drops_what_comes_last():
         taken = np.zeros(EXPERTS, int)
         num_tokens = int(counted[row].sum())
         places = int(np.ceil(capacity * top_k * num_tokens / EXPERTS))
-        expected[row] = gated(x_SD, shared["gate"], shared["up"], shared["down"])
+        expected[row] = apply_gated(x_SD, shared["gate"], shared["up"], shared["down"])
         for k in range(top_k):
             for token in range(num_tokens):
                 expert = order[token, k]
@@ -219,7 +219,7 @@ def test_a_capacity_drops_what_comes_last():
                     dropped += counted[row, token] / top_k
                     continue
                 own = {name: leaf[expert] for name, leaf in weights["experts"].items()}
-                expected[row, token] += picked[token, k] * gated(x_SD[token], own["gate"], own["up"], own["down"])
+                expected[row, token] += picked[token, k] * apply_gated(x_SD[token], own["gate"], own["up"], own["down"])
     np.testing.assert_allclose(y_BSD, expected, **TOLERANCE)
     assert dropped > 0
     np.testing.assert_allclose(out.metrics["dropped"], dropped / counted.sum(), rtol=1e-6)
@@ -231,13 +231,13 @@ def test_a_capacity_drops_what_comes_last():
     # Loss weights are zero in a prompt, too, so only segments can mark padding before it.
     [("segments", 0, 20), ("segments", 20, 0), ("segments", 7, 9), ("weights", 0, 20)],
 )
-def test_padding_changes_nothing_of_a_sequence(says: str, before: int, behind: int):
+def test_padding_does_not_change_a_sequence(says: str, before: int, behind: int):
     """All padded columns choose the same experts, and none of them takes a capacity slot."""
     moe = layer({"top_k": 2}, capacity=0.8)
     weights, x_BSD = arrays(moe, "plain")
     tokens_BSD = x_BSD[:, :12]
 
-    def applied(before: int, behind: int) -> tuple[np.ndarray, float]:
+    def apply_padded(before: int, behind: int) -> tuple[np.ndarray, float]:
         padded_BSD = np.pad(tokens_BSD, ((0, 0), (before, behind), (0, 0)), constant_values=1.0)
         marks_BS = np.pad(np.ones((BATCH, 12)), ((0, 0), (before, behind)))
         ctx = context(training=True, weights=marks_BS)
@@ -246,14 +246,14 @@ def test_padding_changes_nothing_of_a_sequence(says: str, before: int, behind: i
         y_BSD, out = moe.apply(weights, padded_BSD, ctx, {})
         return np.asarray(y_BSD)[:, before : before + 12], float(out.metrics["dropped"])
 
-    alone, dropped_alone = applied(0, 0)
-    padded, dropped = applied(before, behind)
+    alone, dropped_alone = apply_padded(0, 0)
+    padded, dropped = apply_padded(before, behind)
     assert dropped == dropped_alone > 0
     np.testing.assert_allclose(padded, alone, **TOLERANCE)
 
 
 @pytest.mark.pairs
-def test_room_for_all_drops_nothing():
+def test_sufficient_capacity_drops_nothing():
     weights, x_BSD = arrays(layer(), "one expert")
     bound, free = layer({"top_k": 2}, capacity=float(EXPERTS)), layer({"top_k": 2})
     y_BSD, out = bound.apply(weights, x_BSD, context(training=True), {})
@@ -266,7 +266,7 @@ def test_room_for_all_drops_nothing():
 @pytest.mark.pairs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("over", ["sequence", "batch"])
-def test_losses_and_metrics_are_means_over_counted_targets(over: str, score: str):
+def test_losses_and_metrics_are_means_over_weighted_targets(over: str, score: str):
     top_k = 2
     options = {"top_k": top_k, "score": score, "balance": 0.5, "balance_over": over, "z": 0.25, "expert_metrics": True}
     moe = layer(options)
@@ -302,7 +302,7 @@ def test_losses_and_metrics_are_means_over_counted_targets(over: str, score: str
         np.testing.assert_allclose(out.metrics[name], value, rtol=1e-6, err_msg=name)
 
 
-def test_even_use_has_a_balance_loss_of_one_and_padding_alone_has_none():
+def test_even_load_has_balance_loss_1_and_padding_has_none():
     probabilities = jnp.full((1, 4, 4), 0.25)
     loads = jnp.full((1, 4), 2.0)
     assert float(scores.balance_loss(loads, probabilities, jnp.ones((1, 4)), 2, "sequence")) == pytest.approx(4.0)
@@ -338,7 +338,7 @@ def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
     ctx = context(training=True)
     counted = np.asarray(ctx.batch["weights"])
     expected = np.zeros(EXPERTS)
-    first = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in moe.router.own_buffers().items()}
+    first = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in moe.router.layer_buffer_specs().items()}
     whole = parts = {"router": first}
     for _ in range(steps):
         order = np.argsort(-(found + expected), axis=-1, kind="stable")[..., :2]
@@ -348,8 +348,8 @@ def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
         for row in range(BATCH):
             rows = slice(row, row + 1)
             batch = {name: x[rows] for name, x in ctx.batch.items()}
-            part_ctx = replace(ctx, batch=batch, rows=ctx.rows[rows])
-            parts = moe.apply(weights, x_BSD[rows], part_ctx, parts)[1].layer_state
+            rows_ctx = replace(ctx, batch=batch, rows=ctx.rows[rows])
+            parts = moe.apply(weights, x_BSD[rows], rows_ctx, parts)[1].layer_state
         np.testing.assert_array_equal(parts["router"]["loads"], whole["router"]["loads"])
         np.testing.assert_allclose(whole["router"]["bias"], expected, atol=1e-7)
         np.testing.assert_array_equal(parts["router"]["bias"], whole["router"]["bias"])
@@ -362,7 +362,7 @@ def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
 
 
 @pytest.mark.pairs
-def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
+def test_jitter_is_training_only_and_keyed_by_global_row():
     moe = layer({"jitter": 0.3})
     weights, x_BSD = arrays(moe, "plain")
     still = moe.apply(weights, x_BSD, context(), {})[0]
@@ -372,15 +372,15 @@ def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     assert not np.allclose(whole, still)
     rows = slice(1, 3)
 
-    def part_of(rows: slice) -> Any:
+    def apply_rows(rows: slice) -> Any:
         batch = {name: x[rows] for name, x in ctx.batch.items()}
         return moe.apply(weights, x_BSD[rows], replace(ctx, batch=batch, rows=ctx.rows[rows]), {})
 
-    part, part_out = part_of(rows)
+    part, rows_out = apply_rows(rows)
     np.testing.assert_allclose(part, whole[rows], **TOLERANCE)
-    _, first_out = part_of(slice(1))
+    _, first_out = apply_rows(slice(1))
     # The losses of the microbatches add up to the loss of the batch.
-    np.testing.assert_allclose(first_out.loss + part_out.loss, out.loss, rtol=1e-12)
+    np.testing.assert_allclose(first_out.loss + rows_out.loss, out.loss, rtol=1e-12)
 
 
 @pytest.mark.pairs
@@ -408,7 +408,7 @@ def test_more_choices_than_experts_are_refused():
 
 
 @pytest.mark.parametrize(("argnum", "kept"), [(0, [(5, 4, 3), (5,)]), (1, [(46, 4), (5,)])])
-def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
+def test_frozen_arguments_save_no_residuals(argnum: int, kept: list[tuple[int, ...]]):
     """Frozen experts need no saved rows, and rows without a gradient need no saved weights."""
     sizes = jnp.asarray([0, 7, 16, 5, 2], jnp.int32)
     rows = with_spare_rows(30, "blocks")
@@ -423,7 +423,7 @@ def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ..
 
 
 @pytest.mark.pairs
-def test_shards_of_experts_add_up_and_rows_of_others_are_none():
+def test_expert_shards_add_up_without_foreign_rows():
     """As on a mesh, each shard gets all tokens and computes rows only for the choices of its own experts."""
     moe = layer({"top_k": 2})
     weights, x_BSD = arrays(moe, "plain")
@@ -432,5 +432,5 @@ def test_shards_of_experts_add_up_and_rows_of_others_are_none():
     total = jnp.zeros_like(whole)
     for first, last in ((0, 1), (1, EXPERTS)):
         own = {name: leaf[first:last] for name, leaf in weights["experts"].items()}
-        total += moe.experts._of_tokens(own, jnp.asarray(x_BSD), choice, context(), first, shards=2)
+        total += moe.experts._run_local_experts(own, jnp.asarray(x_BSD), choice, context(), first, shards=2)
     np.testing.assert_allclose(total, whole, **TOLERANCE)

@@ -22,7 +22,7 @@ SIZES = {
 }
 
 
-def rows_of(sizes: list[int], implementation: Any) -> tuple[np.ndarray, np.ndarray]:
+def make_rows(sizes: list[int], implementation: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return rows [N, I] and gradients [N, O]; the spare rows are NaN, as a kernel may have left them."""
     used = sum(sizes)
     # At least one row is spare, even if the implementation needs none.
@@ -46,7 +46,7 @@ def by_expert(sizes: list[int]) -> list[slice]:
 def test_kernels_multiply_each_row_by_its_expert(implementation: str, name: str):
     kernels: ModuleType = KERNELS[implementation]
     sizes = SIZES[name]
-    x_NI, grad_NO = rows_of(sizes, implementation)
+    x_NI, grad_NO = make_rows(sizes, implementation)
     weight_EIO = np.random.default_rng(1).normal(size=(len(sizes), INPUTS, OUTPUTS)).astype(np.float32)
     sizes_E = jnp.asarray(sizes, jnp.int32)
     y_NO = kernels.rows_times_weights(x_NI, weight_EIO, sizes_E, interpret=True)
@@ -54,10 +54,10 @@ def test_kernels_multiply_each_row_by_its_expert(implementation: str, name: str)
     weight_grads = kernels.weight_gradients(x_NI, grad_NO, sizes_E, interpret=True)
     for expert, rows in enumerate(by_expert(sizes)):
         weight = weight_EIO[expert].astype(np.float64)
-        x_own, grad_own = x_NI[rows].astype(np.float64), grad_NO[rows].astype(np.float64)
-        np.testing.assert_allclose(y_NO[rows], x_own @ weight, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(x_grad_NI[rows], grad_own @ weight.T, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(weight_grads[expert], x_own.T @ grad_own, rtol=1e-5, atol=2e-4)
+        expert_x, expert_grad = x_NI[rows].astype(np.float64), grad_NO[rows].astype(np.float64)
+        np.testing.assert_allclose(y_NO[rows], expert_x @ weight, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(x_grad_NI[rows], expert_grad @ weight.T, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(weight_grads[expert], expert_x.T @ expert_grad, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.pairs
@@ -102,16 +102,16 @@ def test_rows_beyond_32_bits_are_refused_by_name():
         jax.eval_shape(grouped_gpu.rows_times_weights, rows, weight, sizes)
 
 
-def test_auto_is_the_kernel_of_the_platform_where_it_takes_the_dtype():
-    def chosen(platform: str, dtype: Any) -> str:
+def test_auto_picks_the_platform_kernel_for_supported_dtypes():
+    def choose(platform: str, dtype: Any) -> str:
         return grouped.choose_implementation("auto", platform, jnp.dtype(dtype))
 
-    assert chosen("cpu", jnp.bfloat16) == "blocks"
-    assert chosen("tpu", jnp.bfloat16) == "megablox"
-    assert chosen("gpu", jnp.float32) == "triton"
-    assert chosen("gpu", jnp.float64) == chosen("tpu", jnp.float64) == "blocks"
+    assert choose("cpu", jnp.bfloat16) == "blocks"
+    assert choose("tpu", jnp.bfloat16) == "megablox"
+    assert choose("gpu", jnp.float32) == "triton"
+    assert choose("gpu", jnp.float64) == choose("tpu", jnp.float64) == "blocks"
 
 
-def test_a_kernel_of_another_platform_is_refused_by_name():
+def test_kernel_for_another_platform_is_refused_by_name():
     with pytest.raises(ValueError, match="'megablox' is for tpu, not cpu; try auto"):
         grouped.choose_implementation("megablox", "cpu", jnp.dtype(jnp.float32))

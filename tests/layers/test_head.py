@@ -36,7 +36,7 @@ def context(dtype=jnp.float32) -> Context:
     return Context(batch=BATCH, num_targets=jnp.sum(BATCH["weights"]), training=True, compute_dtype=dtype)
 
 
-def chunked(chunk_tokens: int, **fields):
+def make_chunked_loss(chunk_tokens: int, **fields):
     """Return (params, x) -> (3 * loss, nll) for the head; the factor 3, as its loss is not always the objective."""
     head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, **fields).instantiate()
 
@@ -66,14 +66,14 @@ def plain(z_loss: float = 0.0, softcap: float | None = None):
     return loss
 
 
-def evaluated(loss):
+def evaluate(loss):
     (value, nll), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(PARAMS, X)
     return float(value), float(nll), small.arrays(grads)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return {name: evaluated(plain(**terms)) for name, terms in TERMS.items()}
+    return {name: evaluate(plain(**terms)) for name, terms in TERMS.items()}
 
 
 @pytest.mark.pairs
@@ -84,7 +84,7 @@ def expected():
     [(name, 6) for name in TERMS] + [("both", tokens) for tokens in (0, 24, 12, 7, 2, 1)] + [("plain", 0)],
 )
 def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
-    loss, nll, grads = evaluated(chunked(chunk_tokens, **TERMS[terms]))
+    loss, nll, grads = evaluate(make_chunked_loss(chunk_tokens, **TERMS[terms]))
     expected_loss, expected_nll, expected_grads = expected[terms]
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(nll, expected_nll, rtol=1e-6)
@@ -92,16 +92,16 @@ def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
 
 
 @pytest.mark.parametrize("gradient_tokens", [6, 12])
-def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
+def test_chunk_groups_equal_the_plain_definition(expected, gradient_tokens):
     """Sum the table's gradient over four groups of one chunk, and over two groups of two."""
-    _, _, grads = evaluated(chunked(6, gradient_tokens=gradient_tokens, **TERMS["both"]))
+    _, _, grads = evaluate(make_chunked_loss(6, gradient_tokens=gradient_tokens, **TERMS["both"]))
     small.assert_close(grads, expected["both"][2], 2e-6)
 
 
 @pytest.mark.pairs
 def test_evaluation_equals_training(expected):
     """Without differentiation, a different rule of the custom derivative runs."""
-    loss, nll = jax.jit(chunked(6, **TERMS["both"]))(PARAMS, X)
+    loss, nll = jax.jit(make_chunked_loss(6, **TERMS["both"]))(PARAMS, X)
     np.testing.assert_allclose((loss, nll), expected["both"][:2], rtol=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_bf16_hidden_states_give_f32_losses_and_bf16_gradients(expected):
     np.testing.assert_allclose(3 * value, expected["both"][0], rtol=2e-2)
 
 
-def test_logits_are_what_the_loss_is_of():
+def test_loss_is_computed_from_the_returned_logits():
     head = config_for(LMHead, dim=D, vocab_size=V, softcap=2.0).instantiate()
     ctx = context()
 
@@ -163,7 +163,7 @@ def largest_array(text: str) -> int:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [16, 0])
-def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
+def test_no_training_array_is_as_large_as_the_logits(chunk_tokens):
     """Check the compiled step, forward and backward. Without chunks (0), there is such an array: the test can fail."""
     vocab = 509
     model = small.gpt2(vocab_size=vocab, head__chunk_tokens=chunk_tokens, head__gradient_tokens=chunk_tokens)
@@ -177,7 +177,7 @@ def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("chunk_tokens", [0, 4])
-def test_log_probabilities_have_the_gradients_of_a_plain_log_softmax(chunk_tokens):
+def test_log_prob_gradients_match_a_plain_log_softmax(chunk_tokens):
     """This holds for any function of them: our custom backward pass recomputes the logits."""
     ctx = Context(batch={"targets": jnp.arange(16).reshape(2, 8) % 7})
     keys = jax.random.split(jax.random.key(3), 3)

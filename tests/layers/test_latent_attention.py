@@ -26,7 +26,7 @@ def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float)
     return np.einsum("bnst,btnv->bsnv", weights, v)
 
 
-def turned(x: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
+def rotate_pairs(x: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
     """Rotate each pair of adjacent channels, as a complex number, by its position; float64 [B, S, N, P]."""
     pairs = x[..., 0::2] + 1j * x[..., 1::2]
     frequencies = theta ** -(np.arange(0, x.shape[-1], 2) / x.shape[-1])
@@ -49,8 +49,8 @@ def by_hand(w: dict[str, np.ndarray], x: np.ndarray, heads: int, plain: int, val
     q = q.reshape(*x.shape[:2], heads, -1)
     down = x @ w["kv_down/weight"]
     up = (rms(down[..., :rank], w["kv_norm/scale"]) @ w["kv_up/weight"]).reshape(*x.shape[:2], heads, plain + value)
-    rotary_key = np.repeat(turned(down[:, :, None, rank:]), heads, axis=2)
-    q = np.concatenate([q[..., :plain], turned(q[..., plain:])], axis=-1)
+    rotary_key = np.repeat(rotate_pairs(down[:, :, None, rank:]), heads, axis=2)
+    q = np.concatenate([q[..., :plain], rotate_pairs(q[..., plain:])], axis=-1)
     k = np.concatenate([up[..., :plain], rotary_key], axis=-1)
     y = softmax_attention(q, k, up[..., plain:], q.shape[-1] ** -0.5)
     return y.reshape(*x.shape[:2], -1) @ w["output/weight"]
@@ -91,7 +91,7 @@ def test_values_may_be_narrower_or_wider_than_keys(value_dim):
     np.testing.assert_allclose(kernels_splash.attend(call, q, k, v, None, interpret=True), expected, atol=2e-5)
 
 
-def test_a_kernel_that_cannot_serve_other_values_says_so():
+def test_kernel_refuses_unequal_key_and_value_widths():
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
     for_values = lambda dim: dataclasses.replace(  # noqa: E731
         describe_call(q, q, jax.ShapeDtypeStruct((2, 256, 2, dim), jnp.bfloat16), None, None, None, None),

@@ -66,10 +66,10 @@ def test_rms_norm():
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
-def test_norms_of_bf16_compute_in_float32(norm):
+def test_bf16_norms_compute_in_float32(norm):
     """A mean of squares of 300 in bf16 would be off by percents; only the input and output may be rounded."""
     layer = config_for(norm, dim=64).instantiate()
-    w = {name: np.ones(64, np.float32) * (name == "scale") for name in layer.own_specs()}
+    w = {name: np.ones(64, np.float32) * (name == "scale") for name in layer.param_specs()}
     x = jnp.asarray(300.0 + 10.0 * random(1, 64), jnp.bfloat16)
     y = layer({name: jnp.asarray(value, jnp.bfloat16) for name, value in w.items()}, x, CTX)
     assert y.dtype == jnp.bfloat16
@@ -114,7 +114,7 @@ def test_mlp(activation, gated):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def test_rotary_turns_pairs_of_the_two_halves():
+def test_rotary_rotates_pairs_from_the_two_halves():
     H, theta = 8, 100.0
     rotary = Rotary(head_dim=H, theta=theta)
     positions, x = np.array([[0, 1, 5, 31]]), random(1, 4, 2, H)
@@ -126,7 +126,7 @@ def test_rotary_turns_pairs_of_the_two_halves():
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
 
 
-def test_rotary_scores_depend_on_distance_alone():
+def test_rotary_scores_depend_only_on_distance():
     rotary = Rotary(head_dim=16)
     q, k = jnp.asarray(random(1, 1, 1, 16)), jnp.asarray(random(1, 1, 1, 16, seed=1))
 
@@ -167,7 +167,7 @@ def test_llama3_scaling_as_its_reference_code_states_it():
 # --- embedding -------------------------------------------------------------------------------------------------------
 
 
-def test_embedding_adds_the_positions_of_the_row_or_of_the_documents():
+def test_embedding_adds_row_or_document_positions():
     layer = config_for(Embedding, vocab_size=9, dim=4, max_positions=6).instantiate()
     w = weights(layer)
     tokens = np.array([[1, 8, 0, 3, 3]])
@@ -197,7 +197,7 @@ def test_prepare_casts_every_weight_and_keeps_the_structure():
     assert {leaf.dtype for leaf in jax.tree.leaves(prepared)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_roles_and_axes_of_a_block():
+def test_block_roles_and_axes():
     specs = flatten(small.llama().stack.pattern[0].instantiate(dim=32).parameter_specs())
     roles = {path: (spec.roles, spec.mesh_axes) for path, spec in specs.items()}
     assert roles["attention/query/weight"] == (("in", "heads"), ("fsdp", "model"))
@@ -245,7 +245,7 @@ def test_head_dim_may_differ_from_dim_over_heads():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
-def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation):
+def test_logit_scale_is_not_rounded_to_the_compute_dtype(implementation):
     """Gemma 2 27B's scale, 1/12, is 0.15% too small in bfloat16: a 3% error in a weight 21 logits below the largest."""
     dim, scale = 128, 144**-0.5
     config = config_for(Attention, dim=dim, num_heads=1, scale=scale, implementation=implementation)
@@ -262,7 +262,7 @@ def test_the_scale_of_logits_is_not_rounded_to_the_compute_dtype(implementation)
     np.testing.assert_allclose(np.asarray(y_BSD[0, 1], np.float64), expected, rtol=5e-3)
 
 
-def test_dropout_does_not_round_what_it_divides_by():
+def test_dropout_scale_is_not_rounded():
     """In bfloat16, 0.9 rounds to 0.8984."""
     ctx = Context(batch={}, rng=jax.random.key(0), rows=jnp.arange(1), training=True, compute_dtype=jnp.bfloat16)
     y = np.asarray(ctx.dropout(jnp.full((1, 64), 900.0, jnp.bfloat16), 0.1, "x"), np.float64)
@@ -270,7 +270,7 @@ def test_dropout_does_not_round_what_it_divides_by():
 
 
 @pytest.mark.pairs
-def test_attention_may_compute_in_float32_beside_bfloat16():
+def test_attention_may_use_float32_in_a_bfloat16_model():
     """The kernel's result then equals the result for float32 operands, rounded once."""
     config = config_for(Attention, dim=32, num_heads=2, implementation="xla")
     plain = config.instantiate()

@@ -29,7 +29,7 @@ def config(base=None, *, mesh=None, remat="none", dropout=0.0, dim=64, **fields)
     return small.experiment(model, mesh=mesh, memory={"remat": remat})
 
 
-def moved(program: Program):
+def perturb_adapters(program: Program):
     """Return an initial state in which all adapters have an effect: B is not zero."""
     state, rng = jax.device_get(program.init()), np.random.default_rng(1)
     return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
@@ -41,7 +41,7 @@ def moved(program: Program):
 def test_the_formula(base, bias):
     lora = config_for(LoRA, rank=3, alpha=6.0, base=base).instantiate()
     layer = LoRALinear(config_for(Linear, inputs=64, outputs=5, bias=bias).instantiate(), lora, "x")
-    params, rng = initialize(layer.own_specs(), jax.random.key(0)), np.random.default_rng(0)
+    params, rng = initialize(layer.param_specs(), jax.random.key(0)), np.random.default_rng(0)
     assert not params["lora_b"].any()
     assert 0.115 < np.abs(params["lora_a"]).max() <= 0.125  # 1 / sqrt(64)
     params["lora_b"] = rng.standard_normal((3, 5)).astype(np.float32)
@@ -71,7 +71,7 @@ def test_the_formula(base, bias):
 
 
 @pytest.mark.pairs
-def test_adapters_alone_are_trained_and_kept():
+def test_only_adapters_are_trained_and_saved():
     """With a narrow param_dtype, adapters, their averages and their optimizer state still stay in float32."""
     built = config(param_dtype="bfloat16")
     built.learner.ema = 0.9
@@ -92,7 +92,7 @@ def test_adapters_alone_are_trained_and_kept():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
+def test_frozen_base_costs_only_its_storage_bytes(remat):
     needs = {}
     for base in (None, "int8", "nf4", "trained"):
         built = config(None if base == "trained" else base, remat=remat, stack__num_layers=8)
@@ -117,7 +117,7 @@ def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
     single = small.program(config(base, dropout=0.3, dim=dim))
     fields = {"dim": dim, "mesh": {"data": 2, "fsdp": 1, "model": 2, axis: 2}, "stack__unroll": 0}
     many = small.program(config(base, remat=remat, dropout=0.3, **fields))
-    state = moved(single)
+    state = perturb_adapters(single)
     (loss, grads), (other, others) = (small.loss_and_grads(program, state) for program in (single, many))
     np.testing.assert_allclose(other, loss, rtol=2e-6)
     small.assert_close(others, grads, 1e-5)
@@ -126,10 +126,10 @@ def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("base", BASES)
-def test_merged_weights_are_those_of_the_model_without_adapters(base):
+def test_merged_weights_match_a_model_without_adapters(base):
     built = config(base)
     program = small.program(built)
-    model, state = program.experiment.model, moved(program)
+    model, state = program.experiment.model, perturb_adapters(program)
     merged = merge_adapters(model, program.weights(state))
     built.model.lora = None
     plain, drawn = built.model.instantiate(), flatten(small.program(built).init()["parameter"])
@@ -152,7 +152,7 @@ def test_further_layers_are_stored_in_few_bits_without_an_adapter():
     narrow = small.program(built)
     built.model.lora.base_targets = "."
     program = small.program(built)
-    state = moved(program)
+    state = perturb_adapters(program)
     assert program.layout.bytes_per_device("parameter") == narrow.layout.bytes_per_device("parameter")
     weights = {path for path in flatten(state["frozen"]) if "/weight" in path and "stack" in path}
     assert {path.split("/weight/")[-1] for path in weights if "norm" not in path} == {"codes", "scales"}
@@ -188,7 +188,7 @@ def test_nf4_values_are_the_quantiles_that_define_them():
 
 
 @pytest.mark.parametrize("storage", ["int8", "nf4"])
-def test_codes_values_and_products_are_those_of_the_definition(storage):
+def test_codes_values_and_products_match_the_definition(storage):
     levels, block = (np.arange(-127, 128) / 127, 192) if storage == "int8" else (np.array(NF4), 64)
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((3, 192, 10)).astype(np.float32)
@@ -227,7 +227,7 @@ def earlier(weight, storage):
 @pytest.mark.pairs
 @pytest.mark.parametrize("storage", ["int8", "nf4"])
 @pytest.mark.parametrize("inputs", [64, 320])
-def test_words_change_no_value(storage, inputs):
+def test_bit_packing_changes_no_value(storage, inputs):
     weight = np.random.default_rng(inputs).standard_normal((2, inputs, 6)).astype(np.float32)
     found = jax.jit(lambda w: dequantize(quantize(w, storage), storage, jnp.float32))(weight)
     small.assert_same_bits({"w": found}, {"w": jax.jit(earlier, static_argnums=1)(weight, storage)})
@@ -235,7 +235,7 @@ def test_words_change_no_value(storage, inputs):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("inputs", "parts"), [(24, 3), (48, 3), (64, 2), (128, 2), (160, 5)])
-def test_a_shard_of_whole_groups_of_words_is_quantized_as_if_alone(inputs, parts):
+def test_aligned_shard_is_quantized_independently(inputs, parts):
     """A device's values depend only on its own rows of codes, as long as the shards do not split a group of words."""
     weight = np.random.default_rng(0).standard_normal((inputs, 6)).astype(np.float32)
     whole = quantize(weight, "int8")

@@ -11,10 +11,10 @@ import pytest
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.experts.expert_storage import dense_experts
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.moe import MoE
 from plimsoll.framework.layers.experts.router import Router
-from plimsoll.framework.layers.experts.stored import dense_experts
 from plimsoll.framework.layers.lora import LoRA, merge_adapters
 from plimsoll.framework.layers.quantize import dequantize, quantize
 from plimsoll.framework.layout import flatten, initialize
@@ -60,7 +60,7 @@ def arrays(moe: MoE, base: str | None) -> tuple[Any, Any, np.ndarray]:
     rng = np.random.default_rng(0)
     params: dict[str, Any] = {}
     dense = {}
-    for name, spec in moe.experts.own_specs().items():
+    for name, spec in moe.experts.param_specs().items():
         if "lora" in name:
             params[name] = rng.normal(size=spec.shape) / 4
     for name in NAMES:
@@ -76,11 +76,11 @@ def arrays(moe: MoE, base: str | None) -> tuple[Any, Any, np.ndarray]:
 
 def from_definition(parts: Any, base: str) -> np.ndarray:
     """Dequantize the stored experts one by one, in float32 as documented."""
-    from plimsoll.framework.layers.quantize import NF4, unpacked_codes
+    from plimsoll.framework.layers.quantize import NF4, unpack_codes
 
     weights = []
     for expert in range(EXPERTS):
-        codes = np.asarray(unpacked_codes(parts["codes"][expert], base))
+        codes = np.asarray(unpack_codes(parts["codes"][expert], base))
         scales = np.asarray(parts["scales"][expert])
         levels = np.asarray(NF4, np.float32)[codes] if base == "nf4" else codes.astype(np.float32) / np.float32(127)
         rows = codes.shape[0] // scales.shape[0]
@@ -92,7 +92,7 @@ def context() -> Context:
     return Context({"weights": jnp.ones((BATCH, LENGTH))}, rows=jnp.arange(BATCH), compute_dtype=jnp.float64)
 
 
-def merged(dense: Any, params: Any, scale: float) -> Any:
+def merge_experts(dense: Any, params: Any, scale: float) -> Any:
     """Return W + scale * A B of each expert that has an adapter, and W of the others."""
     weights = {}
     for name in NAMES:
@@ -125,7 +125,7 @@ def loop(weights: Any, router: Any, x_BSD: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("targets", ["experts", "up|down.*experts|experts/up"])
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
-def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targets: str, way: str):
+def test_values_and_gradients_match_merged_weights(base: str | None, targets: str, way: str):
     adapters = lora(base=base, targets=targets, base_targets=None if base is None else ".")
     moe = layer(adapters, **WAYS[way])
     weights, dense, x_BSD = arrays(moe, base)
@@ -139,7 +139,7 @@ def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targ
         return jnp.sum(y_BSD * direction), y_BSD
 
     def theirs(factors: Any, x_BSD: jax.Array) -> jax.Array:
-        y_BSD = loop(merged(dense, factors, 5.0 / 3), weights["router"]["weight"], x_BSD)
+        y_BSD = loop(merge_experts(dense, factors, 5.0 / 3), weights["router"]["weight"], x_BSD)
         return jnp.sum(y_BSD * direction), y_BSD
 
     # On both sides, gradients with respect to the router's input flow through its choice.
@@ -157,7 +157,7 @@ def test_values_and_gradients_are_those_of_merged_weights(base: str | None, targ
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
+def test_stored_experts_save_only_codes_for_backward(way: str):
     """No saved array is as large as the experts' weights: the backward pass dequantizes them again."""
     moe = layer(lora(base="nf4", dtype="float32"), **WAYS[way])
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), moe.parameter_specs())
@@ -171,7 +171,7 @@ def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
 @pytest.mark.pairs
 @pytest.mark.parametrize("num_elements", [1, 2 * DIM * HIDDEN, 1 << 24])
 @pytest.mark.parametrize("storage", ["nf4", "int8"])
-def test_experts_are_dequantized_some_at_a_time(storage: str, num_elements: int):
+def test_experts_are_dequantized_in_groups(storage: str, num_elements: int):
     weight = np.random.default_rng(0).normal(size=(EXPERTS, DIM, HIDDEN)).astype(np.float32)
     parts = quantize(jnp.asarray(weight), storage)
 
@@ -185,9 +185,9 @@ def test_experts_are_dequantized_some_at_a_time(storage: str, num_elements: int)
 
 
 @pytest.mark.pairs
-def test_adapters_of_experts_start_at_nothing_and_differ():
+def test_expert_adapters_start_at_zero_and_differ():
     moe = layer(lora(dtype="float32"))
-    params = initialize(moe.experts.own_specs(), jax.random.key(0))
+    params = initialize(moe.experts.param_specs(), jax.random.key(0))
     assert not params["gate_lora_b"].any()
     lora_a = np.asarray(params["down_lora_a"])
     assert lora_a.shape == (EXPERTS, HIDDEN, 3)
@@ -206,7 +206,7 @@ def model(**fields: Any) -> Config:
     return config
 
 
-def moved(state: Any) -> Any:
+def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
@@ -251,9 +251,9 @@ def test_a_zero_adapter_is_the_base_model():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
-def test_merged_experts_are_those_of_the_model_without_adapters(base: str | None):
+def test_merged_experts_match_a_model_without_adapters(base: str | None):
     adapted = small.program(small.experiment(model(base=base)))
-    state = moved(adapted.init())
+    state = perturb_adapters(adapted.init())
     plain = model().instantiate()
     merged_params = merge_adapters(adapted.experiment.model, adapted.weights(state))
     expected = {path: (spec.shape, spec.dtype) for path, spec in flatten(plain.parameter_specs()).items()}
@@ -291,7 +291,7 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
         return small.program(small.experiment(config, mesh=mesh))
 
     single = program(None)
-    state = moved(single.init())
+    state = perturb_adapters(single.init())
     loss, grads = small.loss_and_grads(single, state)
     other, others = small.loss_and_grads(program(mesh), state)
     np.testing.assert_allclose(other, loss, rtol=2e-6)
@@ -303,7 +303,7 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
 @pytest.mark.parametrize(
     ("base", "update"), [("nf4", "streamed"), ("nf4", "in_backward"), ("nf4", "layer_programs"), (None, "streamed")]
 )
-def test_schedules_with_everything_hosted_change_no_number(base: str | None, update: str):
+def test_full_offload_changes_no_value_in_any_schedule(base: str | None, update: str):
     from unittest import mock
 
     from plimsoll.framework import layout
@@ -315,9 +315,9 @@ def test_schedules_with_everything_hosted_change_no_number(base: str | None, upd
     expected, losses = small.run(plain, 3)
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         places = dict.fromkeys(("parameters", "activations", "optimizer_state"), "pinned_host")
-        hosted = program({"update": update, **places})
-        state, metrics = small.run(hosted, 3)
+        offloaded = program({"update": update, **places})
+        state, metrics = small.run(offloaded, 3)
     away = {path for path, x in flatten(state["frozen"]).items() if x.sharding.memory_kind == "pinned_host"}
     assert any(path.endswith("experts/up" if base is None else "experts/up/codes") for path in away)
     np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in losses], rtol=2e-6)
-    small.assert_close(small.arrays(hosted.stored(state)), small.arrays(expected), 1e-5)
+    small.assert_close(small.arrays(offloaded.to_checkpoint(state)), small.arrays(expected), 1e-5)

@@ -13,7 +13,7 @@ CTX = Context(batch={})
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (5, 3)])
 @pytest.mark.parametrize("axes", [(4,), (2, 4), (2, 2, 2)])
-def test_gradients_are_those_of_float64(inputs: int, outputs: int, axes: tuple[int, ...]):
+def test_gradients_match_float64(inputs: int, outputs: int, axes: tuple[int, ...]):
     rng = np.random.default_rng(0)
     x, weight, grad = (rng.normal(size=shape) for shape in ((*axes, inputs), (inputs, outputs), (*axes, outputs)))
     y, pull = jax.vjp(lambda x, w: project(x, w, CTX), jnp.float32(x), jnp.float32(weight))
@@ -24,7 +24,7 @@ def test_gradients_are_those_of_float64(inputs: int, outputs: int, axes: tuple[i
     np.testing.assert_allclose(weight_grad, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradient_of_a_weight_turns_nothing_around():
+def test_weight_gradient_needs_no_transpose():
     x, weight = jnp.ones((2, 8, 16)), jnp.ones((16, 32))
     text = jax.jit(jax.grad(lambda w: project(x, w, CTX).sum())).lower(weight).as_text()
     assert "transpose" not in text
@@ -32,7 +32,7 @@ def test_the_gradient_of_a_weight_turns_nothing_around():
 
 
 @pytest.mark.parametrize(("argnums", "kept"), [(0, (5, 3)), (1, (2, 4, 5))])
-def test_what_does_not_learn_keeps_nothing(argnums: int, kept: tuple[int, ...]):
+def test_frozen_arguments_save_no_residuals(argnums: int, kept: tuple[int, ...]):
     arguments = [jnp.ones((2, 4, 5)), jnp.ones((5, 3))]
 
     def one(varied: jax.Array) -> jax.Array:
@@ -43,6 +43,6 @@ def test_what_does_not_learn_keeps_nothing(argnums: int, kept: tuple[int, ...]):
     assert [leaf.shape for leaf in jax.tree.leaves(pull)] == [kept]
 
 
-def test_other_dtypes_of_a_weight_are_promoted_as_ever():
+def test_other_weight_dtypes_are_promoted():
     x, weight = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.float32)
     assert project(x, weight, CTX).dtype == (x @ weight).dtype == jnp.float32

@@ -31,15 +31,15 @@ def mask(ctx: Context, rate: float = 0.5, name: str = "here", shape: tuple[int, 
 # --- initial values --------------------------------------------------------------------------------------------------
 
 
-def drawn(config) -> dict[str, np.ndarray]:
+def init_params(config) -> dict[str, np.ndarray]:
     return small.arrays(initialize(config.instantiate().parameter_specs(), KEY))
 
 
 @pytest.mark.pairs
 def test_another_parameter_changes_no_other_parameters_values():
     """Adding learned positions, biases and another kind of norm changes nothing that both models have."""
-    few = drawn(small.gpt2(embed__max_positions=None, stack__pattern=[bare_block()]))
-    many = drawn(small.gpt2())
+    few = init_params(small.gpt2(embed__max_positions=None, stack__pattern=[bare_block()]))
+    many = init_params(small.gpt2())
     assert len(many) > len(few) + 4
     assert few.keys() < many.keys()
     for path, value in few.items():
@@ -56,21 +56,23 @@ def bare_block():
 
 @pytest.mark.pairs
 def test_layers_differ_and_the_first_ones_do_not_depend_on_depth():
-    two = drawn(small.gpt2(stack__depth_scaled_init=False))["stack/block0/attention/query/weight"]
-    four = drawn(small.gpt2(stack__num_layers=4, stack__depth_scaled_init=False))["stack/block0/attention/query/weight"]
+    two = init_params(small.gpt2(stack__depth_scaled_init=False))["stack/block0/attention/query/weight"]
+    four = init_params(small.gpt2(stack__num_layers=4, stack__depth_scaled_init=False))[
+        "stack/block0/attention/query/weight"
+    ]
     np.testing.assert_array_equal(two, four[:2])
     assert np.abs(four[0] - four[1]).max() > 0.01
 
 
 @pytest.mark.pairs
-def test_parameters_of_one_shape_differ():
-    values = drawn(small.gpt2())
+def test_parameters_with_equal_shapes_differ():
+    values = init_params(small.gpt2())
     query, key = (values[f"stack/block0/attention/{name}/weight"] for name in ("query", "key"))
     assert np.abs(np.corrcoef(query.ravel(), key.ravel())[0, 1]) < 0.1
 
 
 def test_residual_projections_are_scaled_by_depth():
-    scaled, plain = (drawn(small.gpt2(stack__depth_scaled_init=on)) for on in (True, False))
+    scaled, plain = (init_params(small.gpt2(stack__depth_scaled_init=on)) for on in (True, False))
     for path, value in scaled.items():
         ratio = 0.5 if path.endswith(("attention/output/weight", "mlp/down/weight")) else 1.0  # 1 / sqrt(2 * 2 layers)
         np.testing.assert_allclose(value, ratio * plain[path], rtol=1e-6, err_msg=path)
@@ -91,7 +93,7 @@ def test_names_fold_in_the_same_way_in_every_process():
     assert jax.random.key_data(fold_in_name(KEY, "foobar")).tolist() == jax.random.key_data(expected).tolist()
 
 
-def test_a_stacked_initializer_is_the_layers_own_on_a_key_each():
+def test_stacked_init_equals_per_layer_init_with_split_keys():
     spec = ParameterSpec((3, 5), "float32", initializer=jax.nn.initializers.normal(1.0), roles=("in", "out"))
     stacked = spec.stacked(4)
     assert (stacked.shape, stacked.mesh_axes, stacked.roles) == ((4, 3, 5), (None, None, None), ("layer", "in", "out"))
@@ -117,7 +119,7 @@ def test_dropout_is_off_in_evaluation_and_at_rate_zero():
     assert np.all(mask(Context(batch={}), rate=0.9) == 1.0)
 
 
-def test_masks_belong_to_rows_of_the_global_batch():
+def test_masks_are_keyed_by_global_row():
     whole = mask(context())
     np.testing.assert_array_equal(mask(context(rows=(2, 0)), shape=(2, 6, 8)), whole[[2, 0]])
     assert np.any(whole[0] != whole[1])
@@ -146,20 +148,20 @@ class Recorder(Layer):
     def __init__(self, *, dim: int, output_init_scale: float = 1.0):
         self.dim = dim
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         return {"unused": ParameterSpec((self.dim,), "float32", roles=("channel",))}
 
-    def own_buffers(self) -> dict[str, TensorSpec]:
+    def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         return {"mask": TensorSpec((4, 6, self.dim), "float32")}
 
     def apply(self, weights, carry, ctx, layer_state):
         return carry, Out(layer_state={"mask": ctx.dropout(jnp.ones_like(carry), 0.5, "branch")})
 
 
-def recorded(*pattern, units: int = 1, remat: str = "none") -> np.ndarray:
+def record_masks(*pattern, repeats: int = 1, remat: str = "none") -> np.ndarray:
     """Return the masks of block0 in each unit of a stack, [units, B, S, D]."""
     layers = {"recorder": config_for(Recorder), "mlp": config_for(MLP, hidden=8)}
-    config = config_for(Stack, num_layers=len(pattern) * units, pattern=[layers[name] for name in pattern])
+    config = config_for(Stack, num_layers=len(pattern) * repeats, pattern=[layers[name] for name in pattern])
     stack = config.instantiate(dim=8)
     params, buffers = (
         jax.tree.map(lambda s: jnp.zeros(s.shape), specs) for specs in (stack.parameter_specs(), stack.buffer_specs())
@@ -169,16 +171,16 @@ def recorded(*pattern, units: int = 1, remat: str = "none") -> np.ndarray:
 
 
 @pytest.mark.pairs
-def test_another_layer_changes_no_mask_of_the_others():
-    alone = recorded("recorder")
-    deep = recorded("recorder", units=3)
-    np.testing.assert_array_equal(recorded("recorder", "mlp", "recorder"), alone)
+def test_adding_a_layer_keeps_the_other_masks():
+    alone = record_masks("recorder")
+    deep = record_masks("recorder", repeats=3)
+    np.testing.assert_array_equal(record_masks("recorder", "mlp", "recorder"), alone)
     np.testing.assert_array_equal(deep[:1], alone)
     assert np.any(deep[1] != deep[0])
     assert np.any(deep[2] != deep[1])
-    np.testing.assert_array_equal(recorded("recorder", units=3, remat="full"), deep)
+    np.testing.assert_array_equal(record_masks("recorder", repeats=3, remat="full"), deep)
 
 
-def test_flattened_paths_of_a_model_are_what_keys_are_folded_by():
+def test_flattened_model_paths_are_folded_into_keys():
     paths = set(flatten(small.gpt2().instantiate().parameter_specs()))
     assert {"embed/token", "stack/block0/attention/query/weight", "head/norm/scale"} < paths

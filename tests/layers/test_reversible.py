@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.reversible import TwoStream, rounded
+from plimsoll.framework.layers.reversible import TwoStream, round_to_fixed
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import initialize
 from tests.support import small
@@ -41,7 +41,7 @@ def context(model: Any, remat: str = "none") -> Context:
     )
 
 
-def made(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
+def build_model(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
     """Return the model and parameters without zeros; `scale` multiplies the layers' matrices."""
     model = config.instantiate()
 
@@ -74,7 +74,7 @@ def gradients(model: Any, params: Any, remat: str) -> Any:
 @pytest.mark.pairs
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str):
-    model, params = made(deep(256, compute_dtype=compute), 0.3)
+    model, params = build_model(deep(256, compute_dtype=compute), 0.3)
     first, y, last = there_and_back(model, params, context(model))
     small.assert_same_bits(last, first)
     assert all(100 < np.abs(stream).max() < 2**12 for stream in y)
@@ -83,9 +83,9 @@ def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str
 
 
 @pytest.mark.pairs
-def test_streams_over_the_range_are_counted():
+def test_overflowing_streams_are_counted():
     """Out-of-range values are rounded like float32."""
-    model, params = made(deep(64), 2.0)
+    model, params = build_model(deep(64), 2.0)
     first, _, last = there_and_back(model, params, context(model))
     assert not np.array_equal(first[0], last[0])
     ((_, metrics), _) = gradients(model, params, "invert")
@@ -96,7 +96,7 @@ def test_streams_over_the_range_are_counted():
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_float32_streams_drift(compute: str):
     """docs/memory.md states by how much."""
-    model, params = made(deep(64, "float32", compute_dtype=compute), 0.3)
+    model, params = build_model(deep(64, "float32", compute_dtype=compute), 0.3)
     first, _, last = there_and_back(model, params, context(model))
     assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3
 
@@ -105,10 +105,10 @@ def test_float32_streams_drift(compute: str):
 @pytest.mark.parametrize("family", [small.gpt2, small.llama])
 @pytest.mark.parametrize("streams", ["float32", "fixed"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-11)])
-def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str, tolerance: float, family: Any):
+def test_gradients_match_the_plain_backward_pass(streams: str, dtype: str, tolerance: float, family: Any):
     with jax.enable_x64(dtype == "float64"):
         fields = {"param_dtype": dtype, "compute_dtype": dtype, "stack__num_layers": 6, "stack__streams": streams}
-        model, params = made(family(**fields))
+        model, params = build_model(family(**fields))
         (plain, metrics), expected = gradients(model, params, "none")
         (loss, found), grads = gradients(model, params, "invert")
         assert (loss, found) == (plain, metrics)
@@ -117,24 +117,24 @@ def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
+def test_single_layer_returns_its_input_and_gradient(dtype: str):
     with jax.enable_x64(dtype == "float64"):
-        model, params = made(deep(1, "float32", param_dtype=dtype, compute_dtype=dtype))
-        layer, ctx = model.stack.unit.layers["block0"], context(model).fold("stack")
+        model, params = build_model(deep(1, "float32", param_dtype=dtype, compute_dtype=dtype))
+        layer, ctx = model.stack.pattern.layers["block0"], context(model).fold("stack")
         own = jax.tree.map(lambda p: p[0], params["stack"])["block0"]
         rng = np.random.default_rng(1)
         x, ct = (tuple(jnp.asarray(rng.normal(size=(3, 16, 32)), dtype) for _ in range(2)) for _ in range(2))
         y, pull = jax.vjp(lambda w, x: layer.apply(w, x, ctx, {})[0], own, x)
-        found, grads, found_ct = layer.reverse(own, y, (ct, None), ctx, {})
-        assert worst((found, grads, found_ct), (x, *pull(ct))) <= ({"float32": 1e-4, "float64": 1e-13}[dtype], "")
+        found, grads, actual_ct = layer.reverse(own, y, (ct, None), ctx, {})
+        assert worst((found, grads, actual_ct), (x, *pull(ct))) <= ({"float32": 1e-4, "float64": 1e-13}[dtype], "")
 
 
 @pytest.mark.pairs
 def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     """Check that the comparison above can detect an error."""
-    model, params = made(deep(6, "float32"))
+    model, params = build_model(deep(6, "float32"))
     _, expected = gradients(model, params, "none")
-    layer = model.stack.unit.layers["block0"]
+    layer = model.stack.pattern.layers["block0"]
     original = layer._branch
     calls: list[str] = []
 
@@ -148,16 +148,16 @@ def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     assert worst(grads, expected)[0] > 1e-2
 
 
-def test_sums_of_rounded_numbers_are_exact():
+def test_rounded_sums_are_exact():
     rng = np.random.default_rng(0)
-    x, h = (rounded(jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)) for _ in range(2))
+    x, h = (round_to_fixed(jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)) for _ in range(2))
     assert np.array_equal((x + h) - h, x)
     raw = jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)
     assert not np.array_equal((raw + h / 3) - h / 3, raw)
-    np.testing.assert_array_equal(jax.grad(lambda v: rounded(v).sum())(raw), np.ones(100_000))
+    np.testing.assert_array_equal(jax.grad(lambda v: round_to_fixed(v).sum())(raw), np.ones(100_000))
 
 
-def test_what_rounds_to_zero_has_a_gradient_too():
+def test_values_that_round_to_zero_still_have_gradients():
     x = jnp.asarray([0.0, -0.0, 1e-5, -1e-5, 1.0])
     streams = TwoStream(Twins(dim=5), "fixed")
     values, pull = jax.vjp(lambda x: streams.enter(x)[0], x)
@@ -167,7 +167,7 @@ def test_what_rounds_to_zero_has_a_gradient_too():
 
 
 @pytest.mark.pairs
-def test_tokens_one_by_one_have_the_logits_of_the_whole():
+def test_token_by_token_logits_match_the_full_sequence():
     """Two streams use the same cache as one: compare greedy generation to the plain forward pass."""
     from plimsoll.framework.inference.generation import Generator
     from plimsoll.framework.inference.sampling import Sampling
@@ -191,7 +191,7 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole():
         text[0, at] = token
 
 
-def test_what_cannot_be_run_backwards_is_refused():
+def test_irreversible_layers_are_refused():
     config = small.experiment(memory={"remat": "invert"})
     with pytest.raises(ValueError, match=r"memory.remat = invert: pattern.0, Block, cannot be run backwards.*streams"):
         small.program(config)

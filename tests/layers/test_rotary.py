@@ -19,20 +19,20 @@ from tests.support.latent import with_latents
 POSITIONS = np.array([[0, 1, 7, 30]])
 
 
-def drawn(*shape: int) -> np.ndarray:
+def sample(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def test_a_part_of_each_head_turns_as_a_head_of_that_size_and_the_others_stay():
-    x_BSNH = drawn(1, 4, 2, 12)
+def test_partial_rotary_rotates_only_its_channels():
+    x_BSNH = sample(1, 4, 2, 12)
     (turned,) = Rotary(head_dim=12, rotary_dim=8)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
     (expected,) = Rotary(head_dim=8)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH[..., :8]))
     np.testing.assert_array_equal(turned[..., :8], expected)
     np.testing.assert_array_equal(turned[..., 8:], x_BSNH[..., 8:])
 
 
-def test_a_part_of_a_head_may_be_even_where_the_head_is_odd():
-    x_BSNH = drawn(1, 4, 2, 9)
+def test_partial_rotary_dim_may_be_even_in_an_odd_head():
+    x_BSNH = sample(1, 4, 2, 9)
     (turned,) = Rotary(head_dim=9, rotary_dim=4)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
     np.testing.assert_array_equal(turned[..., 4:], x_BSNH[..., 4:])
 
@@ -43,7 +43,7 @@ def test_an_odd_part_or_more_than_a_head_is_refused(rotary_dim: int):
         Rotary(head_dim=8, rotary_dim=rotary_dim)
 
 
-def test_yarn_is_the_ramp_of_its_paper():
+def test_yarn_matches_the_ramp_in_its_paper():
     """Section 3.2 of arXiv 2309.00071: frequencies with over 32 turns stay; those with less than one are divided."""
     length, factor, theta = 4096, 8.0, 10_000.0
     scaling = config_for(YarnScaling, factor=factor, original_length=length)
@@ -61,8 +61,8 @@ def test_yarn_is_the_ramp_of_its_paper():
     assert stretched.amplitude == pytest.approx(0.1 * math.log(factor) + 1)
 
 
-def test_the_attention_factor_multiplies_what_is_turned_alone():
-    x_BSNH = drawn(1, 4, 2, 12)
+def test_attention_factor_scales_only_rotated_channels():
+    x_BSNH = sample(1, 4, 2, 12)
     plain = config_for(YarnScaling, factor=2.0, original_length=16, attention_factor=1.0)
     louder = config_for(YarnScaling, factor=2.0, original_length=16, attention_factor=1.5)
     turned = []
@@ -92,7 +92,7 @@ def test_longrope_divides_each_frequency_by_its_factor():
 
 def test_the_short_factors_refuse_sequences_that_they_are_not_for():
     positions = jnp.arange(17)[None]
-    x_BSNH = jnp.asarray(drawn(1, 17, 2, 4))
+    x_BSNH = jnp.asarray(sample(1, 17, 2, 4))
     short = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, **FACTORS))
     with pytest.raises(ValueError, match=r"sequences of 17 tokens are over rotary\.scaling\.original_length = 16"):
         short(positions, x_BSNH)
@@ -101,7 +101,7 @@ def test_the_short_factors_refuse_sequences_that_they_are_not_for():
     long(positions, x_BSNH)
 
 
-def test_latent_attention_in_any_stack_limits_the_positions_of_a_model():
+def test_latent_attention_in_any_stack_limits_max_positions():
     config = with_latents(small.llama())
     config.first.pattern[0].attention.rotary.scaling = config_for(LongRopeScaling, **FACTORS)
     program = small.program(small.experiment(config))

@@ -43,14 +43,14 @@ def values(layer: Stack, scale: float = 1.0):
     return jax.tree.map(draw, layer.parameter_specs()), jax.tree.map(draw, layer.buffer_specs())
 
 
-def in_turn(layer: Stack, params, x, buffers):
+def run_sequentially(layer: Stack, params, x, buffers):
     """Compute the same result one layer after the other."""
     states, losses = [], []
-    for index in range(layer.num_units):
+    for index in range(layer.num_repeats):
         unit, state = (jax.tree.map(lambda a, i=index: a[i], tree) for tree in (params, buffers))
         ctx = CTX.fold_index(jnp.int32(index))
         new = {}
-        for name, sub in layer.unit.layers.items():
+        for name, sub in layer.pattern.layers.items():
             x, out = sub.apply(unit[name], x, ctx.fold(name), state.get(name, {}))
             if out.layer_state:
                 new[name] = out.layer_state
@@ -62,23 +62,23 @@ def in_turn(layer: Stack, params, x, buffers):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("unroll", "remat"), [(1, "none"), (2, "none"), (0, "none"), (1, "sqrt:2"), (0, "sqrt")])
-def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll, remat):
+def test_mixed_layer_pattern_equals_its_layers_in_order(unroll, remat):
     layer, ctx = stack(unroll, 6 if remat == "none" else 12), replace(CTX, remat=remat)
     params, buffers = values(layer, 1.0 if remat == "none" else 0.5)
     # An unrolled stack takes its parameters as training passes them: a list with one entry per unit.
     passed = layer.split(params) if layer.is_unrolled(remat) else params
     y, out = jax.jit(layer.forward)(passed, X, ctx, buffers)
-    expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
+    expected, loss, states = jax.jit(lambda *args: run_sequentially(layer, *args))(params, X, buffers)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
     small.assert_close(small.arrays(out.layer_state), small.arrays(states), 1e-6)
-    np.testing.assert_allclose(out.metrics["block1/penalty"], loss / layer.num_units, rtol=1e-5)
+    np.testing.assert_allclose(out.metrics["block1/penalty"], loss / layer.num_repeats, rtol=1e-5)
     assert float(jnp.abs(y - X).max()) > 0.1
 
 
-def test_specs_have_a_leading_axis_of_units():
+def test_specs_have_a_leading_layer_axis():
     layer = stack()
-    specs, unit = flatten(layer.parameter_specs()), flatten(layer.unit.parameter_specs())
+    specs, unit = flatten(layer.parameter_specs()), flatten(layer.pattern.parameter_specs())
     assert specs.keys() == unit.keys()
     for path, spec in specs.items():
         assert spec.shape == (2, *unit[path].shape)
@@ -91,7 +91,7 @@ def test_specs_have_a_leading_axis_of_units():
     assert layer.flops_per_token(9) == 2 * (2 * 2 * DIM * 12 + 3 * 2 * DIM * 6)
 
 
-def test_fetch_brings_each_units_parameters():
+def test_fetch_loads_each_layers_parameters():
     """A schedule that stores parameters elsewhere passes its own `fetch`; here they are stored halved."""
     layer = stack()
     params, buffers = values(layer)
@@ -101,7 +101,7 @@ def test_fetch_brings_each_units_parameters():
     np.testing.assert_array_equal(fetched, y)
 
 
-def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
+def test_bf16_compute_casts_f32_parameters_inside_the_loop():
     layer = stack()
     params, buffers = values(layer)
     ctx = replace(CTX, compute_dtype=jnp.bfloat16, remat="full")
@@ -112,7 +112,7 @@ def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
     small.assert_close({"y": np.asarray(y, np.float32)}, {"y": np.asarray(expected)}, 0.05)
 
 
-def test_what_leaves_the_layers_is_merged_by_name():
+def test_layer_outputs_are_merged_by_name():
     one = Out(loss=jnp.float32(1.0), metrics={"a": jnp.float32(2.0)}, layer_state={"s": jnp.zeros(1)})
     two = Out(metrics={"a": jnp.float32(3.0)})
     merged = Out.merge({"x": one, "y": two, "z": Out(loss=jnp.float32(5.0))})

@@ -56,7 +56,7 @@ BY_HAND = {
 }
 
 
-def test_bytes_by_group_and_memory_kind_are_what_a_hand_counts():
+def test_bytes_by_group_and_memory_kind_match_manual_counts():
     layout = StateLayout(specs(), mesh(fsdp=4, model=2))
     for (group, kind), expected in BY_HAND.items():
         assert layout.bytes_per_device(group, kind) == expected, (group, kind)
@@ -69,7 +69,7 @@ def test_bytes_by_group_and_memory_kind_are_what_a_hand_counts():
     assert specs()["parameter"]["half"].num_bytes == 6 * 8 * 2
 
 
-def test_bytes_are_what_the_devices_hold():
+def test_bytes_match_the_device_buffers():
     layout = StateLayout(specs(), mesh(fsdp=4, model=2))
     state = jax.jit(
         lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), layout.specs),
@@ -85,7 +85,7 @@ def test_bytes_are_what_the_devices_hold():
     assert layout.abstract()["optimizer"]["rows"].sharding.memory_kind == "pinned_host"
 
 
-def test_a_language_models_state_counted_by_hand():
+def test_language_model_state_matches_a_manual_count():
     """A GPT-2 of width 32 with AdamW and averaged weights, all in float32, on one device."""
     layout = small.program(small.experiment(ema=0.9)).layout
     V, P, D, L = small.VOCAB, 32, 32, 2
@@ -199,13 +199,13 @@ def test_a_mesh_that_does_not_fit_the_devices_names_both_numbers(sizes, devices,
     ],
     ids=["batch", "microbatch", "accumulate", "heads", "kv heads", "seq", "width", "vocab", "expert", "positions"],
 )
-def test_what_does_not_divide_is_named_with_the_nearest_that_does(config, message):
+def test_indivisible_size_suggests_the_nearest_valid_one(config, message):
     experiment = config().instantiate()
     with pytest.raises(ValueError, match=message):
         Program(experiment, jax.devices())
 
 
-def test_what_an_optimizer_keeps_per_block_is_replicated_where_the_mesh_does_not_divide_it():
+def test_indivisible_optimizer_blocks_are_replicated():
     """The [8, 48] parameter divides along both axes; its [8, 3] scales, of blocks of 16, divide only along the rows."""
     scale, eight = OptStateSpec((8, 3), "float32", ("fsdp", "model"), owner="weight"), mesh(fsdp=4, model=2)
     weight = parameter(8, 48, axes=("fsdp", "model"))

@@ -18,7 +18,7 @@ def kinds(tree) -> dict[str, str]:
     return {path: spec.memory_kind for path, spec in flatten(tree).items()}
 
 
-def test_copy_partition_tags_what_matches_and_can_be_applied_again():
+def test_copy_partition_tags_matches_and_is_idempotent():
     specs = {
         "mu": {"embed": OptStateSpec((4, 2), "float32"), "head": OptStateSpec((4, 2), "float32", ("model", None))},
         "nu": {"embed": OptStateSpec((4, 2), "float32")},
@@ -73,7 +73,7 @@ def table() -> StateLayout:
     )
 
 
-def placed(table: StateLayout, path: str, value: np.ndarray, axes: tuple, kind: str) -> dict:
+def make_state(table: StateLayout, path: str, value: np.ndarray, axes: tuple, kind: str) -> dict:
     """Return a state as the table specifies, except for one leaf."""
     good = np.zeros((8, 4), np.float32)
     state = jax.device_put({"parameter": {"w": good}, "optimizer": {"mu": {"w": good}}}, table.shardings())
@@ -85,11 +85,11 @@ GOOD = ("fsdp", "model")
 
 
 def test_check_accepts_the_state_it_describes(table):
-    table.check(placed(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device"))
+    table.check(make_state(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device"))
     # A sharding written in a different way is still the same sharding.
     spec = PartitionSpec(("fsdp",), ("model",))
     array = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(table.mesh, spec))
-    state = placed(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
+    state = make_state(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
     table.check({**state, "parameter": {"w": array}})
 
 
@@ -105,14 +105,14 @@ def test_check_accepts_the_state_it_describes(table):
         ("optimizer/mu/w", "float32", (8, 4), ("model", "fsdp"), "pinned_host", "is sharded"),
     ],
 )
-def test_check_names_the_leaf_that_is_elsewhere(table, path, dtype, shape, axes, kind, message):
-    state = placed(table, path, np.zeros(shape, jnp.dtype(dtype)), axes, kind)
+def test_check_names_the_misplaced_leaf(table, path, dtype, shape, axes, kind, message):
+    state = make_state(table, path, np.zeros(shape, jnp.dtype(dtype)), axes, kind)
     with pytest.raises(ValueError, match=f"{path} {message}"):
         table.check(state)
 
 
 def test_check_names_leaves_that_are_missing_or_too_many(table):
-    state = placed(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
+    state = make_state(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
     with pytest.raises(ValueError, match=r"differ in leaves: \['optimizer/mu/w'\]"):
         table.check({"parameter": state["parameter"]})
     with pytest.raises(ValueError, match=r"differ in leaves: \['ema/w'\]"):
@@ -132,18 +132,18 @@ def large(kind: str) -> Program:
 
 
 @pytest.fixture(scope="module")
-def hosted() -> Program:
+def offloaded_program() -> Program:
     return large("pinned_host")
 
 
 @pytest.mark.pairs
-def test_hosted_state_is_on_the_host_and_its_numbers_are_those_of_the_device(hosted):
+def test_offloaded_state_is_on_the_host_and_equals_the_device(offloaded_program):
     on_device = large("device")
-    first = hosted.init()
-    hosted.layout.check(first)
-    state, metrics = small.run(hosted, 3, first)
+    first = offloaded_program.init()
+    offloaded_program.layout.check(first)
+    state, metrics = small.run(offloaded_program, 3, first)
     expected, expected_metrics = small.run(on_device, 3)
-    hosted.layout.check(state)
+    offloaded_program.layout.check(state)
     on_device.layout.check(expected)
     on_host = {path for path, leaf in flatten(state).items() if leaf.sharding.memory_kind == "pinned_host"}
     assert on_host == {
@@ -153,18 +153,18 @@ def test_hosted_state_is_on_the_host_and_its_numbers_are_those_of_the_device(hos
     }
     assert metrics == expected_metrics
     small.assert_same_bits(state, expected)
-    assert hosted.layout.bytes_per_device("optimizer", "pinned_host") == 4 * 4 * 64 * 1024 * 4 // 4
+    assert offloaded_program.layout.bytes_per_device("optimizer", "pinned_host") == 4 * 4 * 64 * 1024 * 4 // 4
     assert on_device.layout.bytes_per_device(memory_kind="pinned_host") == 0
 
 
 @pytest.mark.pairs
-def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkeypatch):
+def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(offloaded_program, monkeypatch):
     """`fetch` is necessary because the compiler does not move host arrays by itself."""
-    group = hosted.layout.specs["optimizer"]
-    abstract = hosted.layout.abstract(group)
+    group = offloaded_program.layout.specs["optimizer"]
+    abstract = offloaded_program.layout.abstract(group)
 
     def double(tree):
-        return jax.tree.map(lambda x: x + jnp.ones(x.shape, x.dtype), hosted.layout.fetch("optimizer", tree))
+        return jax.tree.map(lambda x: x + jnp.ones(x.shape, x.dtype), offloaded_program.layout.fetch("optimizer", tree))
 
     jax.jit(double).lower(abstract)
     monkeypatch.setattr(StateLayout, "fetch", lambda self, group, tree: tree)
@@ -175,7 +175,7 @@ def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkey
         again.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
 
 
-def test_fetch_and_store_move_what_the_layout_says_and_nothing_else(table):
+def test_fetch_and_store_move_only_offloaded_leaves(table):
     group = table.specs["optimizer"]
     x = jax.device_put({"mu": {"w": np.ones((8, 4), np.float32)}}, table.shardings(group))
 

@@ -15,14 +15,14 @@ from jax.experimental import mesh_utils
 from plimsoll.framework.config import ConfigError, config_for
 from plimsoll.framework.devices.accelerators import accelerator_name
 from plimsoll.framework.devices.mesh import AXES, MeshShape, island, mesh_text
-from plimsoll.framework.plan.targets import environment, resolve
+from plimsoll.framework.plan.targets import resolve, set_environment
 
 
 @pytest.fixture
 def build():
     """Return a function (target, sizes) -> the mesh's array of devices."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
-    environment("v5e-16")
+    set_environment("v5e-16")
     return lambda name, **sizes: MeshShape(**sizes).build(resolve(name).devices()).devices
 
 
@@ -59,7 +59,7 @@ def test_the_first_axes_lie_across_slices(build, name, sizes, across):
         ("4xv5e-16", {"data": 8, "fsdp": 8}, (2, 8, 1, 1, 1), (4, 1, 1, 1, 1)),
     ],
 )
-def test_the_order_is_that_of_jax_for_slices(build, name, sizes, inside, across):
+def test_device_order_matches_jax_for_slices(build, name, sizes, inside, across):
     order = functools.partial(mesh_utils.create_hybrid_device_mesh, inside, across, resolve(name).devices())
     try:
         expected = order()
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_jax_for_slices(build, name, sizes, inside, across)
     np.testing.assert_array_equal(ids(build(name, **sizes)), ids(expected))
 
 
-def test_an_axis_may_be_a_part_of_a_dimension_of_the_torus(build):
+def test_axis_may_split_a_torus_dimension(build):
     devices = build("v5e-16", data=2)  # fsdp=8 of 4x4 chips
     assert devices.shape == (2, 8, 1, 1, 1)
     assert len({device.id for device in devices.flat}) == 16
@@ -80,7 +80,7 @@ def test_an_axis_may_be_a_part_of_a_dimension_of_the_torus(build):
 # --- axes across slices, set in the config ----------------------------------------------------------------------------
 
 
-def test_the_axes_across_may_be_said(build):
+def test_cross_slice_axes_can_be_configured(build):
     devices = build("2xv5e-16", data=2, fsdp=16, across={"fsdp": 2})
     assert {len(set(line)) for line in lines(devices, "data")} == {1}
     assert {len(set(line)) for line in lines(devices, "fsdp")} == {2}
@@ -106,14 +106,14 @@ def test_the_axes_across_may_be_said(build):
         ),
     ],
 )
-def test_what_does_not_fit_is_told_by_both_numbers(build, name, sizes, message):
+def test_mesh_size_mismatch_names_both_numbers(build, name, sizes, message):
     with pytest.raises(ValueError, match=message):
         build(name, **sizes)
     with pytest.raises(ValueError, match=message):  # the same error without devices
-        MeshShape(**sizes).cut(MeshShape(**sizes).resolve(resolve(name).num_devices), resolve(name).num_slices)
+        MeshShape(**sizes).split(MeshShape(**sizes).resolve(resolve(name).num_devices), resolve(name).num_slices)
 
 
-def test_an_axis_that_is_none_is_refused_at_once():
+def test_unknown_axis_is_refused_immediately():
     with pytest.raises(ValueError, match=r"^across\.dta: no such axis; did you mean 'data'\?"):
         MeshShape(across={"dta": 2})
     config = config_for(MeshShape)
@@ -161,14 +161,14 @@ def test_the_last_axes_stay_within_a_host(processes, sizes, across):
         assert {len(set(line)) for line in lines(devices, axis)} == {across.get(axis, 1)}, axis
 
 
-def test_hosts_of_unlike_sizes_are_refused():
+def test_hosts_with_unequal_sizes_are_refused():
     with pytest.raises(ValueError, match=r"expected as many devices in each slice .*, given \[4, 2\]"):
         MeshShape().build([*gpus([[0, 1], [2]])])
 
 
-def test_the_compilers_topology_has_the_hosts_of_a_real_run():
+def test_compile_topology_has_the_hosts_in_a_real_run():
     pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
-    environment("h200x16")
+    set_environment("h200x16")
     mesh = MeshShape(data=2).build(resolve("h200x16").devices())
     assert {len(set(line)) for line in lines(mesh.devices, "data", "process_index")} == {2}
     assert {len(set(line)) for line in lines(mesh.devices, "fsdp", "process_index")} == {1}
@@ -177,7 +177,7 @@ def test_the_compilers_topology_has_the_hosts_of_a_real_run():
 
 
 @pytest.mark.pairs
-def test_all_processes_of_one_machine_are_on_one_host():
+def test_processes_on_one_machine_share_a_host():
     """Without a TPU, a slice in JAX is a machine, identified by its boot id, and not a process."""
     code = (
         "import sys, jax; from plimsoll.framework.devices.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
@@ -198,7 +198,7 @@ def test_all_processes_of_one_machine_are_on_one_host():
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_across_is_said():
+def test_cross_slice_axes_are_reported():
     sizes = {"data": 2, "fsdp": 256, "model": 1}
     assert mesh_text(sizes, {"data": 2}, "tpu") == "data 2 (between slices)  fsdp 256  model 1"
     assert mesh_text(sizes, {"data": 2, "fsdp": 4}, "gpu") == "data 2 (between hosts)  fsdp 256 (over 4 hosts)  model 1"

@@ -26,7 +26,7 @@ def experiment(memory=None):
     [{}, HOSTED, {"update": "in_backward"}, {"update": "layer_programs"}],
     ids=lambda m: m.get("update", "whole"),
 )
-def test_the_average_of_bfloat16_weights_moves(memory):
+def test_ema_updates_bfloat16_weights(memory):
     program = small.program(experiment(memory))
     state = program.init()
     expected = {path: np.asarray(x, np.float64) for path, x in small.arrays(state["ema"]).items()}
@@ -47,17 +47,17 @@ def test_the_average_of_bfloat16_weights_moves(memory):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, HOSTED], ids=["device", "host"])
-def test_averages_of_a_checkpoint_in_bfloat16_are_read_as_float32(tmp_path, memory):
+def test_bfloat16_averages_in_a_checkpoint_load_as_float32(tmp_path, memory):
     program = small.program(experiment(memory))
     state = program.init()
     narrow = jax.tree.map(lambda x: jax.device_put(np.asarray(x).astype(jnp.bfloat16)), state["ema"])
     with Checkpointer(directory=tmp_path) as checkpointer:
-        kept = {group: state[group] for group in program.layout.kept}
-        checkpointer.save(1, {**kept, "ema": narrow}, {})
+        checkpoint_specs = {group: state[group] for group in program.layout.checkpoint_specs}
+        checkpointer.save(1, {**checkpoint_specs, "ema": narrow}, {})
         checkpointer.wait()
-        checkpointer.compare(1, program.layout.abstract(program.layout.kept))
-        restored = checkpointer.restore(1, program.layout.abstract(program.layout.kept)).state
-        some = checkpointer.restore(1, program.layout.abstract(program.layout.kept), groups=("ema",)).state
+        checkpointer.compare(1, program.layout.abstract(program.layout.checkpoint_specs))
+        restored = checkpointer.restore(1, program.layout.abstract(program.layout.checkpoint_specs)).state
+        some = checkpointer.restore(1, program.layout.abstract(program.layout.checkpoint_specs), groups=("ema",)).state
     for tree in (restored["ema"], some["ema"]):
         small.assert_same_bits(tree, jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
         kinds = jax.tree.map(lambda x: x.sharding.memory_kind, tree)

@@ -10,7 +10,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.plan.jaxprs import inner_jaxprs
+from plimsoll.framework.plan.jaxpr_analysis import inner_jaxprs
 from tests.support import small, updates
 
 ADAMW = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)
@@ -75,7 +75,7 @@ def test_bf16_parameters_with_a_float32_master_are_the_float32_run_cast():
     assert updates.worst([lost[-1].params], [precise[-1].params]) > 1e-3
 
 
-def test_the_master_starts_as_what_was_drawn_not_as_what_was_cast():
+def test_master_starts_from_the_uncast_initial_values():
     params = updates.draw(0)
     kept = updates.start(learner(dtype="bfloat16", master_dtype="float32", ema=0.9), params)
     masters = {stage: entry["default"]["master"] for stage, entry in kept.optimizer.items()}
@@ -129,7 +129,7 @@ def test_a_bf16_second_moment_comes_down_again():
     assert nu.max() < 1.5 * expected
 
 
-def test_float32_moments_of_bf16_parameters_are_not_rounded_on_the_way():
+def test_float32_moments_for_bf16_parameters_are_not_rounded():
     params = updates.draw(0)
     grads = [cast(tree, "bfloat16") for tree in updates.gradients(10)]
     ours = learner(config_for(optax.adamw, **HALVES), dtype="bfloat16", moment_dtype="float32", clip=None)
@@ -156,7 +156,7 @@ def test_float32_moments_of_bf16_parameters_are_not_rounded_on_the_way():
     ],
     ids=["float32", "bf16", "master", "wide moments", "narrow moments"],
 )
-def test_state_is_what_the_specs_say_before_and_after_an_update(name, fields):
+def test_state_matches_its_specs_before_and_after_an_update(name, fields):
     """Compare only shapes and dtypes: if a step changed them, the next step would compile again."""
     ours = learner(OPTIMIZERS[name], **fields)
     precise = jax.eval_shape(lambda: updates.draw(0))
@@ -178,14 +178,14 @@ def test_state_is_what_the_specs_say_before_and_after_an_update(name, fields):
 # --- steps that are skipped ------------------------------------------------------------------------------------------
 
 
-def poisoned(tree, path: str, value: float):
+def set_one_element(tree, path: str, value: float):
     """Return the tree with one element of one leaf replaced."""
     flat = {key: leaf if key != path else leaf.at[(0,) * leaf.ndim].set(value) for key, leaf in flatten(tree).items()}
     return jax.tree.unflatten(jax.tree.structure(tree), list(flat.values()))
 
 
 @pytest.fixture(scope="module")
-def guarded():
+def guarded_step():
     """A learner's compiled step, its state after two good steps, with all optional state, and the gradients."""
     ours = learner(dtype="bfloat16", master_dtype="float32", ema=0.9)
     kept, step = updates.start(ours, updates.draw(0)), updates.stepper(ours)
@@ -205,10 +205,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, name):
-    step, kept, good = guarded
+def test_nonfinite_step_changes_no_bit_and_leaves_no_trace(guarded_step, name):
+    step, kept, good = guarded_step
     loss, poison = BAD[name]
-    bad = good[2] if poison is None else poisoned(good[2], *poison)
+    bad = good[2] if poison is None else set_one_element(good[2], *poison)
     after = step(kept, jnp.float32(loss), bad)
     small.assert_same_bits(after, kept)
     small.assert_same_bits(step(after, jnp.float32(1.0), good[3]), step(kept, jnp.float32(1.0), good[3]))
@@ -220,8 +220,8 @@ def test_a_bad_step_changes_no_bit_and_later_steps_do_not_know_of_it(guarded, na
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_a_layer_updated_alone_is_the_layer_updated_with_all(name):
-    """Streamed updates rely on this: the update of a whole stage is the vmap of `unit_update`."""
+def test_updating_one_layer_equals_updating_all(name):
+    """Streamed updates rely on this: the update of a whole stage is the vmap of `make_layer_update`."""
     ours = learner(OPTIMIZERS[name], master_dtype="float32", dtype="bfloat16", ema=0.9, clip=0.5)
     grads = cast(updates.draw(7), "bfloat16")
     kept = updates.start(ours, updates.draw(0))
@@ -229,10 +229,10 @@ def test_a_layer_updated_alone_is_the_layer_updated_with_all(name):
     (group,) = [group for group in ours.groups if group.stage == "stack"]
     assert group.length == updates.LAYERS
     decision = updates.decide(ours, jnp.float32(1.0), grads)
-    unit = jax.jit(ours.unit_update(group))
+    unit = jax.jit(ours.make_layer_update(group))
     for index in range(updates.LAYERS):
-        bundle = (kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"])
-        alone = unit(*jax.tree.map(lambda x, i=index: x[i], bundle), decision)
+        train_state = (kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"])
+        alone = unit(*jax.tree.map(lambda x, i=index: x[i], train_state), decision)
         stage = (whole.params["stack"], whole.optimizer["stack"]["default"], whole.ema["stack"])
         expected = jax.tree.map(lambda x, i=index: x[i], stage)
         small.assert_close(small.arrays(alone[1]), small.arrays(expected[1]), 1e-6)

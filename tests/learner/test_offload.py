@@ -22,7 +22,7 @@ SHAPES = {"large": (512, 1024), "vector": (1 << 19,), "small": (8, 8)}
 SPECS = {path: ParameterSpec(shape, "float32", roles=("axis",) * len(shape)) for path, shape in SHAPES.items()}
 
 
-def hosted(tree: Any) -> set[str]:
+def find_offloaded(tree: Any) -> set[str]:
     kinds = {path: getattr(leaf, "sharding", leaf).memory_kind for path, leaf in flatten(tree).items()}
     return {path for path, kind in kinds.items() if kind == "pinned_host"}
 
@@ -33,9 +33,9 @@ def draw(seed: int) -> Any:
 
 def test_partition_tags_what_matches_and_is_large() -> None:
     mu = offload_optimizer(optax.adamw(1e-3), pattern="mu/")
-    assert hosted(mu.partition(SPECS)) == {"0/mu/large"}
-    assert hosted(offload_optimizer(mu, pattern="0/nu/").partition(SPECS)) == {"0/mu/large", "0/nu/large"}
-    assert hosted(offload_optimizer(mu, pattern="large", offload_dst="device").partition(SPECS)) == set()
+    assert find_offloaded(mu.partition(SPECS)) == {"0/mu/large"}
+    assert find_offloaded(offload_optimizer(mu, pattern="0/nu/").partition(SPECS)) == {"0/mu/large", "0/nu/large"}
+    assert find_offloaded(offload_optimizer(mu, pattern="large", offload_dst="device").partition(SPECS)) == set()
     with pytest.raises(ValueError, match=r"pattern 'momentum' matches none of 7 paths, such as .*0/count"):
         offload_optimizer(optax.adamw(1e-3), pattern="momentum").partition(SPECS)
     with pytest.raises(ValueError, match=r"offload_src: expected 'device'.*given 'pinned_host'"):
@@ -60,7 +60,7 @@ def test_without_a_learner_it_moves_the_state_and_back(make: Any, mapped: bool) 
         result, wanted = update_moving(grad, state, params), update_plain(grad, expected, params)
         small.assert_same_bits(result, wanted)
         state, expected = result[1], wanted[1]
-        assert hosted(state) == hosted(specs) != set()
+        assert find_offloaded(state) == find_offloaded(specs) != set()
     with pytest.raises((TypeError, ValueError), match="memory"):  # XLA does not move host arrays by itself
         jax.jit(each(plain.update))(grads[0], state, params)
 
@@ -68,7 +68,7 @@ def test_without_a_learner_it_moves_the_state_and_back(make: Any, mapped: bool) 
 # --- in the learner --------------------------------------------------------------------------------------------------
 
 
-def wrapped(pattern: str, optimizer: Config = ADAMW) -> Config:
+def wrap_optimizer(pattern: str, optimizer: Config = ADAMW) -> Config:
     return config_for(offload_optimizer, optimizer=optimizer.copy(), pattern=pattern)
 
 
@@ -85,9 +85,9 @@ MU = {f"optimizer/stack/default/state/0/mu/block0/mlp/{name}/weight" for name in
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "streamed"])
 def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> None:
-    ours, plain = program(wrapped("mu/"), update=update), program(ADAMW, update=update)
+    ours, plain = program(wrap_optimizer("mu/"), update=update), program(ADAMW, update=update)
     (state, metrics), (expected, wanted) = small.run(ours, 2), small.run(plain, 2)
-    assert hosted(state) == MU
+    assert find_offloaded(state) == MU
     small.assert_close(small.arrays(state), small.arrays(expected), 1e-6)
     assert metrics[-1] == pytest.approx(wanted[-1], rel=1e-6)  # including the learning rate
     with pytest.raises(ValueError, match="mu/block0/mlp/down/weight is in device; the layout says pinned_host"):
@@ -110,14 +110,17 @@ def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> 
 
 @pytest.mark.pairs
 def test_nothing_is_moved_twice() -> None:
-    settings = [(one, kind) for kind in ("device", "pinned_host") for one in (ADAMW, wrapped("mu/"))]
+    settings = [(one, kind) for kind in ("device", "pinned_host") for one in (ADAMW, wrap_optimizer("mu/"))]
     steps = [program(one, optimizer_state=kind).traced_step for one, kind in settings]
     assert [str(step.jaxpr).count("device_put") for step in steps] == [0, 2 * len(MU), 4 * len(MU), 4 * len(MU)]
 
 
 @pytest.mark.parametrize("scope", ["unit", "model"])
-def test_patterns_are_of_the_whole_model_and_chains_go_through_a_config(scope: str) -> None:
-    parts = [wrapped("high", config_for(optax.scale_by_adam)), config_for(optax.scale, step_size=-0.1)]  # the stack's
+def test_patterns_match_full_model_paths_and_chains_build(scope: str) -> None:
+    parts = [
+        wrap_optimizer("high", config_for(optax.scale_by_adam)),
+        config_for(optax.scale, step_size=-0.1),
+    ]  # the stack's
     config = config_for(Learner, optimizer=config_for(partitioned_chain, transformations=parts), clip=None, scope=scope)
     params, grads = updates.draw(0), updates.gradients(2)
     expected, _ = updates.plain(optax.adam(0.1), params, grads)

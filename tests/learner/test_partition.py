@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll.framework.layout import OptStateSpec, ParameterSpec, flatten
 from plimsoll.framework.optimizers.named import OPTIMIZERS
-from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition, mirrors_parameter
 
 
 def spec(*shape: int, axes: tuple = (), dtype: str = "float32") -> ParameterSpec:
@@ -31,7 +31,7 @@ PARAMETERS = flatten(SPECS)
 def derive(optimizer: optax.GradientTransformation, specs=None) -> dict[str, OptStateSpec]:
     """Return {path of the state leaf: spec}, after checking structure, shapes and dtypes against the state."""
     specs = SPECS if specs is None else specs
-    derived = partitioned(optimizer).partition(specs)
+    derived = add_partition(optimizer).partition(specs)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
     state = jax.eval_shape(optimizer.init, params)
     assert jax.tree.structure(derived) == jax.tree.structure(state)
@@ -63,7 +63,7 @@ def test_sgd_with_momentum():
     assert not counters(leaves)
 
 
-def test_sgd_without_momentum_keeps_nothing():
+def test_sgd_without_momentum_has_no_state():
     assert derive(optax.sgd(0.1)) == {}
 
 
@@ -81,7 +81,7 @@ def test_lion():
     assert counters(leaves) == {"0/count"}
 
 
-def test_suffixes_are_told_apart_by_the_longest():
+def test_longest_matching_suffix_wins():
     """The paths weight, wide/weight, high/weight and square/weight all end in "weight"."""
     leaves = derive(optax.sgd(0.1, momentum=0.9))
     assert leaves["0/trace/weight"].owner == "weight"
@@ -121,7 +121,7 @@ def test_adafactor_below_its_threshold_keeps_whole_moments():
     assert {leaf.shape for path, leaf in leaves.items() if "/v_row/" in path} == {(1,)}
 
 
-def test_muon_has_matrices_apart_from_the_rest():
+def test_muon_partitions_matrices_from_the_rest():
     leaves = derive(optax.contrib.muon(0.1))
     matrices = {path: s for path, s in PARAMETERS.items() if len(s.shape) == 2}
     assert_mirrors(leaves, "inner_states/muon/inner_state/0/mu/", owners=matrices)
@@ -162,7 +162,7 @@ class OwnState(NamedTuple):
     total: jax.Array
 
 
-def own() -> optax.GradientTransformation:
+def user_optimizer() -> optax.GradientTransformation:
     def init(params):
         return OwnState(
             seen=jax.tree.map(jnp.zeros_like, params),
@@ -177,8 +177,8 @@ def own() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def test_a_users_own_transformation():
-    leaves = derive(own())
+def test_user_defined_transformation():
+    leaves = derive(user_optimizer())
     assert_mirrors(leaves, "seen/")
     assert leaves["columns/wide/weight"].mesh_axes == ("model",)
     assert leaves["columns/high/weight"].mesh_axes == ("fsdp",)
@@ -191,7 +191,7 @@ def test_a_users_own_transformation():
 
 
 @pytest.mark.parametrize("name", ["adam", "adamax", "amsgrad", "lamb", "nadamw", "novograd", "rmsprop", "yogi", "sm3"])
-def test_other_optimizers_of_optax(name):
+def test_other_optax_optimizers(name):
     """Leaves with the shape of their parameter are sharded like it; leaves of no parameter are not sharded."""
     leaves = derive(getattr(optax, name)(0.1))
     counters(leaves)
@@ -203,27 +203,27 @@ def test_other_optimizers_of_optax(name):
     assert whole >= len(PARAMETERS) or name == "sm3", "no moments found"
 
 
-def test_sm3s_lists_of_accumulators_belong_to_their_parameter():
+def test_sm3_accumulator_lists_belong_to_their_parameter():
     leaves = derive(optax.sm3(0.1))
     assert (leaves["0/mu/wide/weight/0"].owner, leaves["0/mu/wide/weight/1"].owner) == ("wide/weight", "wide/weight")
     assert (leaves["0/mu/wide/weight/0"].mesh_axes, leaves["0/mu/wide/weight/1"].mesh_axes) == (("fsdp",), ("model",))
     assert not counters(leaves)
 
 
-def test_noise_that_every_layer_would_draw_alike_is_refused():
+def test_noise_equal_in_every_layer_is_refused():
     with pytest.raises(ValueError, match=r"learner\.optimizer: 0/rng_key of its state is a PRNG key"):
         derive(optax.noisy_sgd(0.1, key=3))
 
 
 @pytest.mark.parametrize("name", ["adam_mini", "adamw8bit", "muon", "apollo", "galore", "adalomo"])
-def test_optimizers_of_ours_declare_their_numbers_of_updates(name: str):
-    leaves = flatten(partitioned(OPTIMIZERS[name](learning_rate=0.1)).partition(SPECS))
+def test_our_optimizers_declare_their_update_counters(name: str):
+    leaves = flatten(add_partition(OPTIMIZERS[name](learning_rate=0.1)).partition(SPECS))
     counted = {path for path, leaf in leaves.items() if leaf.counts_updates}
     assert counted == {path for path in counters(leaves) if path.endswith("count")}
     assert counted
 
 
-def test_of_a_derived_state_optaxs_counters_are_numbers_of_updates():
+def test_derived_state_treats_optax_counters_as_update_counts():
     """Flags, counts of non-finite gradients and a user's other counters are not: they may differ between layers."""
     leaves = derive(optax.apply_if_finite(optax.inject_hyperparams(optax.adamw)(0.1), 3))
     assert {path for path, leaf in leaves.items() if leaf.counts_updates} == {
@@ -233,6 +233,6 @@ def test_of_a_derived_state_optaxs_counters_are_numbers_of_updates():
     assert counters(leaves) > {"notfinite_count", "last_finite", "total_notfinite"}
 
 
-def test_a_transformation_that_states_its_own_partition_is_left_alone():
-    mine = PartitionedGradientTransformation(own().init, own().update, lambda specs: "as I say")
+def test_declared_partition_is_not_changed():
+    mine = PartitionedGradientTransformation(user_optimizer().init, user_optimizer().update, lambda specs: "as I say")
     assert mine.partition(SPECS) == "as I say"

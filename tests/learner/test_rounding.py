@@ -11,7 +11,14 @@ from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
+from plimsoll.framework.optimizers.rounding import (
+    BlockOrigin,
+    fold,
+    fold_name,
+    noise,
+    round_stochastically,
+    split_rounding_error,
+)
 from tests.support import updates
 
 SEED = fold(jnp.uint32(3), 1, 4)
@@ -20,7 +27,7 @@ SEED = fold(jnp.uint32(3), 1, 4)
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_uniform_and_independent_of_its_neighbours():
+def test_noise_is_uniform_and_independent_between_neighbors():
     """Check mean, variance, a chi-square of the highest byte, and correlations along both axes and between seeds."""
     size = 1024
     unit = np.asarray(noise(SEED, (size, size)), np.float64) / 2**32
@@ -39,11 +46,11 @@ def test_seeds_differ_by_every_number_and_name():
     assert len({int(seed) for seed in seeds}) == len(seeds)
 
 
-def test_a_block_has_the_noise_of_its_place():
+def test_noise_for_a_block_depends_on_its_offset():
     whole = noise(SEED, (64, 96))
-    rows = [noise(SEED, (16, 96), Origin((16 * i, 0), (64, 96))) for i in range(4)]
+    rows = [noise(SEED, (16, 96), BlockOrigin((16 * i, 0), (64, 96))) for i in range(4)]
     np.testing.assert_array_equal(jnp.concatenate(rows), whole)
-    np.testing.assert_array_equal(noise(SEED, (32, 8), Origin((8, 40), (64, 96))), whole[8:40, 40:48])
+    np.testing.assert_array_equal(noise(SEED, (32, 8), BlockOrigin((8, 40), (64, 96))), whole[8:40, 40:48])
 
 
 @pytest.mark.pairs
@@ -51,11 +58,11 @@ def test_a_block_has_the_noise_of_its_place():
 def test_the_result_is_the_same_on_any_mesh(axes):
     x = jax.random.normal(jax.random.key(0), (64, 96))
 
-    def rounded(x: jax.Array) -> jax.Array:
+    def round_to_bfloat16(x: jax.Array) -> jax.Array:
         return round_stochastically(x, jnp.bfloat16, noise(SEED, x.shape))
 
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), PartitionSpec(*axes))
-    one, many = jax.jit(rounded)(x), jax.jit(rounded)(jax.device_put(x, sharding))
+    one, many = jax.jit(round_to_bfloat16)(x), jax.jit(round_to_bfloat16)(jax.device_put(x, sharding))
     assert len(many.sharding.device_set) == 8
     np.testing.assert_array_equal(np.asarray(many, np.float32), np.asarray(one, np.float32))
 
@@ -63,7 +70,7 @@ def test_the_result_is_the_same_on_any_mesh(axes):
 # --- rounding --------------------------------------------------------------------------------------------------------
 
 
-def test_one_of_both_neighbours_and_right_on_average():
+def test_rounds_to_either_neighbor_and_is_unbiased():
     low, high, n = 1.0, 1.0 + 2.0**-7, 200_000
     for part in (0.125, 0.5, 0.9):
         x = jnp.full((n,), low + part * (high - low), jnp.float32)
@@ -74,7 +81,7 @@ def test_one_of_both_neighbours_and_right_on_average():
         np.testing.assert_array_equal(below, -found)
 
 
-def test_what_is_exact_or_not_finite_stays():
+def test_exact_and_nonfinite_values_are_unchanged():
     most = float(jnp.finfo(jnp.bfloat16).max)
     values = jnp.array([0.0, -0.0, 1.5, -3.0, most, -most, np.inf, -np.inf, np.nan], jnp.float32)
     for bits in (0, 2**32 - 1):
@@ -86,9 +93,9 @@ def test_what_is_exact_or_not_finite_stays():
     assert jnp.isnan(round_stochastically(payload, jnp.bfloat16, jnp.uint32(0)))
 
 
-def test_kahan_keeps_what_is_cut_off_also_when_xla_may_keep_excess_precision():
+def test_kahan_compensation_survives_xla_excess_precision():
     x = jax.random.normal(jax.random.key(1), (1000,))
-    near, rest = jax.jit(cut_off, static_argnums=1)(x, jnp.bfloat16)
+    near, rest = jax.jit(split_rounding_error, static_argnums=1)(x, jnp.bfloat16)
     np.testing.assert_array_equal(near, x.astype(jnp.bfloat16))
     assert float(jnp.abs(rest).max()) > 1e-4
     np.testing.assert_allclose(near.astype("float32") + rest.astype("float32"), x, rtol=2.0**-15)
@@ -104,7 +111,7 @@ def learner(rounding: str, *, rate: float = 1e-3, dtype: str = "bfloat16", **fie
     return config.instantiate(specs=updates.specs(dtype))
 
 
-def trained(rounding: str, steps: int, **fields):
+def train(rounding: str, steps: int, **fields):
     """Train weights of 1 with gradients of 1: a step of 1e-3 is a bit more than an eighth of the last place of 1."""
     ones = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), updates.specs())
     return updates.ours(learner(rounding, **fields), ones, [ones] * steps)
@@ -114,7 +121,7 @@ def trained(rounding: str, steps: int, **fields):
 def test_small_updates_are_lost_by_nearest_and_by_no_other():
     """Take 100 steps of 1e-3 down from 1; the last place of a bfloat16 just below 1 is 1/256."""
     expected = 1.0 - 100 * 1e-3
-    nearest, kahan, stochastic = (trained(name, 100)[-1] for name in ("nearest", "kahan", "stochastic"))
+    nearest, kahan, stochastic = (train(name, 100)[-1] for name in ("nearest", "kahan", "stochastic"))
     assert all(float(x.min()) == 1.0 for x in jax.tree.leaves(nearest.params))
     for path, x in flatten(kahan.params).items():
         np.testing.assert_allclose(np.asarray(x, np.float64), expected, rtol=2.0**-8, err_msg=path)
@@ -154,7 +161,7 @@ def test_a_step_that_is_skipped_rounds_nothing():
         np.testing.assert_array_equal(np.asarray(x, np.float32), 1.0, err_msg=path)
 
 
-def test_float32_weights_beside_bfloat16_ones_are_not_rounded_and_keep_nothing():
+def test_float32_weights_in_a_bfloat16_model_are_not_rounded():
     specs = updates.specs("bfloat16") | {"head": updates.specs()["head"]}
     params, grads, found = updates.draw(0), updates.gradients(3), {}
     params = jax.tree.map(lambda x, s: x.astype(s.dtype), params, specs)
@@ -171,14 +178,14 @@ def test_float32_weights_beside_bfloat16_ones_are_not_rounded_and_keep_nothing()
 @pytest.mark.parametrize(
     ("rounding", "dtype"), [("kahan", "float32"), ("stochastic", "float32"), ("stochastic", "float16")]
 )
-def test_where_nothing_would_be_rounded_so_it_is_refused(rounding, dtype):
+def test_rounding_without_an_effect_is_refused(rounding, dtype):
     with pytest.raises(
         ConfigError, match=rf"learner.rounding = {rounding} with weights in {dtype}: expected model.param"
     ):
         learner(rounding, dtype=dtype)
 
 
-def test_moments_are_computed_in_float32_beside_bfloat16_weights():
+def test_bfloat16_weights_use_float32_moments():
     config = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=1e-3), rounding="stochastic")
     specs = config.instantiate(specs=updates.specs("bfloat16")).optimizer_specs()
     assert {str(s.dtype) for s in jax.tree.leaves(specs)} == {"float32", "int32"}
@@ -212,7 +219,7 @@ def overridden(text: str) -> Config:
     return config.optimizer
 
 
-def test_an_optimizer_goes_by_its_short_name_or_by_its_dotted_one():
+def test_optimizer_is_found_by_short_or_dotted_name():
     assert overridden("lion") == overridden("optax.lion")
     assert "learning_rate" not in dict(overridden("lion").items()), "a component that is swapped in starts afresh"
     rule = config_for(Rule, pattern="x", freeze=True)
@@ -220,6 +227,6 @@ def test_an_optimizer_goes_by_its_short_name_or_by_its_dotted_one():
     assert rule.optimizer == config_for(optax.adafactor)
 
 
-def test_an_unknown_short_name_names_those_that_there_are():
+def test_unknown_short_name_lists_the_valid_ones():
     with pytest.raises(ConfigError, match=r"given 'lyon'.*or is one of adamw, .*lion"):
         overridden("lyon")

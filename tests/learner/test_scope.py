@@ -12,12 +12,12 @@ from plimsoll.framework.learner.rules import Rule
 from tests.support import small, updates
 
 
-def clipped(*, learning_rate: float, max_norm: float) -> optax.GradientTransformation:
+def clip_then_adamw(*, learning_rate: float, max_norm: float) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(max_norm), optax.adamw(learning_rate, weight_decay=0.1))
 
 
 PRODIGY = config_for(contrib.prodigy, learning_rate=1.0, estim_lr0=1e-2)
-OPTIMIZERS = {"prodigy": PRODIGY, "clip in a chain": config_for(clipped, learning_rate=0.02, max_norm=0.5)}
+OPTIMIZERS = {"prodigy": PRODIGY, "clip in a chain": config_for(clip_then_adamw, learning_rate=0.02, max_norm=0.5)}
 
 
 def learner(optimizer, dtype="float32", **fields) -> Learner:
@@ -58,17 +58,17 @@ def experiment(scope: str, **memory: str):
 
 
 @pytest.mark.pairs
-def test_a_program_keeps_its_state_where_the_layout_says():
+def test_program_state_follows_the_layout():
     program = small.program(experiment("model", optimizer_state="pinned_host"))
     state, metrics = small.run(program, 2)
     program.layout.check(state)
     assert metrics[1]["loss"] != metrics[0]["loss"]
     assert updates.worst([state["ema"]], [state["parameter"]]) == 0.0  # decay 0: equal, in the same structure
-    hosted = {path for path, leaf in flatten(state).items() if leaf.sharding.memory_kind != "device"}
-    assert "optimizer/model/default/state/exp_avg/stack/block0/mlp/up/weight/1" in hosted
+    offloaded = {path for path, leaf in flatten(state).items() if leaf.sharding.memory_kind != "device"}
+    assert "optimizer/model/default/state/exp_avg/stack/block0/mlp/up/weight/1" in offloaded
 
 
-def test_global_optimizers_are_refused_where_they_would_be_wrong():
+def test_global_optimizers_are_refused_in_layer_scope():
     with pytest.raises(ValueError, match=r"learner\.optimizer \(default\): .*learner\.clip .*learner\.scope = model"):
         small.program(experiment("unit"))
     with pytest.raises(ValueError, match=r"learner\.scope = model with memory\.update = streamed: .*after_backward"):

@@ -18,13 +18,13 @@ STEPS = 20
 
 
 class OwnState(NamedTuple):
-    """State of `own_optimizer`: a momentum, and each tensor's count of updates."""
+    """State of `user_optimizer`: a momentum, and each tensor's count of updates."""
 
     momentum: dict
     seen: dict
 
 
-def own_optimizer(*, learning_rate: float, beta: float = 0.8) -> optax.GradientTransformation:
+def user_optimizer(*, learning_rate: float, beta: float = 0.8) -> optax.GradientTransformation:
     """Return a user's optimizer: momentum divided by its mean size over the tensor, with a falling learning rate."""
 
     def init(params):
@@ -55,7 +55,7 @@ OPTIMIZERS = {
     "adafactor": (config_for(optax.adafactor, learning_rate=0.05, min_dim_size_to_factor=4), 1e-6),
     "lion": (config_for(optax.lion, learning_rate=0.01, weight_decay=0.1), 1e-6),
     "muon": (config_for(optax.contrib.muon, learning_rate=0.02, weight_decay=0.1), 1e-5),
-    "a user's own": (config_for(own_optimizer, learning_rate=0.05), 1e-6),
+    "a user's own": (config_for(user_optimizer, learning_rate=0.05), 1e-6),
 }
 
 
@@ -242,7 +242,7 @@ def test_an_optimizer_must_be_one():
         learner(config_for(optax.constant_schedule, value=0.1))
 
 
-def test_rates_are_reported_of_every_optimizer_that_has_another():
+def test_rates_are_reported_for_each_distinct_optimizer():
     scheduled = OPTIMIZERS["adamw with a schedule"][0]
     schedule = SCHEDULE.instantiate()
     rules = [

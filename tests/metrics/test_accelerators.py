@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from plimsoll.framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, named, spec_for
+from plimsoll.framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, find_spec, spec_for
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ def devices(kind: str, count: int, **fields) -> list[Device]:
         ("cpu", "cpu"),
     ],
 )
-def test_jax_device_kinds_and_names_find_their_row(kind, name):
+def test_jax_device_kinds_and_names_resolve(kind, name):
     assert spec_for(kind).name == name
     assert spec_for(name) is spec_for(kind)
     assert spec_for([Device(kind)]) is spec_for(kind)
@@ -72,7 +72,7 @@ def test_names_and_kinds_mean_one_row():
 @pytest.mark.parametrize(
     ("taken_gib", "name"), [(None, "rtx4060ti-8"), (7.0, "rtx4060ti-8"), (14.3, "rtx4060ti-16"), (99, "rtx4060ti-16")]
 )
-def test_cards_of_one_name_are_told_by_their_memory(taken_gib, name):
+def test_gpus_with_one_name_are_distinguished_by_memory(taken_gib, name):
     class Card(Device):
         def memory_stats(self):
             if taken_gib is None:
@@ -102,8 +102,8 @@ def test_names_are_understood_as_people_type_them(typed, name):
 
 
 @pytest.mark.parametrize("typed", ["a100", "v100", "4060ti", "rtx6000", "", "90"])
-def test_no_card_is_guessed(typed):
-    assert named(typed) is None
+def test_unknown_gpus_are_not_guessed(typed):
+    assert find_spec(typed) is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_names_serve_as_fnmatch_subjects():
     assert fnmatch.fnmatch(two, "*v5e-*")
 
 
-def test_the_devices_of_this_process_have_a_name():
+def test_local_devices_have_a_name():
     assert accelerator_name(jax.devices()) == f"cpu-{len(jax.devices())}"
     assert spec_for(jax.devices()).peak_flops("float32") is None
 
@@ -153,7 +153,7 @@ def test_figures_are_per_jax_device():
     assert core.limit_bytes == 15.25 * GIB
 
 
-def test_peak_is_that_of_the_default_precision():
+def test_peak_is_for_the_default_precision():
     assert spec_for("v5e").peak_flops("float32") == 197e12  # bfloat16 passes
     assert spec_for("a100-80").peak_flops("float32") == 156e12  # TF32
     assert spec_for("h200").peak_flops("bfloat16") == 989.5e12  # dense, not the sparse 1979
@@ -185,7 +185,7 @@ SM_FLOPS = {"7.0": 1024, "7.5": 1024, "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.
     [spec for spec in ACCELERATORS if spec.platform == "gpu" and spec.name != "rtxpro6000-server"],
     ids=lambda spec: spec.name,
 )
-def test_published_rates_are_those_of_the_multiprocessors(spec):
+def test_published_rates_match_the_multiprocessor_counts(spec):
     cycles = spec.multiprocessors * spec.clock_ghz * 1e9
     fp32_units = 64 if spec.compute_capability in ("7.0", "7.5", "8.0") else 128
     sm_flops = SM_FLOPS[spec.compute_capability] / (2 if "GeForce" in spec.device_kinds[0] else 1)
@@ -197,7 +197,7 @@ def test_published_rates_are_those_of_the_multiprocessors(spec):
         assert spec.peak_tf32_flops == pytest.approx(peak / 2, rel=0.02)
 
 
-def test_mistakes_are_named():
+def test_invalid_names_are_reported():
     with pytest.raises(ValueError, match=r"unknown accelerator 'v5x'; nearest: .*v5e"):
         spec_for("v5x")
     with pytest.raises(ValueError, match="one kind"):

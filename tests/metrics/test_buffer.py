@@ -44,7 +44,7 @@ def test_take_does_not_wait_for_the_newest():
     assert newest.is_ready()
 
 
-def test_interval_gives_all_steps_of_it():
+def test_take_returns_all_steps_in_the_interval():
     buffer = MetricsBuffer()
     for step in range(10):
         buffer.put(step, {"loss": jnp.float32(step)})

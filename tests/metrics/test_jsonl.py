@@ -32,7 +32,7 @@ def test_float32_bits_survive(tmp_path):
     np.testing.assert_array_equal(back.view(np.uint32), values.view(np.uint32))
 
 
-def test_scalars_of_numpy_and_jax_are_numbers(tmp_path):
+def test_numpy_and_jax_scalars_are_written_as_numbers(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl")
     row = {"a": np.float32(0.1), "b": jnp.float32(0.1), "c": jnp.bfloat16(1.5), "d": np.int64(7), "e": jnp.array(True)}
     writer.write(3, {**row, "f": None, "g": "text é"})
@@ -84,7 +84,7 @@ def test_torn_last_line_is_repaired(tmp_path, torn, kept):
     assert [json.loads(line)["step"] for line in lines(path)] == [1, 2, 3][:kept] + [9]
 
 
-def test_resume_drops_later_rows_and_says_so_once(tmp_path):
+def test_resume_drops_later_rows_with_one_warning(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = JsonlWriter(path)
     for step in range(1, 8):

@@ -14,7 +14,7 @@ from plimsoll.framework.metrics.memory import live_array_bytes, memory_in_use, r
 
 
 @pytest.fixture(autouse=True)
-def collected():
+def collect_garbage():
     """Collect reference cycles of earlier tests now, so that they are not freed during a measurement."""
     gc.collect()
 
@@ -35,17 +35,17 @@ def test_live_bytes_by_device_and_kind(mesh):
     ones = np.ones((count * 16, 64), np.float32)
     sharded = jax.device_put(ones, NamedSharding(mesh, PartitionSpec("x")))
     replicated = jax.device_put(ones[:8], NamedSharding(mesh, PartitionSpec()))
-    hosted = jax.device_put(ones, NamedSharding(mesh, PartitionSpec("x"), memory_kind="pinned_host"))
+    offloaded = jax.device_put(ones, NamedSharding(mesh, PartitionSpec("x"), memory_kind="pinned_host"))
     one = jax.device_put(np.ones(1000, np.int8), jax.devices()[3])
     first, third = jax.devices()[0], jax.devices()[3]
     assert growth(before, first, "device") == 16 * 64 * 4 + 8 * 64 * 4
     assert growth(before, third, "device") == 16 * 64 * 4 + 8 * 64 * 4 + 1000
     assert growth(before, first, "pinned_host") == 16 * 64 * 4
-    del sharded, replicated, hosted, one
+    del sharded, replicated, offloaded, one
 
 
 @pytest.mark.pairs
-def test_shards_that_were_looked_at_count_once(mesh):
+def test_inspected_shards_count_once(mesh):
     before = live_array_bytes()
     count = len(jax.devices())
     array = jax.device_put(np.ones((count * 16, 64), np.float32), NamedSharding(mesh, PartitionSpec("x")))
@@ -59,7 +59,7 @@ def test_shards_that_were_looked_at_count_once(mesh):
 
 
 @pytest.mark.pairs
-def test_donated_arrays_are_gone():
+def test_donated_arrays_are_not_counted():
     device = jax.devices()[0]
     array = jax.device_put(np.ones(5000, np.float32), device)
     before = live_array_bytes()
@@ -109,7 +109,7 @@ def test_allocator_statistics_win(monkeypatch):
 
 
 @pytest.mark.pairs
-def test_resident_memory_grows_with_what_is_touched():
+def test_resident_memory_grows_with_touched_pages():
     # This uses its own mapping, because memory from malloc may have been touched before.
     with mmap.mmap(-1, 64 << 20) as block:
         before = rss_bytes()

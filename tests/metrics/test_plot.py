@@ -8,13 +8,13 @@ from PIL import Image
 
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
 from plimsoll.framework.metrics.plot import (
+    collect_loss_curves,
     expert_loads,
-    loss_curves,
     objective_panels,
     plot_experts,
     plot_losses,
     plot_objective,
-    smoothed,
+    smooth,
 )
 
 TRAIN_BLUE, VALIDATION_RED, EMA_TEAL = (0x30, 0x63, 0x8E), (0xD1, 0x49, 0x5B), (0x00, 0x79, 0x8C)
@@ -60,7 +60,7 @@ def test_full_run(tmp_path):
 
 
 @pytest.mark.pairs
-def test_curves_that_are_not_there_are_not_drawn(tmp_path):
+def test_missing_curves_are_not_plotted(tmp_path):
     picture = pixels(plot_losses(write(tmp_path / "m.jsonl", 400), tmp_path / "loss.png", "tiny"))
     assert count(picture, TRAIN_BLUE) > 500
     assert count(picture, VALIDATION_RED) == count(picture, EMA_TEAL) == 0
@@ -105,21 +105,21 @@ def test_loss_curves():
         {"step": 1, "train/loss": 3.0},
         {"step": 1, "resumed_from": 1},
     ]
-    curves = loss_curves(rows)
+    curves = collect_loss_curves(rows)
     assert list(curves) == ["train/loss", "train/z_loss", "validation/loss"]
     assert curves["train/loss"] == [(1, 3.0), (3, 2.5)]
 
 
 def test_smoothing_keeps_a_line_takes_noise_out_and_steps_over_nan():
     line = np.arange(1000.0)
-    assert np.allclose(smoothed(line)[20:-20], line[20:-20], atol=0.51)
+    assert np.allclose(smooth(line)[20:-20], line[20:-20], atol=0.51)
     noise = np.random.default_rng(0).normal(size=2000)
-    assert np.std(smoothed(noise)[300:]) < 0.25
+    assert np.std(smooth(noise)[300:]) < 0.25
     line[500] = np.nan
-    assert np.flatnonzero(np.isnan(smoothed(line))).tolist() == [500]
+    assert np.flatnonzero(np.isnan(smooth(line))).tolist() == [500]
 
 
-def test_what_an_objective_reports_has_a_panel_for_each_kind(tmp_path):
+def test_objective_metrics_have_a_panel_per_type(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     for step in range(1, 31):
         rewards = {"train/head/reward_chosen": step / 10, "train/head/reward_rejected": -step / 10}
@@ -142,7 +142,7 @@ def test_what_an_objective_reports_has_a_panel_for_each_kind(tmp_path):
     assert plot_objective(plain, tmp_path / "none.png", "run") == "nothing was reported of it"
 
 
-def test_each_layer_with_experts_is_a_row_of_their_loads(tmp_path):
+def test_each_expert_layer_is_a_row_with_its_loads(tmp_path):
     dense, capped = "train/stack/block0/mlp", "train/stack/block1/mlp"
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     for step in range(1, 31):

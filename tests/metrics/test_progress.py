@@ -11,10 +11,10 @@ from plimsoll.framework.terminal.progress import Progress
 
 RUN = """
 import sys
-from plimsoll.framework.terminal.phase_views import view_of
-from plimsoll.framework.terminal.phases import phase, shown
+from plimsoll.framework.terminal.phase_views import create_view
+from plimsoll.framework.terminal.phases import phase, show_phases
 from plimsoll.framework.terminal.progress import Progress
-with shown(view_of(sys.stderr)), Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
+with show_phases(create_view(sys.stderr)), Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
     with phase("compiling"):
         pass
     for step in range(1, 201):
@@ -97,7 +97,7 @@ def test_last_step_is_always_shown_and_values_may_be_missing():
     assert lines[2].endswith("left        -")
 
 
-def test_interrupt_gives_the_terminal_back(tmp_path):
+def test_interrupt_restores_the_terminal(tmp_path):
     code = RUN.replace('print("from elsewhere")', "raise KeyboardInterrupt")
     status, seen = in_terminal(code, str(tmp_path / "log.txt"))
     assert status != 0

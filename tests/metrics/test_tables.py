@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from plimsoll.framework.terminal.tables import Section, human_bytes, human_count, render, start_table
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, render, start_table
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def sections():
     )
 
 
-def test_start_table_says_it_all():
+def test_start_table_is_complete():
     text = render(sections())
     squeezed = re.sub(r" +", " ", text)
     for line in (
@@ -89,10 +89,10 @@ def test_start_table_says_it_all():
 
 def test_columns_line_up():
     rows = [["name", "count", "z"], ["short", "1", "x"], ["a longer name", "1,000,000", "yy"]]
-    assert render([Section("title", rows, numbers=True)]).splitlines() == [
+    assert render([TableSection("title", rows, numbers=True)]).splitlines() == [
         "title",
         "  name                count    z",
         "  short                   1    x",
         "  a longer name   1,000,000   yy",
     ]
-    assert render([Section("title", rows)]).splitlines()[2] == "  short           1           x"
+    assert render([TableSection("title", rows)]).splitlines()[2] == "  short           1           x"

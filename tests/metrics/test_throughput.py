@@ -43,7 +43,7 @@ def test_pauses_do_not_count():
     clock = Clock()
     throughput = Throughput(100, 6.0, None, clock=clock)
     steps(throughput, clock, 1.0, 3)
-    with throughput.paused():
+    with throughput.pause():
         clock.now += 500
     steps(throughput, clock, 1.0, 3)
     assert throughput.metrics()["train/steps_per_second"] == pytest.approx(1.0)
@@ -52,7 +52,7 @@ def test_pauses_do_not_count():
         clock.now += 77
         raise KeyError
 
-    with pytest.raises(KeyError), throughput.paused():
+    with pytest.raises(KeyError), throughput.pause():
         evaluation_that_fails()
     steps(throughput, clock, 1.0, 1)  # the clock runs again
     assert throughput.metrics()["train/steps_per_second"] == pytest.approx(1.0)
@@ -68,7 +68,7 @@ def test_mfu_needs_a_peak():
     assert "train/mfu" not in unknown.metrics()
 
 
-def test_clock_that_stands_still():
+def test_constant_clock_gives_no_rate():
     clock = Clock()
     throughput = Throughput(100, 6.0, None, clock=clock)
     steps(throughput, clock, 0.0, 3)

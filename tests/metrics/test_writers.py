@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from plimsoll.framework.metrics import patient
+from plimsoll.framework.metrics import retrying
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
-from plimsoll.framework.metrics.patient import PatientWriter
-from plimsoll.framework.metrics.services import MlflowWriter, check_installed
+from plimsoll.framework.metrics.retrying import RetryingWriter
+from plimsoll.framework.metrics.tracking_services import MlflowWriter, check_installed
 from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
 
 
@@ -148,7 +148,7 @@ class Server:
         self.ended.append(run_id)
 
 
-def test_mlflow_goes_on_with_the_same_run_and_waits_for_its_server(tmp_path, monkeypatch):
+def test_mlflow_resumes_its_run_and_waits_for_the_server(tmp_path, monkeypatch):
     server = Server()
     modules = {
         "mlflow": types.ModuleType("mlflow"),
@@ -158,11 +158,11 @@ def test_mlflow_goes_on_with_the_same_run_and_waits_for_its_server(tmp_path, mon
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(patient, "RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.0)
     said: list[str] = []
     for first in (1, 3):
         mlflow = MlflowWriter("default", "tiny", workdir=tmp_path, config={f"field{i}": "x" for i in range(150)})
-        writer = PatientWriter(mlflow, "MLflow", said.append)
+        writer = RetryingWriter(mlflow, "MLflow", said.append)
         server.answers = False
         writer.write(first, {"train/loss": 0.5})
         server.answers = True
@@ -179,7 +179,7 @@ def test_mlflow_goes_on_with_the_same_run_and_waits_for_its_server(tmp_path, mon
         MlflowWriter("default", "tiny", workdir=tmp_path, config={"field": "x"})
 
 
-def test_multi_writer_hands_on_and_closes_all(tmp_path):
+def test_multi_writer_forwards_and_closes_all(tmp_path):
     class Broken:
         closed = False
 

@@ -57,7 +57,7 @@ def test_no_position_sees_a_later_one(built):
     assert np.all(moved[:, 7:] > 1e-4)
 
 
-def test_packed_documents_are_as_if_each_were_alone(built):
+def test_packed_documents_equal_separate_documents(built):
     _, _, logits = built
     segments = np.array([[1] * 5 + [2] * 7, [1] * 8 + [2] * 2 + [0] * 2], np.int32)
     positions = np.array([[*range(5), *range(7)], [*range(8), *range(2), 0, 0]], np.int32)
@@ -75,7 +75,7 @@ def test_packed_documents_are_as_if_each_were_alone(built):
 
 
 @pytest.mark.pairs
-def test_grouped_queries_equal_heads_of_their_own_with_equal_weights():
+def test_grouped_queries_equal_full_heads_with_equal_weights():
     model, params, logits = family("llama")
     grouped = logits({"tokens": TOKENS})
 
@@ -91,7 +91,7 @@ def test_grouped_queries_equal_heads_of_their_own_with_equal_weights():
     small.block(config).attention.num_kv_heads = None
     _, _, logits = build(config, full)
     np.testing.assert_allclose(logits({"tokens": TOKENS}), grouped, rtol=1e-4, atol=1e-4)
-    assert model.stack.unit.layers["block0"].attention.num_kv_heads == 2
+    assert model.stack.pattern.layers["block0"].attention.num_kv_heads == 2
 
 
 @pytest.mark.pairs
@@ -108,7 +108,7 @@ def test_a_window_hides_what_lies_before_it():
 
 
 @pytest.mark.pairs
-def test_qk_norm_takes_the_size_of_queries_and_keys_away():
+def test_qk_norm_removes_query_and_key_scale():
     config = small.llama()
     small.block(config).attention.qk_norm = config_for(RMSNorm, eps=1e-12)
     _, params, logits = build(config)
@@ -146,7 +146,7 @@ def with_query(params, weight):
 
 
 @pytest.mark.pairs
-def test_the_gradient_of_a_tied_table_is_the_sum_of_its_two_uses():
+def test_tied_table_gradient_sums_both_uses():
     tied = small.program(small.experiment(small.gpt2(), documents=True))
     apart = small.program(small.experiment(small.gpt2(head__tied=False), documents=True))
     state = jax.device_get(tied.init())
@@ -193,7 +193,7 @@ def test_bf16_parameters_and_compute_stay_close_to_f32():
     assert np.abs(np.asarray(actual) - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def test_parameters_and_operations_counted_by_hand():
+def test_parameters_and_flops_match_manual_counts():
     D, V, L, F, K = 32, small.VOCAB, 2, 48, 16
     model = small.llama().instantiate()
     matrices = L * (2 * D * D + 2 * D * K + 3 * D * F)
@@ -207,16 +207,16 @@ def test_parameters_and_operations_counted_by_hand():
 
 
 @pytest.mark.pairs
-def test_units_are_split_for_differentiation_and_joined_again():
+def test_layer_params_are_partitioned_and_merged():
     model = small.gpt2(stack__unroll=0).instantiate()
     params = initialize(model.parameter_specs(), jax.random.key(0))
-    split = model.split_units(params, "none")
+    split = model.unstack_layers(params, "none")
     assert [unit["block0"]["attention_norm"]["scale"].shape for unit in split["stack"]] == [(32,), (32,)]
-    small.assert_same_bits(model.join_units(split), params)
+    small.assert_same_bits(model.stack_layers(split), params)
     looped = small.gpt2().instantiate()
-    for same in (looped.split_units(params, "none"), looped.join_units(params)):
+    for same in (looped.unstack_layers(params, "none"), looped.stack_layers(params)):
         assert jax.tree.all(jax.tree.map(lambda a, b: a is b, same, params))
-    assert model.split_units({"embed": params["embed"]}, "none") == {"embed": params["embed"]}
+    assert model.unstack_layers({"embed": params["embed"]}, "none") == {"embed": params["embed"]}
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

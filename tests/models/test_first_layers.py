@@ -14,7 +14,7 @@ from tests.support.latent import with_latents
 
 
 @pytest.mark.pairs
-def test_random_values_are_scaled_by_the_depth_of_the_model():
+def test_init_is_scaled_by_the_total_depth():
     model = with_latents(small.llama(stack__num_layers=6))
     with_depth = model.instantiate()
     assert with_depth.first is not None
@@ -26,7 +26,7 @@ def test_random_values_are_scaled_by_the_depth_of_the_model():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", "layer_programs"])
-def test_settings_of_layers_count_those_of_the_stack(update):
+def test_first_layers_use_the_settings_for_stack_layer_0(update):
     """Layers before the stack use the settings of the stack's first layer."""
     memory = {"update": update, "optimizer_state": "pinned_host:2", "remat": "full:2,none"}
     config = small.experiment(with_latents(small.llama(stack__num_layers=4, dim=128)), memory=memory)

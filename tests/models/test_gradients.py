@@ -35,7 +35,7 @@ def test_gradients_equal_central_differences(family):
         # Move away from the initial values, so that scales are not 1 and biases are not 0.
         rng = np.random.default_rng(0)
         shake = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), state["parameter"])
-        gradients = small.compiled_gradients(program)
+        gradients = small.compile_gradients(program)
         batch = program.put(small.host_batch(program))
 
         def evaluate(params):

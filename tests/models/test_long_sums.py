@@ -10,7 +10,7 @@ import pytest
 
 from plimsoll.framework.config import component, config_for
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layers import lookup, sums
+from plimsoll.framework.layers import grad_accumulation, lookup
 from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lookup import look_up
@@ -31,7 +31,7 @@ def with_a_common_token(tokens: np.ndarray) -> np.ndarray:
     return np.where(np.random.default_rng(1).random(tokens.shape) < 0.1, COMMON, tokens)
 
 
-def summed_in_float64(indices: np.ndarray, terms: Any, rows: int) -> np.ndarray:
+def sum_in_float64(indices: np.ndarray, terms: Any, rows: int) -> np.ndarray:
     sums = np.zeros((rows, terms.shape[-1]))
     np.add.at(sums, indices.reshape(-1), np.asarray(terms, np.float64).reshape(-1, terms.shape[-1]))
     return sums
@@ -41,7 +41,7 @@ def summed_in_float64(indices: np.ndarray, terms: Any, rows: int) -> np.ndarray:
 @pytest.mark.parametrize("sum_bytes", [lookup.SUM_BYTES, 1 << 14], ids=["at once", "in parts"])
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "seq": 2}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_gradient_of_a_lookup_is_the_sum_of_its_terms(dtype, mesh, sum_bytes, monkeypatch):
+def test_lookup_gradient_is_the_sum_over_its_terms(dtype, mesh, sum_bytes, monkeypatch):
     monkeypatch.setattr(lookup, "SUM_BYTES", sum_bytes)
     rng, (rows, columns) = np.random.default_rng(0), (256, 32)
     indices = with_a_common_token(rng.integers(0, rows, (ROWS, LENGTH)))
@@ -57,14 +57,14 @@ def test_the_gradient_of_a_lookup_is_the_sum_of_its_terms(dtype, mesh, sum_bytes
 
     taken, grad = both(table, indices, terms)
     np.testing.assert_array_equal(taken, table.astype(jnp.bfloat16)[indices])
-    expected = summed_in_float64(indices, terms, rows)
+    expected = sum_in_float64(indices, terms, rows)
     tolerance = ROUNDED_ONCE if dtype == "bfloat16" else 1e-6
     assert grad.dtype == dtype
     assert distance(grad, expected) < tolerance
     assert distance(grad[COMMON], expected[COMMON]) < tolerance
 
 
-def test_indices_outside_of_the_table_add_nothing():
+def test_indices_outside_the_table_add_nothing():
     terms = jnp.ones((1, 4, 8), jnp.bfloat16)
     grad = lookup.table_gradient(jnp.array([[0, -1, 5, 2]]), terms, shape=(3, 8), dtype=jnp.bfloat16)
     np.testing.assert_array_equal(grad.astype(jnp.float32), np.array([[1.0], [0.0], [1.0]]) * np.ones(8))
@@ -85,7 +85,7 @@ def host_batch(program) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def expected_of():
+def get_expected():
     """Return a cached function from the parameter dtype to {path: gradient} of both tables.
 
     The terms are those of bfloat16 compute, added in float64.
@@ -107,12 +107,12 @@ def expected_of():
 
         ctx = training_context(batch, state["counter"], chain, program.layout, "none")
         x, _ = chain.run("embed", state["parameter"], None, ctx, {})
-        of_params, terms = jax.jit(jax.grad(after, (0, 1)))(state["parameter"], x, batch)
-        of_head = np.asarray(of_params["embed"]["token"], np.float64)
+        params_grad, terms = jax.jit(jax.grad(after, (0, 1)))(state["parameter"], x, batch)
+        head_grad = np.asarray(params_grad["embed"]["token"], np.float64)
         rows = {path: spec.shape[0] for path, spec in flatten(program.layout.specs["parameter"]["embed"]).items()}
         known[param_dtype] = {
-            "token": of_head + summed_in_float64(batch["tokens"], terms, rows["token"]),
-            "position": summed_in_float64(batch["positions"], terms, rows["position"]),
+            "token": head_grad + sum_in_float64(batch["tokens"], terms, rows["token"]),
+            "position": sum_in_float64(batch["positions"], terms, rows["position"]),
         }
         return known[param_dtype]
 
@@ -136,13 +136,13 @@ def experiment(param_dtype: str, mesh: dict | None = None, memory: dict | None =
 
 RATE = 256.0  # steps are large compared to the rounding of float32 weights
 SHARDED = {"data": 2, "fsdp": 2, "model": 2}
-HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
+OFFLOADED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 SCHEDULES = [
     pytest.param("bfloat16", {}, {}, id="after_backward"),
     pytest.param("float32", {}, SHARDED, id="after_backward, float32, sharded"),
     pytest.param("bfloat16", {"update": "streamed"}, {}, id="streamed"),
-    pytest.param("float32", HOSTED, {}, id="hosted gradients, float32"),
-    pytest.param("bfloat16", HOSTED, SHARDED, id="hosted gradients, sharded"),
+    pytest.param("float32", OFFLOADED, {}, id="hosted gradients, float32"),
+    pytest.param("bfloat16", OFFLOADED, SHARDED, id="hosted gradients, sharded"),
     pytest.param("bfloat16", {"update": "in_backward"}, {}, id="in_backward"),
     pytest.param("bfloat16", {"update": "layer_programs"}, {}, id="layer_programs"),
 ]
@@ -150,7 +150,7 @@ SCHEDULES = [
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("param_dtype", "memory", "mesh"), SCHEDULES)
-def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expected_of):
+def test_table_updates_equal_the_sum_over_their_terms(param_dtype, memory, mesh, get_expected):
     """Check a tied token table, and positions with document masks, under every schedule."""
     program = small.program(experiment(param_dtype, mesh, memory))
     state = program.init()
@@ -163,7 +163,7 @@ def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expect
 
     before = tables(state)
     state, _ = program.step(state, program.put(host_batch(program)))
-    after, expected = tables(state), expected_of(param_dtype)
+    after, expected = tables(state), get_expected(param_dtype)
     for path, terms in expected.items():
         moved = (before[path] - after[path]) / RATE
         assert distance(moved, terms) < 2 * ROUNDED_ONCE, path
@@ -172,7 +172,7 @@ def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expect
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_the_gradient_of_a_bias_is_the_sum_of_its_terms(stored):
+def test_bias_gradient_is_the_sum_over_its_terms(stored):
     layer = Linear(inputs=8, outputs=16, bias=True)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, LENGTH, 8)).astype(jnp.bfloat16)
@@ -188,22 +188,22 @@ def test_the_gradient_of_a_bias_is_the_sum_of_its_terms(stored):
     assert distance(grads(params, x, terms)["bias"], expected) < ROUNDED_ONCE
 
 
-def test_uses_of_a_parameter_in_a_loop_are_added_up_in_float32():
+def test_parameter_uses_in_a_loop_are_summed_in_float32():
     """In bfloat16, a sum of equal terms stops growing after 256 of them."""
     weight, terms = jnp.full(4, 2.0, jnp.bfloat16), jnp.ones((2048, 4), jnp.bfloat16)
 
     def total(params, terms):
-        taps = sums.taps(params)
+        taps = grad_accumulation.make_taps(params)
 
         def body(x, term):
-            return x + jnp.sum(sums.tapped(params, taps)["w"] * term, dtype=jnp.float32), None
+            return x + jnp.sum(grad_accumulation.attach_taps(params, taps)["w"] * term, dtype=jnp.float32), None
 
         return jax.lax.scan(body, jnp.float32(0), terms)[0]
 
     value, grads = jax.jit(jax.value_and_grad(total))({"w": weight}, terms)
     assert float(value) == 2.0 * terms.size
     np.testing.assert_array_equal(grads["w"].astype(jnp.float32), np.full(4, 2048.0))
-    assert sums.taps({"w": weight.astype(jnp.float32)}) == {}
+    assert grad_accumulation.make_taps({"w": weight.astype(jnp.float32)}) == {}
 
 
 @component
@@ -213,7 +213,7 @@ class Shift(Layer):
     def __init__(self, *, dim: int):
         self.dim = dim
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         return {"shift": ParameterSpec((self.dim,), "float32", roles=("channel",))}
 
     def apply(self, weights, carry, ctx, layer_state):
@@ -226,10 +226,16 @@ UNITS = 512
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     "memory",
-    [{}, {"update": "in_backward"}, HOSTED, {"update": "in_backward", "remat": "sqrt"}, {"update": "layer_programs"}],
+    [
+        {},
+        {"update": "in_backward"},
+        OFFLOADED,
+        {"update": "in_backward", "remat": "sqrt"},
+        {"update": "layer_programs"},
+    ],
     ids=str,
 )
-def test_gradients_of_shared_layers_are_added_up_in_float32(memory):
+def test_shared_layer_gradients_are_summed_in_float32(memory):
     """Every unit has its own weight and a shared one; the shared gradient is the sum of the units' own gradients."""
     shared = model("bfloat16")
     shared.stack.pattern, shared.stack.shared = [config_for(Shift), config_for(Shift)], [1]
@@ -263,7 +269,7 @@ def test_microbatches_are_added_up_in_float32():
         program = small.program(config)
         row = {name: np.repeat(x[:1], count, 0) for name, x in small.host_batch(program).items()}
         row["weights"][:] = 1.0
-        (_, _), grads = small.compiled_gradients(program)(program.init(), program.put(row))
+        (_, _), grads = small.compile_gradients(program)(program.init(), program.put(row))
         return small.arrays(grads)
 
     expected, found = gradients(1), gradients(count)

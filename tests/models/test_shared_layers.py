@@ -10,7 +10,7 @@ from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.suggest import estimate_for_target
 from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 
@@ -55,15 +55,15 @@ def test_the_gradient_is_the_sum_over_equal_copies(by_copies, unroll, remat, mes
 
 
 @pytest.mark.pairs
-def test_there_is_one_copy_and_every_use_is_work():
+def test_shared_layer_is_stored_once_and_every_use_counts():
     sharing, apart = config().instantiate(), config(()).instantiate()
-    specs, unit = sharing.model.parameter_specs(), sharing.model.stack.unit.parameter_specs()
+    specs, unit = sharing.model.parameter_specs(), sharing.model.stack.pattern.parameter_specs()
     assert specs["shared"] == {"block1": unit["block1"]}
     one = sum(spec.size for spec in jax.tree.leaves(specs["shared"]))
     layout, more = small.program(config()).layout, small.program(config(())).layout
     assert more.size("parameter") - layout.size("parameter") == (UNITS - 1) * one > 30_000
     assert sharing.model.flops_per_token(16) == apart.model.flops_per_token(16)
-    needs = [closed_form(experiment, resolve("v5e-8")).breakdown for experiment in (sharing, apart)]
+    needs = [estimate_for_target(experiment, resolve("v5e-8")).breakdown for experiment in (sharing, apart)]
     assert needs[0]["parameters"] < 0.7 * needs[1]["parameters"]
     assert needs[0]["gradients"] < needs[1]["gradients"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from plimsoll.framework.companions.likeliest import likeliest
+from plimsoll.framework.batch_transforms.teacher_top_k import make_top_k_function
 from plimsoll.framework.config import ConfigError, config_for
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.objectives.distillation import Distillation
-from plimsoll.framework.program.companion import Companion
+from plimsoll.framework.program.batch_transform import BatchTransform
 from tests.support import small
 
 B, S, D, V = 2, 12, 8, 11
@@ -40,7 +40,7 @@ def teacher_arrays(logits_BSV: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
     }
 
 
-def parts_of(probs_BSV: np.ndarray, ids_BSK: np.ndarray) -> np.ndarray:
+def merge_tail(probs_BSV: np.ndarray, ids_BSK: np.ndarray) -> np.ndarray:
     """Return the probabilities of the K tokens and, if there are others, the sum of the others."""
     picked = np.take_along_axis(probs_BSV, ids_BSK, -1)
     if ids_BSK.shape[-1] == probs_BSV.shape[-1]:
@@ -48,12 +48,14 @@ def parts_of(probs_BSV: np.ndarray, ids_BSK: np.ndarray) -> np.ndarray:
     return np.concatenate([picked, 1 - picked.sum(-1, keepdims=True)], -1)
 
 
-def expected_loss(logits_BSV: np.ndarray, teacher_BSV: np.ndarray, batch: dict, top_k: int, fields: dict) -> dict:
+def compute_expected_loss(
+    logits_BSV: np.ndarray, teacher_BSV: np.ndarray, batch: dict, top_k: int, fields: dict
+) -> dict:
     """Return the loss and its metrics, computed from probabilities by the formulas of the objective's docstring."""
     fields = {"beta": 0.5, "temperature": 1.0, **fields}
     order = np.argsort(-teacher_BSV, axis=-1, kind="stable")[..., :top_k]
     temperature, beta, alpha = fields["temperature"], fields["beta"], fields["alpha"]
-    p1, q1 = (parts_of(np.exp(log_softmax(logits, axis=-1)), order) for logits in (teacher_BSV, logits_BSV))
+    p1, q1 = (merge_tail(np.exp(log_softmax(logits, axis=-1)), order) for logits in (teacher_BSV, logits_BSV))
     p, q = (x ** (1 / temperature) / (x ** (1 / temperature)).sum(-1, keepdims=True) for x in (p1, q1))
 
     def kl(a, b):
@@ -69,7 +71,7 @@ def expected_loss(logits_BSV: np.ndarray, teacher_BSV: np.ndarray, batch: dict, 
     return {name: float(np.sum(weights * value)) for name, value in sums.items()}
 
 
-def drawn(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+def sample_inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Return (x_BSD, table_VD, the teacher's logits_BSV, targets and weights), float64."""
     rng = np.random.default_rng(seed)
     batch = {
@@ -100,12 +102,12 @@ def head_loss(fields: dict, batch: dict, chunk_tokens: int = 3):
 @pytest.mark.pairs
 @pytest.mark.parametrize("top_k", [1, 4, V])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
-    x, table, teacher, batch = drawn()
+def test_loss_and_gradients_match_the_formulas(fields, top_k):
+    x, table, teacher, batch = sample_inputs()
     with jax.enable_x64(True):
-        loss_of, logits_of = head_loss(fields, batch | teacher_arrays(teacher, top_k))
-        (loss, metrics), grads = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(table, x)
-        expected = expected_loss(np.asarray(logits_of(table, x)), teacher, batch, top_k, fields)
+        compute_loss, compute_logits = head_loss(fields, batch | teacher_arrays(teacher, top_k))
+        (loss, metrics), grads = jax.value_and_grad(compute_loss, argnums=(0, 1), has_aux=True)(table, x)
+        expected = compute_expected_loss(np.asarray(compute_logits(table, x)), teacher, batch, top_k, fields)
         for name, value in {"loss": loss, **metrics}.items():
             assert float(value) == pytest.approx(expected[name], abs=1e-12), name
         rng = np.random.default_rng(1)
@@ -115,8 +117,8 @@ def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
             for step in (1e-5, -1e-5):
                 moved = [table, x]
                 moved[index] = array + step * direction
-                logits = np.asarray(logits_of(*moved))
-                values.append(expected_loss(logits, teacher, batch, top_k, fields)["loss"])
+                logits = np.asarray(compute_logits(*moved))
+                values.append(compute_expected_loss(logits, teacher, batch, top_k, fields)["loss"])
             slope = (values[0] - values[1]) / 2e-5
             assert float(np.sum(np.asarray(grads[index]) * direction)) == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
@@ -124,14 +126,14 @@ def test_loss_and_gradients_are_those_of_the_formulas(fields, top_k):
 @pytest.mark.pairs
 def test_the_bucket_keeps_its_digits_where_it_is_all_but_empty():
     """In float32, a student that gives the other tokens a total of 1e-9 still gets their gradient."""
-    x, table, _, batch = drawn()
+    x, table, _, batch = sample_inputs()
     sharp = np.full((B, S, V), -30.0)
     sharp[..., 0] = 0.0
-    loss_of, _ = head_loss({"alpha": 0.0}, batch | teacher_arrays(sharp, 1))
+    compute_loss, _ = head_loss({"alpha": 0.0}, batch | teacher_arrays(sharp, 1))
     grads = []
     for dtype in ("float32", "float64"):
         with jax.enable_x64(True):
-            grad = jax.grad(lambda table, x: loss_of(table, x)[0])(
+            grad = jax.grad(lambda table, x: compute_loss(table, x)[0])(
                 jnp.asarray(10 * table, dtype), jnp.asarray(3 * x, dtype)
             )
             grads.append(np.asarray(grad, np.float64))
@@ -140,30 +142,30 @@ def test_the_bucket_keeps_its_digits_where_it_is_all_but_empty():
 
 
 def test_a_student_that_equals_its_teacher_has_no_divergence():
-    x, table, _, batch = drawn()
+    x, table, _, batch = sample_inputs()
     with jax.enable_x64(True):
-        _, logits_of = head_loss({}, batch | teacher_arrays(np.zeros((B, S, V)), 1))
-        logits = np.asarray(logits_of(table, x))
+        _, compute_logits = head_loss({}, batch | teacher_arrays(np.zeros((B, S, V)), 1))
+        logits = np.asarray(compute_logits(table, x))
         for fields in SETTINGS:
-            loss_of, _ = head_loss({**fields, "alpha": 0.0}, batch | teacher_arrays(logits, 4))
-            loss, metrics = loss_of(table, x)
+            compute_loss, _ = head_loss({**fields, "alpha": 0.0}, batch | teacher_arrays(logits, 4))
+            loss, metrics = compute_loss(table, x)
             assert abs(float(loss)) < 1e-12
             assert float(metrics["agreement"]) == pytest.approx(1.0)
 
 
 @pytest.mark.pairs
-def test_fewer_tokens_of_the_teacher_are_never_a_larger_divergence():
-    x, table, teacher, batch = drawn()
+def test_fewer_teacher_tokens_never_increase_the_divergence():
+    x, table, teacher, batch = sample_inputs()
     with jax.enable_x64(True):
         losses = []
         for top_k in range(1, V + 1):
-            loss_of, _ = head_loss({"alpha": 0.0}, batch | teacher_arrays(teacher, top_k))
-            losses.append(float(loss_of(table, x)[0]))
+            compute_loss, _ = head_loss({"alpha": 0.0}, batch | teacher_arrays(teacher, top_k))
+            losses.append(float(compute_loss(table, x)[0]))
     assert losses == sorted(losses)
     assert losses[0] < losses[-1]
 
 
-def test_evaluation_reports_means_and_the_perplexity_of_the_next_tokens():
+def test_evaluation_reports_means_and_next_token_perplexity():
     objective = config_for(Distillation).instantiate()
     totals = {"loss": 6.0, "kl": 4.0, "nll": 8.0, "agreement": 3.0, "tokens": 4.0}
     summary = objective.summary(totals)
@@ -186,7 +188,7 @@ def test_batches_without_a_teacher_are_refused():
         small.program(small.experiment(model))
 
 
-class DrawnTeacher(Companion):
+class RandomTeacher(BatchTransform):
     """Adds the arrays of a teacher with random logits, seeded by the first token of the batch."""
 
     def __init__(self, *, top_k: int = 3):
@@ -202,7 +204,7 @@ class DrawnTeacher(Companion):
         }
         return {**delivered, **added}
 
-    def completed(self, program, state, batch, *, group="parameter"):
+    def complete_batch(self, program, state, batch, *, group="parameter"):
         tokens = np.asarray(batch["tokens"])
         logits = 2 * np.random.default_rng(int(tokens[0, 0])).normal(size=(*tokens.shape, small.VOCAB))
         arrays = teacher_arrays(logits, self.top_k)
@@ -210,14 +212,14 @@ class DrawnTeacher(Companion):
         return {**batch, **program.put(typed)}
 
 
-def trained(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, **learner):
+def train(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, **learner):
     """Train a distilled llama for a few steps and return (losses, final weights)."""
     model = small.llama(head__objective=config_for(Distillation, divergence="jsd", temperature=2.0))
     config = small.experiment(model, documents=True, memory=memory, mesh=mesh, **learner)
-    config.companion = config_for(DrawnTeacher)
+    config.companion = config_for(RandomTeacher)
     program = small.program(config)
     state, metrics = small.run(program, steps)
-    stored = program.stored(state)
+    stored = program.to_checkpoint(state)
     return [row["loss"] for row in metrics], small.arrays(stored["parameter"])
 
 
@@ -234,9 +236,9 @@ WAYS = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_training_gives_the_same(way):
-    losses, weights = trained()
-    other_losses, other_weights = trained(**WAYS[way])
+def test_training_is_the_same_under_every_schedule(way):
+    losses, weights = train()
+    other_losses, other_weights = train(**WAYS[way])
     np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
     small.assert_close(other_weights, weights, 2e-3)
 
@@ -269,7 +271,7 @@ def test_logits_never_exist_whole():
 
     def teacher(params, x):
         ctx = Context(batch=batch)
-        return likeliest(top_k, vocab)(head, head.prepare(params, ctx), x, ctx)
+        return make_top_k_function(top_k, vocab)(head, head.prepare(params, ctx), x, ctx)
 
     for function in (jax.grad(student, argnums=(0, 1)), teacher):
         text = jax.jit(function).lower(params, x).compile().as_text()

@@ -37,7 +37,7 @@ SCHEDULES = {
     "hosted_gradients": exact.MEMORY["hosted_gradients"],
     "two_pass": exact.MEMORY["two_pass"],
     "in_backward": exact.MEMORY["in_backward"],
-    "layers": exact.LAYERED["layers"],
+    "layers": exact.LAYER_PROGRAMS["layers"],
 }
 MESHES = {"one": None, "model": {"data": 2, "fsdp": 2, "model": 2}, "seq": {"fsdp": 2, "seq": 2, "model": 2}}
 MODELS = ("untied", "tied", "frozen table", "adapters")
@@ -135,7 +135,7 @@ def host_batch(case: Case, step: int) -> dict[str, np.ndarray]:
     return {**batch, "weights": batch["weights"] * factor}
 
 
-def log_probs_of(program: Program, params: Any, batch: Any) -> jax.Array:
+def compute_log_probs(program: Program, params: Any, batch: Any) -> jax.Array:
     """Return the log-probabilities f64[B, S] of all targets, computed from all logits."""
     ctx = Context(batch, compute_dtype=jnp.float64)
     logits_BSV = program.experiment.language_model.logits(params, ctx, {})
@@ -150,9 +150,9 @@ def reference(
     """Train with plain optax and return (parameters, losses, norms)."""
     _, first = simplest(objective, model)
     case = Case(objective, "after_backward", model=model)
-    gradients = gradients_of(objective, model, microbatches)
+    gradients = compile_gradients(objective, model, microbatches)
     optimizer = OPTIMIZER.instantiate()
-    update = jax.jit(partial(_updated, optimizer))
+    update = jax.jit(partial(_apply_update, optimizer))
     params = first["parameter"]
     opt_state = optimizer.init(params)
     losses, norms = [], []
@@ -168,15 +168,15 @@ def reference(
 
 
 @cache
-def gradients_of(objective: str, model: str, microbatches: int) -> Any:
+def compile_gradients(objective: str, model: str, microbatches: int) -> Any:
     """Return a compiled function (parameters, frozen parameters, batch) -> (loss, gradients)."""
     program, _ = simplest(objective, model)
     loss_over = OBJECTIVES[objective].instantiate()
 
-    def loss_of(params: Any, frozen: Any, batch: Any) -> jax.Array:
+    def compute_loss(params: Any, frozen: Any, batch: Any) -> jax.Array:
         # test_formulas.py checks these counts.
         counts = loss_over.counts(batch)
-        log_probs_BS = log_probs_of(program, merge(params, frozen), batch)
+        log_probs_BS = compute_log_probs(program, merge(params, frozen), batch)
         losses = []
         for part in range(microbatches):
             rows = slice(part, None, microbatches)
@@ -185,10 +185,10 @@ def gradients_of(objective: str, model: str, microbatches: int) -> Any:
             losses.append(loss_over.loss(GivenLogProbs(), {}, log_probs_BS[rows], ctx)[0])  # pyright: ignore
         return sum(losses[1:], losses[0])
 
-    return jax.jit(jax.value_and_grad(loss_of))
+    return jax.jit(jax.value_and_grad(compute_loss))
 
 
-def _updated(optimizer: Any, params: Any, opt_state: Any, grads: Any, factor: jax.Array) -> Any:
+def _apply_update(optimizer: Any, params: Any, opt_state: Any, grads: Any, factor: jax.Array) -> Any:
     changes, opt_state = optimizer.update(jax.tree.map(lambda g: g * factor, grads), opt_state, params)
     return optax.apply_updates(params, changes), opt_state
 
@@ -200,13 +200,13 @@ def _updated(optimizer: Any, params: Any, opt_state: Any, grads: Any, factor: ja
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_steps_equal_plain_optax(case: Case):
-    with exact.conditions():
+    with exact.enable_exact_numerics():
         clip = case.clip()
         expected, *expected_metrics = reference(case.objective, case.model, case.microbatches, clip)
         program = case.program(clip)
         _, first = simplest(case.objective, case.model)
-        places = jax.tree.map(lambda x: x.sharding, program.abstract_stored)
-        state = program.restored(jax.device_put(first, places))
+        places = jax.tree.map(lambda x: x.sharding, program.abstract_checkpoint)
+        state = program.from_checkpoint(jax.device_put(first, places))
         losses, norms = [], []
         for step in range(STEPS):
             state, metrics = program.step(state, program.put(host_batch(case, step)))
@@ -215,7 +215,7 @@ def test_steps_equal_plain_optax(case: Case):
         assert {"head/preference", "head/margin", "head/accuracy"} <= metrics.keys()
         sums = program.evaluate(state, program.put(host_batch(case, STEPS)))
         summary = program.experiment.language_model.summary({name: float(value) for name, value in sums.items()})
-        trained = jax.device_get(program.stored(state))
+        trained = jax.device_get(program.to_checkpoint(state))
     np.testing.assert_allclose([losses, norms], expected_metrics, rtol=3e-6)  # metrics are float32
     assert int(trained["counter"]["skipped"]) == 1
     for path, error in exact.differences(trained["parameter"], expected).items():
@@ -230,6 +230,6 @@ def evaluation_loss(case: Case, params: Any) -> float:
     program, first = simplest(case.objective, case.model)
     batch = host_batch(case, STEPS)
     with jax.enable_x64(True):
-        log_probs_BS = jax.jit(partial(log_probs_of, program))(merge(params, first["frozen"]), batch)
+        log_probs_BS = jax.jit(partial(compute_log_probs, program))(merge(params, first["frozen"]), batch)
     zeros = {"reference": np.zeros(SHAPE, np.float32)}
     return plain_loss(case.objective, zeros | batch, np.asarray(log_probs_BS), case.microbatches)

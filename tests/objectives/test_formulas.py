@@ -76,7 +76,7 @@ def test_microbatches_add_up(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_evaluation_of_two_batches_reports_the_means_of_both(name):
+def test_evaluation_over_two_batches_reports_joint_means(name):
     objective = OBJECTIVES[name].instantiate()
     totals, losses = {}, []
     batches, all_log_probs = [], []
@@ -131,7 +131,7 @@ def test_a_reference_that_is_stored_as_sums_is_the_same():
 
 
 @pytest.mark.pairs
-def test_odds_of_a_certain_answer_are_finite():
+def test_odds_for_a_certain_answer_are_finite():
     """If a log-probability rounds to 0 in float32, neither the loss nor the gradient is NaN."""
     batch = random_batch("orpo", SHAPE, VOCAB)
     objective = ORPO(beta=0.7)
@@ -143,7 +143,7 @@ def test_odds_of_a_certain_answer_are_finite():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_batch_of_padding_has_no_loss_and_no_nan(name):
+def test_padding_batch_has_zero_loss_and_no_nan(name):
     """Padding rows after the end of an evaluation set do not count."""
     objective, batch, log_probs = setup(name)
     empty = {key: np.zeros_like(array) for key, array in batch.items()}

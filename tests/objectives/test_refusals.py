@@ -5,8 +5,8 @@ import pytest
 
 from plimsoll.framework.config import ConfigError, config_for
 from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.objectives.preferences import DPO, SimPO
-from plimsoll.framework.objectives.thumbs import KTO
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
@@ -35,13 +35,13 @@ def program(objective, extra, **fields):
         (config_for(KTO), [], "reference, labels"),
     ],
 )
-def test_an_array_that_nothing_gives(objective, extra, missing):
+def test_missing_batch_array_is_refused(objective, extra, missing):
     with pytest.raises(ValueError, match=f"which reads {missing} of a batch; data is a GivenBatches") as error:
         program(objective, extra)
     assert "\n" not in str(error.value)
 
 
-def test_a_loss_without_a_reference_asks_for_none():
+def test_reference_free_loss_refuses_a_reference():
     assert "reference" not in program(config_for(SimPO), []).batch_specs
 
 
@@ -49,11 +49,11 @@ def test_a_loss_without_a_reference_asks_for_none():
     ("objective", "field", "value"),
     [(DPO, "beta", 0.0), (DPO, "label_smoothing", 1.0), (SimPO, "gamma", -1.0), (KTO, "desirable_weight", -0.5)],
 )
-def test_a_value_out_of_range(objective, field, value):
+def test_values_outside_their_range_are_refused(objective, field, value):
     with pytest.raises(ConfigError, match=field):
         config_for(objective, **{field: value}).instantiate()
 
 
-def test_z_loss_is_of_the_next_tokens():
+def test_z_loss_is_refused_without_next_token_loss():
     with pytest.raises(ValueError, match="z_loss"):
         program(config_for(SimPO), [], head__z_loss=1e-3)

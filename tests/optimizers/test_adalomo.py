@@ -8,8 +8,8 @@ import pytest
 
 from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
 from plimsoll.framework.optimizers.adalomo import adalomo
-from plimsoll.framework.optimizers.partition import partitioned
-from plimsoll.framework.optimizers.reach import probe
+from plimsoll.framework.optimizers.partition import add_partition
+from plimsoll.framework.optimizers.update_locality import probe
 
 SHAPES = {"wide/weight": (6, 20), "high/weight": (20, 6), "row/weight": (1, 20), "norm/scale": (20,)}
 
@@ -55,9 +55,9 @@ def test_the_papers_equations_in_float64(clip, start):
             np.testing.assert_allclose(value, expected, rtol=2e-7, atol=2e-7 * start, err_msg=path)
 
 
-def test_its_state_is_next_to_nothing_and_cut_like_the_weights():
+def test_state_is_tiny_and_sharded_like_the_weights():
     spec = ParameterSpec((4096, 1024), "float32", ("fsdp", "model"), roles=("in", "out"))
-    optimizer = partitioned(adalomo(learning_rate=0.1))
+    optimizer = add_partition(adalomo(learning_rate=0.1))
     leaves = flatten(optimizer.partition({"weight": spec}))
     assert sum(leaf.num_bytes for leaf in leaves.values()) / spec.size < 0.01
     cut = {leaf.shape: leaf.mesh_axes for leaf in leaves.values() if leaf.size > 1}

@@ -11,7 +11,7 @@ import pytest
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
 from plimsoll.framework.optimizers.adam_mini import adam_mini
-from plimsoll.framework.optimizers.reach import probe
+from plimsoll.framework.optimizers.update_locality import probe
 from tests.support import small
 
 B1, B2, EPS, RATE, DECAY = 0.9, 0.95, 1e-8, 0.05, 0.1
@@ -72,7 +72,7 @@ def test_the_papers_equations_in_float64(roles):
     draw = lambda size: {k: size * rng.normal(size=s.shape) * rng.exponential(size=s.shape) for k, s in SPECS.items()}  # noqa: E731
     params, grads = draw(1.0), [draw(size) for size in (1e-3, 5.0, 0.1, 1.0, 30.0)]
     with jax.enable_x64(True):
-        fitted = optimizer().of_specs(unflatten(SPECS)) if roles else optimizer()
+        fitted = optimizer().fit_to_specs(unflatten(SPECS)) if roles else optimizer()
         actual = jax.tree.map(jnp.asarray, unflatten(params))
         state, update = fitted.init(actual), jax.jit(fitted.update)
         for tree in grads:
@@ -84,8 +84,8 @@ def test_the_papers_equations_in_float64(roles):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12, err_msg=path)
 
 
-def test_its_state_is_one_number_per_block_cut_like_the_weights():
-    fitted = optimizer().of_specs(unflatten(SPECS))
+def test_state_is_one_sharded_number_per_block():
+    fitted = optimizer().fit_to_specs(unflatten(SPECS))
     specs = fitted.partition(unflatten(SPECS))
     made = jax.eval_shape(fitted.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), unflatten(SPECS)))
     assert jax.tree.structure(specs) == jax.tree.structure(made)
@@ -101,14 +101,14 @@ def test_its_state_is_one_number_per_block_cut_like_the_weights():
         assert nu.mesh_axes == expected, path
 
 
-def test_it_may_not_be_cut():
+def test_tensors_cannot_be_updated_in_chunks():
     for one in ("token", "query/weight", "mlp/up/weight"):
         tree = unflatten({one: SPECS[one]})
-        assert probe(optimizer().of_specs(tree), tree) == "tensor"
+        assert probe(optimizer().fit_to_specs(tree), tree) == "tensor"
     assert probe(optimizer(), {"weight": SPECS["kernel"]}) == "tensor"
 
 
-def test_blocks_of_a_model():
+def test_blocks_follow_the_model():
     """With grouped queries, queries and keys have one block per head; values, outputs and the MLP one per output."""
     config = small.llama()
     optimizer = config_for(adam_mini, learning_rate=0.1)

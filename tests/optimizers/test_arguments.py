@@ -43,18 +43,18 @@ def check(made: Any, **fields: Any) -> None:
 @pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:optax.*deprecated")  # for the same names outside contrib
 @pytest.mark.parametrize("name", [*optimizers(), *OPTIMIZERS])
-def test_the_defaults_of_every_optimizer_are_taken(name: str):
+def test_every_optimizer_accepts_its_defaults(name: str):
     check_arguments(config(optimizers().get(name) or OPTIMIZERS[name]), "learner.optimizer")
 
 
-def test_the_names_are_those_of_optax():
+def test_argument_names_match_optax():
     functions = [*optimizers().values(), optax.linear_schedule, optax.warmup_constant_schedule, optax.constant_schedule]
     known = {name for function in functions for name in inspect.signature(function).parameters}
     assert set(RANGES) <= known
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_no_number_of_a_named_optimizer_may_be_a_bool_or_nan(name: str):
+def test_named_optimizer_numbers_reject_bool_and_nan(name: str):
     made = config(OPTIMIZERS[name])
     numbers = [field for field, value in made.items() if isinstance(value, int | float) and not isinstance(value, bool)]
     assert "learning_rate" in numbers

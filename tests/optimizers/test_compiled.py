@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.layout import ParameterSpec
 from plimsoll.framework.optimizers.named import OPTIMIZERS
-from plimsoll.framework.optimizers.partition import partitioned
+from plimsoll.framework.optimizers.partition import add_partition
 from plimsoll.framework.plan import targets
 
 # Bytes per element. In 8 bits, the whole gradient and update exist in f32, split into blocks. If the blocks were along
@@ -23,11 +23,11 @@ SHAPE = (16384, 4096)  # more than the 128 MiB of on-chip memory
 @pytest.mark.parametrize("name", [*list(TEMPORARIES)[:-1], pytest.param("adamw8bit", marks=pytest.mark.slow)])
 def test_temporaries(name):
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    targets.environment("v5e-1")
+    targets.set_environment("v5e-1")
     sharding = NamedSharding(Mesh(np.array(targets.resolve("v5e-1").devices()).reshape(1), ("x",)), PartitionSpec())
     specs = {"weight": ParameterSpec(SHAPE, "float32", roles=("in", "out"))}
-    optimizer = partitioned(OPTIMIZERS[name](learning_rate=1e-3, weight_decay=0.1))
-    optimizer = optimizer if optimizer.of_specs is None else optimizer.of_specs(specs)
+    optimizer = add_partition(OPTIMIZERS[name](learning_rate=1e-3, weight_decay=0.1))
+    optimizer = optimizer if optimizer.fit_to_specs is None else optimizer.fit_to_specs(specs)
 
     def step(weights, grads, state):
         wide, grads = jax.tree.map(lambda x: x.astype("float32"), (weights, grads))

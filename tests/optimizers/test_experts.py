@@ -41,8 +41,8 @@ def specs(shapes, experts):
     return unflatten(flat)
 
 
-def trained(optimizer, specs, params, grads):
-    optimizer = optimizer.of_specs(specs)
+def train(optimizer, specs, params, grads):
+    optimizer = optimizer.fit_to_specs(specs)
     state = optimizer.init(params)
     extra = {"seed": jnp.uint32(7)} if optimizer.draws else {}
     step = jax.jit(lambda g, state, params: optimizer.update(g, state, params, **extra))
@@ -54,7 +54,7 @@ def trained(optimizer, specs, params, grads):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", MAKES)
-def test_each_expert_moves_as_if_alone(name):
+def test_each_expert_is_updated_independently(name):
     rng = np.random.default_rng(0)
 
     def draw(spec):
@@ -65,14 +65,14 @@ def test_each_expert_moves_as_if_alone(name):
     whole = specs(SHAPES, experts=True)
     params = jax.tree.map(draw, whole)
     grads = [jax.tree.map(draw, whole) for _ in range(5)]
-    found, state = trained(MAKES[name], whole, params, grads)
+    found, state = train(MAKES[name], whole, params, grads)
     for expert in range(EXPERTS):
         # The layer without the other experts.
         def alone(tree, expert=expert):
             return jax.tree.map(lambda x: x[expert] if x.ndim == 3 else x, tree)
 
         one = specs(SHAPES, experts=False)
-        expected, _ = trained(MAKES[name], one, alone(params), [alone(tree) for tree in grads])
+        expected, _ = train(MAKES[name], one, alone(params), [alone(tree) for tree in grads])
         for path in SHAPES:
             np.testing.assert_allclose(found[path][expert], expected[path], rtol=2e-5, atol=2e-6, err_msg=path)
         np.testing.assert_allclose(found[OTHER], expected[OTHER], rtol=2e-5, atol=2e-6)
@@ -80,9 +80,9 @@ def test_each_expert_moves_as_if_alone(name):
 
 
 @pytest.mark.parametrize("name", ["galore", "apollo", "apollo_mini"])
-def test_states_of_experts_are_cut_as_experts_and_are_small(name):
+def test_expert_states_are_sharded_like_experts_and_are_small(name):
     whole = specs({"mlp/experts/up": (64, 96)}, experts=True)
-    optimizer = MAKES[name].of_specs(whole)
+    optimizer = MAKES[name].fit_to_specs(whole)
     state = jax.eval_shape(optimizer.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), whole))
     leaves = flatten(optimizer.partition(whole))
     assert jax.tree.map(lambda s: (s.shape, s.dtype), list(leaves.values())) == [
@@ -98,7 +98,7 @@ def test_states_of_experts_are_cut_as_experts_and_are_small(name):
 
 
 @pytest.mark.pairs
-def test_weight_decay_is_for_matrices_of_experts_and_the_router_and_for_no_bias():
+def test_weight_decay_covers_expert_matrices_and_no_bias():
     """The named configs use `no_decay("norm|bias")`; with zero gradients, only decayed parameters shrink."""
     model = small.llama()
     small.block(model).mlp = mixture(experts=4, top_k=2, hidden=24)

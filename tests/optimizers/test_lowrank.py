@@ -11,7 +11,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, flatten, fold_in_name, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.optimizers.lowrank import apollo, apollo_mini
-from plimsoll.framework.optimizers.reach import probe
+from plimsoll.framework.optimizers.update_locality import probe
 
 ROLES = {
     "wide/weight": ((6, 20), ("in", "out")),
@@ -92,7 +92,7 @@ def adafactor(p, grads):
     return p
 
 
-def side_of(path, per_table):
+def get_projected_axis(path, per_table):
     shape = SHAPES[path]
     if len(shape) != 2 or (path == "token" and per_table is None):
         return None
@@ -103,7 +103,7 @@ def side_of(path, per_table):
 @pytest.mark.parametrize("name", CASES)
 def test_the_papers_equations_in_float64(name):
     optimizer, rank, alpha, per, per_table = CASES[name]
-    optimizer = optimizer.of_specs(SPECS)
+    optimizer = optimizer.fit_to_specs(SPECS)
     [params], grads, seed = draws(0, 1), draws(1), 2**32 - 5
     with jax.enable_x64(True):
         actual = jax.tree.map(jnp.asarray, unflatten(params))
@@ -112,7 +112,7 @@ def test_the_papers_equations_in_float64(name):
             updates, state = update(unflatten(tree), state, actual, seed=jnp.uint32(seed))
             actual = optax.apply_updates(actual, updates)
         for path, value in flatten(jax.device_get(actual)).items():
-            own, side = per_table if path == "token" else per, side_of(path, per_table)
+            own, side = per_table if path == "token" else per, get_projected_axis(path, per_table)
             assert value.dtype == np.float64
             if own == "factored":  # optax computes its decay in float32
                 factored = adafactor(params[path], [g[path] for g in grads])
@@ -127,7 +127,7 @@ def test_the_papers_equations_in_float64(name):
                 assert projections[0].tobytes() == projections[INTERVAL - 1].tobytes()
 
 
-def trained(optimizer, grads):
+def train(optimizer, grads):
     params = unflatten({path: np.ones(shape, np.float32) for path, shape in SHAPES.items()})
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for tree in grads:
@@ -161,15 +161,15 @@ def test_the_same_projection_on_any_mesh():
     optimizer, g = apollo(learning_rate=0.1, rank=4), np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     one, eight = ({"w": jnp.asarray(g)}, {"w": jax.device_put(g, placed)})
 
-    def moved(tree):
+    def update_once(tree):
         return jax.jit(optimizer.update)(tree, optimizer.init(tree), tree, seed=jnp.uint32(7))
 
-    for a, b in zip(jax.tree.leaves(moved(one)), jax.tree.leaves(moved(eight)), strict=True):
+    for a, b in zip(jax.tree.leaves(update_once(one)), jax.tree.leaves(update_once(eight)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("width", [128, 1024, 4096])
-def test_minis_state_is_below_a_tenth_of_a_byte_per_parameter(width):
+def test_mini_state_is_below_a_tenth_byte_per_parameter(width):
     """Count a Llama with a vocabulary of 32k: embedding, head, and a layer's matrices and norms times the layers."""
     hidden, layers = 11 * width // 4, max(4, width // 128)
     matrix = {f"m{i}": (width, width) for i in range(4)} | {"up": (width, hidden), "down": (hidden, width)}
@@ -179,13 +179,13 @@ def test_minis_state_is_below_a_tenth_of_a_byte_per_parameter(width):
     mini = apollo_mini(learning_rate=0.1)
     state, weights = 0, 0
     for specs, times in ((layer, layers), (tables, 1)):
-        state += times * sum(leaf.num_bytes for leaf in flatten(mini.of_specs(specs).partition(specs)).values())
+        state += times * sum(leaf.num_bytes for leaf in flatten(mini.fit_to_specs(specs).partition(specs)).values())
         weights += times * sum(spec.size for spec in specs.values())
     assert 0 < state / weights < 0.1
 
 
-def test_state_is_cut_as_its_matrix_and_projections_are_not_kept():
-    optimizer = apollo(learning_rate=0.1, rank=4, tables="same").of_specs(SPECS)
+def test_state_is_sharded_and_projections_are_not_stored():
+    optimizer = apollo(learning_rate=0.1, rank=4, tables="same").fit_to_specs(SPECS)
     leaves = flatten(optimizer.partition(SPECS))
     state = flatten(
         jax.eval_shape(optimizer.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), SPECS))
@@ -221,31 +221,31 @@ def test_moments_in_bfloat16_but_no_norms():
 @pytest.mark.pairs
 @pytest.mark.parametrize("tables", ["adam", "factored", "same"])
 @pytest.mark.parametrize("make", [apollo, apollo_mini])
-def test_gradients_of_zero_move_nothing_and_leave_no_trace(make, tables):
-    optimizer = make(learning_rate=0.1, tables=tables).of_specs(SPECS)
+def test_zero_gradients_change_nothing(make, tables):
+    optimizer = make(learning_rate=0.1, tables=tables).fit_to_specs(SPECS)
     grads = draws(0, 3)
     nothing = {path: np.zeros(shape) for path, shape in SHAPES.items()}
-    still = trained(optimizer, [nothing] * 3)
+    still = train(optimizer, [nothing] * 3)
     assert all((x == 1).all() for x in still.values())
     # The limiter does not hold back a matrix whose first gradient is zero, and rows without gradients do not move.
     late = [nothing, *grads]
     for tree in grads:
         tree["token"][3] = 0.0
-    moved = trained(optimizer, late)
-    assert all(np.isfinite(x).all() and (x != 1).any() for x in moved.values())
-    assert (moved["token"][3] == 1).all()
+    update_once = train(optimizer, late)
+    assert all(np.isfinite(x).all() and (x != 1).any() for x in update_once.values())
+    assert (update_once["token"][3] == 1).all()
 
 
 @pytest.mark.pairs
 def test_one_huge_element_makes_no_nan():
     made = (apollo(learning_rate=0.1, rank=2, tables="same"), apollo_mini(learning_rate=0.1))
-    fitted = [optimizer.of_specs(SPECS) for optimizer in made]  # each update is compiled once
+    fitted = [optimizer.fit_to_specs(SPECS) for optimizer in made]  # each update is compiled once
     for huge in (1e8, 1e15):
         grads = draws(0, 4)
         for path in SHAPES:
             grads[1][path].flat[5] = huge
         for optimizer in fitted:
-            after = trained(optimizer, grads)
+            after = train(optimizer, grads)
             assert all(np.isfinite(x).all() for x in after.values()), huge
             assert all(np.abs(x).max() < 50 for x in after.values()), huge
 

@@ -29,7 +29,7 @@ def with_roles():
     return unflatten(flat)
 
 
-def trained(make, **options):
+def train_params(make, **options):
     learner = config_for(
         Learner, optimizer=config_for(make, learning_rate=0.02, weight_decay=0.1, **options), clip=None
     )
@@ -60,7 +60,7 @@ def assert_equal(actual, expected, paths):
     ],
 )
 def test_matrices_are_optaxs_and_the_rest_has_adamw(make, options, reference):
-    actual = trained(make, **options)
+    actual = train_params(make, **options)
     matrices = [path for path in actual if path.endswith("weight")]
     assert_equal(actual, plain(reference), matrices)
     rest = [path for path in actual if path not in matrices]
@@ -69,8 +69,8 @@ def test_matrices_are_optaxs_and_the_rest_has_adamw(make, options, reference):
 
 
 @pytest.mark.pairs
-def test_muons_rest_may_have_a_learning_rate_of_its_own():
-    actual = trained(muon, adam_learning_rate=0.005)
+def test_muon_fallback_may_have_another_learning_rate():
+    actual = train_params(muon, adam_learning_rate=0.005)
     assert_equal(actual, plain(optax.adamw(0.005, weight_decay=0.1)), ["embed/token", "head/norm/scale"])
 
 
@@ -88,13 +88,13 @@ def test_moments_in_bfloat16():
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.params))
 
 
-def test_galores_factors_are_cut_as_their_matrix_and_nothing_is_kept_for_the_rest():
+def test_galore_factors_are_sharded_and_others_have_none():
     shapes = {"wide": (8, 12), "high": (12, 8), "square": (8, 8)}
     specs = {
         path: ParameterSpec(shape, "float32", ("fsdp", "model"), roles=("in", "out")) for path, shape in shapes.items()
     }
     specs["token"] = ParameterSpec((16, 8), "float32", ("model", "fsdp"), roles=("vocab", "out"))
-    optimizer = galore(learning_rate=0.1, rank=3).of_specs(specs)
+    optimizer = galore(learning_rate=0.1, rank=3).fit_to_specs(specs)
     leaves = flatten(optimizer.partition(specs))
     actual = {path.split("inner_state/0/")[1]: leaf for path, leaf in leaves.items() if leaf.owner}
     cut = {path: (leaf.shape, leaf.mesh_axes) for path, leaf in actual.items() if "nu" not in path}
@@ -110,14 +110,14 @@ def test_galores_factors_are_cut_as_their_matrix_and_nothing_is_kept_for_the_res
     assert all(leaf.size for leaf in leaves.values())  # no empty arrays in checkpoints
 
 
-def test_galore_decomposes_when_it_is_due():
+def test_galore_recomputes_the_projection_on_schedule():
     """Mapped over the layers, the decision stays a single branch; it does not compute both sides."""
     config = config_for(galore, learning_rate=0.02, rank=3)
     learner = config_for(Learner, optimizer=config, clip=None).instantiate(specs=with_roles())
     kept, grads = updates.start(learner, updates.draw(0)), updates.gradients(1)[0]
     step = jax.make_jaxpr(lambda *args: updates.stepper(learner)(*args))(kept, jnp.float32(1), grads)
 
-    def found(jaxpr, branch=False):
+    def find_decompositions(jaxpr, branch=False):
         """Yield, for each decomposition, whether it is inside a branch."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "svd":
@@ -127,9 +127,9 @@ def test_galore_decomposes_when_it_is_due():
             ):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from found(inner, branch or eqn.primitive.name == "cond")
+                    yield from find_decompositions(inner, branch or eqn.primitive.name == "cond")
 
-    decompositions = list(found(step.jaxpr))
+    decompositions = list(find_decompositions(step.jaxpr))
     assert len(decompositions) == 3  # wide, high, square
     assert all(decompositions)
 

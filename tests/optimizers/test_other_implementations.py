@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plimsoll.framework.layout.words import unpack
+from plimsoll.framework.layout.bit_packing import unpack
 from plimsoll.framework.optimizers.quantized import encode
 from tools.peers import optimizer_cases as cases
 
@@ -65,7 +65,7 @@ def test_moments_in_8_bits(theirs):
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes(signed, theirs):
     """The codes are the same, except that our nonzero second moments never become zero."""
-    expected, x = theirs("adamw8bit"), cases.quantized_inputs(signed=signed)
+    expected, x = theirs("adamw8bit"), cases.make_quantization_inputs(signed=signed)
     codes, theirs_too = np.asarray(encode(jnp.asarray(x), signed=signed)), expected[f"codes/{signed}"]
     assert len(np.unique(theirs_too)) > 200
     zeros = np.zeros(x.shape, bool) if signed else (theirs_too == 0) & (x > 0)
@@ -76,7 +76,7 @@ def test_codes(signed, theirs):
     np.testing.assert_array_equal(table, np.arange(256))
 
 
-def test_what_was_recorded():
+def test_recorded_file_covers_all_cases():
     about = json.loads((cases.FOLDER / "recorded.json").read_text())
     assert about["versions"].keys() == {"torch", "torchao", "adam_mini", "lomo-optim"}
     assert {file.stem for file in cases.FOLDER.glob("*.npz")} == cases.CASES.keys()

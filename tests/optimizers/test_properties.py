@@ -18,7 +18,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.optimizers.named import OPTIMIZERS
-from plimsoll.framework.optimizers.partition import partitioned
+from plimsoll.framework.optimizers.partition import add_partition
 from tests.support import updates
 
 Flat = dict[str, np.ndarray]
@@ -72,7 +72,7 @@ PROPERTIES = {
 }
 
 
-def test_every_optimizer_states_its_properties():
+def test_every_optimizer_declares_its_properties():
     assert PROPERTIES.keys() == OPTIMIZERS.keys()
 
 
@@ -85,7 +85,7 @@ PARAMS, GRADS = draw(0), [draw(1 + step, 2.0**-step) for step in range(STEPS)]
 
 
 @cache
-def fitted(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., Any]]:
+def build_optimizer(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., Any]]:
     """Return the optimizer of these parameters and its compiled step, which returns (updates, state, parameters).
 
     Optimizers that draw random numbers also get the seed.
@@ -94,8 +94,8 @@ def fitted(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., An
     specs = {p: ParameterSpec(s, "float64", roles=ROLES.get(p, ("in", "out"))) for p, s in shapes.items()}
     weight_decay = {"weight_decay_rate" if name == "adafactor" else "weight_decay": decay} if decay else {}
     weight_decay = weight_decay or ({"weight_decay": 0.0} if name != "adafactor" else {})
-    made = partitioned(OPTIMIZERS[name](learning_rate=0.01, **PROPERTIES[name].fields, **weight_decay))
-    made = made.of_specs(unflatten(specs)) if made.of_specs is not None else made
+    made = add_partition(OPTIMIZERS[name](learning_rate=0.01, **PROPERTIES[name].fields, **weight_decay))
+    made = made.fit_to_specs(unflatten(specs)) if made.fit_to_specs is not None else made
 
     def update(grads: Any, state: Any, params: Any, seed: Any) -> Any:
         changes, state = made.update(grads, state, params, **({"seed": seed} if made.draws else {}))
@@ -108,7 +108,7 @@ def train(
     name: str, params: Flat, grads: list[Flat], *, decay: float = 0.0, turned: bool = False, dtype: str = "float64"
 ) -> list[Flat]:
     """Train for a step per gradient tree and return the updates of each step."""
-    made, update = fitted(name, decay, turned)
+    made, update = build_optimizer(name, decay, turned)
     history = []
     with jax.enable_x64(True) if dtype == "float64" else nullcontext():
         now: Any = unflatten(change(params, lambda _, x: x.astype(dtype)))
@@ -195,7 +195,9 @@ def test_zero_gradients(name):
         np.testing.assert_allclose(ratio, ratio.mean(), rtol=1e-6)
 
 
-def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[list[Flat], dict[str, np.ndarray]]:
+def train_with_huge_element(
+    name: str, huge: float, path: str, at: tuple[int, int]
+) -> tuple[list[Flat], dict[str, np.ndarray]]:
     """Return the updates with a huge element in the second gradient, and masks of the elements that it changes."""
     spoiled = [{p: x.copy() for p, x in tree.items()} for tree in GRADS]
     spoiled[1][path][at] = huge
@@ -208,7 +210,7 @@ def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[lis
 @every
 def test_one_huge_element(name):
     """In float32, all stays finite and only stated elements change. (The squares, 1e30, can still be summed.)"""
-    found, different = touched(name, 1e15, "wide/weight", (5, 7))
+    found, different = train_with_huge_element(name, 1e15, "wide/weight", (5, 7))
     assert all(np.isfinite(x).all() for tree in found for x in tree.values())
     assert max(np.abs(x).max() for tree in found for x in tree.values()) < 10  # the steps are not huge
     assert {path for path, where in different.items() if where.any()} == {"wide/weight"}
@@ -238,10 +240,10 @@ def test_a_step_whose_norm_is_infinite_changes_nothing(name):
 
 @pytest.mark.pairs
 @every
-def test_layers_at_once_are_layers_one_by_one(name):
+def test_updating_layers_together_equals_one_by_one(name):
     """Mapped over layers, each layer has its own noise if the optimizer draws any."""
-    made, _ = fitted(name, 0.1, False)
-    single = fitted(name, 0.1, False)[1]
+    made, _ = build_optimizer(name, 0.1, False)
+    single = build_optimizer(name, 0.1, False)[1]
     with jax.enable_x64(True):
         stack = lambda trees: jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(unflatten, trees))  # noqa: E731
         params, grads = (

@@ -12,7 +12,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.optimizers.quantized import Moment, adamw8bit, decode, encode
-from plimsoll.framework.optimizers.reach import probe
+from plimsoll.framework.optimizers.update_locality import probe
 from tests.support import updates
 
 B1, B2, EPS, RATE, DECAY = 0.9, 0.99, 1e-8, 0.05, 0.1
@@ -45,7 +45,7 @@ def nearest(x: np.ndarray, signed: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_of_the_nearest_number(signed, dtype):
+def test_codes_encode_the_nearest_number(signed, dtype):
     rng, numbers = np.random.default_rng(0), dynamic_map(signed)
     x = np.clip(rng.normal(size=20_000) * 10.0 ** rng.uniform(-8, 0.3, size=20_000), -1, 1)
     x = np.concatenate([x, numbers, [-1.0]]) if signed else np.abs(np.concatenate([x, numbers, [1e-30]]))
@@ -57,7 +57,7 @@ def test_codes_are_of_the_nearest_number(signed, dtype):
     np.testing.assert_allclose(back, numbers, rtol=2e-7 if dtype == "float32" else 1e-14, atol=0)
 
 
-def rounded(x: np.ndarray, axis: int | None, block: int, signed: bool) -> np.ndarray:
+def round_trip(x: np.ndarray, axis: int | None, block: int, signed: bool) -> np.ndarray:
     """Return a moment after it was stored and loaded."""
     if axis is None:
         return x
@@ -72,7 +72,7 @@ def paper(p: np.ndarray, grads: list[np.ndarray], axis: int | None, block: int) 
     for step, g in enumerate(grads, start=1):
         mu, nu = B1 * mu + (1 - B1) * g, B2 * nu + (1 - B2) * g**2
         u = mu / (1 - B1**step) / (np.sqrt(nu / (1 - B2**step)) + EPS)
-        mu, nu = rounded(mu, axis, block, True), rounded(nu, axis, block, False)
+        mu, nu = round_trip(mu, axis, block, True), round_trip(nu, axis, block, False)
         p = p - RATE * (u + DECAY * p)
     return p
 
@@ -92,7 +92,7 @@ def test_the_papers_equations_in_float64(tables, block):
     rng = np.random.default_rng(1)
     params, grads = draw(rng, 1.0), [draw(rng, size) for size in (1e-3, 1.0, 0.1, 30.0, 1e-4, 1.0)]
     with jax.enable_x64(True):
-        fitted = optimizer(tables=tables, block=block).of_specs(unflatten(SPECS))
+        fitted = optimizer(tables=tables, block=block).fit_to_specs(unflatten(SPECS))
         actual = jax.tree.map(jnp.asarray, unflatten(params))
         state, update = fitted.init(actual), jax.jit(fitted.update)
         for tree in grads:
@@ -104,8 +104,8 @@ def test_the_papers_equations_in_float64(tables, block):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12 * np.abs(expected).max(), err_msg=path)
 
 
-def test_its_state_is_two_bytes_cut_like_the_weights():
-    fitted = optimizer(tables="8bit").of_specs(unflatten(SPECS))
+def test_state_is_two_bytes_sharded_like_the_weights():
+    fitted = optimizer(tables="8bit").fit_to_specs(unflatten(SPECS))
     specs = fitted.partition(unflatten(SPECS))
     made = jax.eval_shape(fitted.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), unflatten(SPECS)))
     assert jax.tree.structure(specs) == jax.tree.structure(made)
@@ -127,9 +127,9 @@ def test_its_state_is_two_bytes_cut_like_the_weights():
     assert sum(leaf.num_bytes for leaf in state) == large.size * (2 + 2 * 4 / 256) + 4
 
 
-def test_tables_keep_precise_moments_unless_asked():
-    assert isinstance(optimizer(tables="8bit").of_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
-    assert not isinstance(optimizer().of_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
+def test_tables_keep_precise_moments_by_default():
+    assert isinstance(optimizer(tables="8bit").fit_to_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
+    assert not isinstance(optimizer().fit_to_specs(SPECS).partition(SPECS)[0].mu["token"], Moment)
     assert isinstance(optimizer().partition(SPECS)[0].mu["token"], Moment)  # no roles: not known to be a table
 
 
@@ -138,10 +138,14 @@ def learner(**fields: Any) -> Learner:
     return config_for(Learner, optimizer=config, **fields).instantiate(specs=updates.specs())
 
 
-def test_it_may_not_be_cut_into_rows():
+def test_rows_cannot_be_updated_separately():
     """A split into rows would cut blocks. The trial's small arrays cannot show this: nothing in them is quantized."""
     made = learner()
-    assert [made.reach(group) for group in made.groups] == ["tensor", "element", "tensor"]  # embed, head, stack
+    assert [made.update_locality(group) for group in made.groups] == [
+        "tensor",
+        "element",
+        "tensor",
+    ]  # embed, head, stack
     assert probe(adamw8bit(learning_rate=0.1), {"weight": SPECS["long/weight"]}) == "tensor"
 
 

@@ -17,13 +17,13 @@ from plimsoll.framework.optimizers.schedule_steps import (
     RunSteps,
     TrainingSteps,
     following,
-    own_length,
+    get_schedule_length,
     scale,
     schedules,
     with_run_length,
 )
 from plimsoll.framework.program.options import TrainerOptions
-from plimsoll.framework.program.run_length import changed_length, rate_course, rate_notes, set_length
+from plimsoll.framework.program.run_length import rate_course, rate_notes, report_length_change, set_length
 
 # One schedule of each kind, written for 1000 steps, and its length.
 OF_OPTAX: dict[str, tuple[Config, int | None]] = {
@@ -122,7 +122,7 @@ def rates(schedule: Config, steps: Any) -> np.ndarray:
     return np.array([float(function(jnp.int32(step))) for step in steps])
 
 
-def test_every_schedule_of_optax_is_known():
+def test_every_optax_schedule_is_known():
     functions = {
         function
         for _, function in inspect.getmembers(optax, inspect.isfunction)
@@ -134,7 +134,7 @@ def test_every_schedule_of_optax_is_known():
         assert set(arguments) <= set(inspect.signature(function).parameters)
 
 
-def test_every_kind_is_tried():
+def test_every_schedule_type_is_tested():
     tried = {schedule._target for schedule, _ in OF_OPTAX.values()}
     assert tried == {target for target in STEP_ARGUMENTS if "schedule_free" not in target.__name__}
 
@@ -145,9 +145,9 @@ def test_a_scaled_schedule_is_the_same_curve(name: str):
     """With a tenth of the steps, the rates are those of every tenth step; the test compares every third of them."""
     schedule, length = OF_OPTAX[name]
     config = config_for(optax.adamw, learning_rate=schedule)
-    assert own_length(config.learning_rate) == length
+    assert get_schedule_length(config.learning_rate) == length
     assert scale(config, 100, 1000) == []
-    assert own_length(config.learning_rate) == (None if length is None else length // 10)
+    assert get_schedule_length(config.learning_rate) == (None if length is None else length // 10)
     compared = range(0, 1000, 30)  # without 500 and 800, where segments meet
     expected = rates(schedule, compared)
     found = rates(config.learning_rate, [step // 10 for step in compared])
@@ -166,30 +166,32 @@ def test_only_training_steps_are_scaled():
     assert free.warmup_steps == 10
 
 
-def unmarked(*, peak: float, hold_steps: int) -> optax.Schedule:
+def schedule_without_hints(*, peak: float, hold_steps: int) -> optax.Schedule:
     return optax.warmup_constant_schedule(0.0, peak, hold_steps)
 
 
-def marked(*, peak: float, hold: TrainingSteps, repeat_steps: int = 7, total: RunSteps | None = None) -> optax.Schedule:
+def schedule_with_hints(
+    *, peak: float, hold: TrainingSteps, repeat_steps: int = 7, total: RunSteps | None = None
+) -> optax.Schedule:
     assert total is not None
     assert repeat_steps == 7
     return optax.warmup_constant_schedule(0.0, peak * total, hold)
 
 
-def marked_without_run(*, hold: TrainingSteps, repeat_steps: int = 7) -> optax.Schedule:
+def schedule_with_step_hint(*, hold: TrainingSteps, repeat_steps: int = 7) -> optax.Schedule:
     assert repeat_steps == 7
     return optax.warmup_constant_schedule(0.0, 1.0, hold)
 
 
-def test_a_schedule_of_ones_own_says_what_counts_steps():
-    config = config_for(optax.adamw, learning_rate=config_for(unmarked, peak=0.1, hold_steps=500))
+def test_user_schedule_declares_what_counts_steps():
+    config = config_for(optax.adamw, learning_rate=config_for(schedule_without_hints, peak=0.1, hold_steps=500))
     (line,) = scale(config, 100, 1000)
-    assert line.startswith("learning_rate (tests.optimizers.test_schedule_steps.unmarked) is as it was")
+    assert line.startswith("learning_rate (tests.optimizers.test_schedule_steps.schedule_without_hints) is as it was")
     assert config.learning_rate.hold_steps == 500
-    config = config_for(optax.adamw, learning_rate=config_for(marked_without_run, hold=500))
+    config = config_for(optax.adamw, learning_rate=config_for(schedule_with_step_hint, hold=500))
     assert scale(config, 100, 1000) == []
     assert (config.learning_rate.hold, config.learning_rate.repeat_steps) == (50, 7)
-    config = config_for(optax.adamw, learning_rate=config_for(marked, peak=0.1, hold=5))
+    config = config_for(optax.adamw, learning_rate=config_for(schedule_with_hints, peak=0.1, hold=5))
     assert following(config) == ["learning_rate.total"]
     assert with_run_length(config, 30).learning_rate.total == 30
     assert config.learning_rate.total is None
@@ -256,7 +258,7 @@ def test_shapes_against_their_formulas():
 @pytest.mark.parametrize("target", OURS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 19, 20, 21])
 @pytest.mark.parametrize("warmup", [0, 20, 0.0, 0.5, 0.99])
-def test_a_run_of_any_length_has_rates(target: Any, steps: int, warmup: float):
+def test_any_run_length_has_finite_rates(target: Any, steps: int, warmup: float):
     schedule = config_for(target, peak_value=1.0, warmup=warmup, steps=steps)
     found = rates(schedule, range(steps + 2))
     assert np.isfinite(found).all()
@@ -265,7 +267,7 @@ def test_a_run_of_any_length_has_rates(target: Any, steps: int, warmup: float):
 
 
 @pytest.mark.parametrize("target", OURS)
-def test_what_cannot_be_meant_is_refused(target: Any):
+def test_contradictory_schedules_are_refused(target: Any):
     schedule = config_for(target, peak_value=1.0)
     with pytest.raises(ConfigError, match=r"steps: expected the run's length, which an experiment fills in"):
         schedule.instantiate()
@@ -301,7 +303,7 @@ def run(rate: Config, **trainer: Any) -> Config:
     )
 
 
-def test_epochs_that_come_first_scale_what_does_not_follow():
+def test_setting_epochs_scales_the_other_steps():
     config = run(OF_OPTAX["warmup cosine"][0], max_steps=1000, max_epochs=1.5)
     lines = set_length(config, 45)
     assert lines == [
@@ -312,7 +314,7 @@ def test_epochs_that_come_first_scale_what_does_not_follow():
     assert rate_notes(config.learner, 45) == []
 
 
-def test_steps_that_come_first_are_the_length():
+def test_explicit_steps_set_the_length():
     config = run(config_for(warmup_cosine, peak_value=0.1), max_steps=15, max_epochs=3)
     (line,) = set_length(config, 43)
     assert line == "trainer.max_epochs = 3 would be 43 steps: trainer.max_steps = 15 ends the run before"
@@ -320,7 +322,7 @@ def test_steps_that_come_first_are_the_length():
     assert rate_notes(config.learner, 15) == []
 
 
-def test_epochs_alone_are_the_length():
+def test_epochs_set_the_length():
     config = run(config_for(warmup_cosine, peak_value=0.1, warmup=5), max_epochs=3)
     assert set_length(config, 43) == ["trainer.max_epochs = 3: trainer.max_steps none -> 43"]
     assert config.learner.learning_rate.warmup == 5
@@ -336,7 +338,7 @@ def test_epochs_alone_are_the_length():
         (0.25, "0.25"),
     ],
 )
-def test_the_course_of_the_learning_rate_is_read_from_the_schedule(rate: Any, course: str):
+def test_learning_rate_course_is_read_from_the_schedule(rate: Any, course: str):
     if isinstance(rate, Config):
         rate = with_run_length(rate, 300).instantiate()
     else:
@@ -344,14 +346,14 @@ def test_the_course_of_the_learning_rate_is_read_from_the_schedule(rate: Any, co
     assert rate_course(rate, 300) == course
 
 
-def test_a_run_that_goes_on_with_another_length_is_told_of_its_rates():
+def test_resuming_with_another_length_reports_the_rates():
     config = run(config_for(warmup_cosine, peak_value=0.1), max_steps=300)
     stored = {"trainer": {"max_steps": 150}}
     wanted = "none, so the rates from here on are those of a run of 300 steps; 150 keeps those of before"
-    assert changed_length(stored, config) == [f"learner.learning_rate.steps: {wanted}"]
-    assert changed_length({"trainer": {"max_steps": 300}}, config) == []
+    assert report_length_change(stored, config) == [f"learner.learning_rate.steps: {wanted}"]
+    assert report_length_change({"trainer": {"max_steps": 300}}, config) == []
     config.learner.learning_rate.steps = 150
-    assert changed_length(stored, config) == []
+    assert report_length_change(stored, config) == []
 
 
 def test_a_run_has_an_end():
@@ -362,7 +364,7 @@ def test_a_run_has_an_end():
 # --- notes to the user -----------------------------------------------------------------------------------------------
 
 
-def test_a_peak_that_is_never_reached_is_told():
+def test_unreached_peak_is_reported():
     (line,) = rate_notes(config_for(Learning, optimizer=adamw(peak=0.1, warmup=50)), 15)
     assert line == (
         "learner.optimizer.learning_rate: the rate gets to 0.028 in 15 steps, and never to its peak of 0.1; "
@@ -376,7 +378,7 @@ def test_a_peak_that_is_never_reached_is_told():
     assert rate_notes(config_for(Learning, optimizer=optimizer), 500) == []  # stops after its peak, to resume later
 
 
-def test_a_rate_that_ends_before_the_run_is_told():
+def test_rate_ending_before_the_run_is_reported():
     optimizer = config_for(optax.adamw, learning_rate=OF_OPTAX["warmup cosine"][0])
     (line,) = rate_notes(config_for(Learning, optimizer=optimizer), 3000)
     assert "learning_rate: the rate is 0 after about 998 of 3000 steps; set" in line
@@ -384,7 +386,7 @@ def test_a_rate_that_ends_before_the_run_is_told():
 
 
 @pytest.mark.parametrize(("end", "shown"), [(-1.0, "-"), (float("nan"), "nan")])
-def test_rates_that_are_no_rates_are_refused(end: float, shown: str):
+def test_invalid_rates_are_refused(end: float, shown: str):
     rate = config_for(optax.linear_schedule, init_value=0.1, end_value=end, transition_steps=10)
     with pytest.raises(
         ConfigError, match=rf"^learner\.optimizer\.learning_rate: expected finite rates >= 0, given {shown}"

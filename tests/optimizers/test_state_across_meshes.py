@@ -52,7 +52,7 @@ def go_on(program, state, steps):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_state_is_cut_saved_restored_on_other_meshes_and_counted(name, tmp_path):
+def test_state_restores_on_other_meshes_with_the_planned_bytes(name, tmp_path):
     first = program(name, EIGHT)
     state, _ = go_on(first, first.init(), range(3))
     first.layout.check(state)

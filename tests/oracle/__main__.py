@@ -10,7 +10,7 @@ import sys
 import warnings
 
 from tests import conftest  # noqa: F401  (eight CPU devices and cheap compiles, set before JAX is imported)
-from tests.oracle.compare import Verdict, forget, judge
+from tests.oracle.compare import Verdict, compare_seed, drop_caches
 from tests.oracle.generator import as_text, draw
 
 
@@ -27,10 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     counts, is_stopped = {"agree": 0, "refused": 0, "disagree": 0}, False
     try:
         for seed in seeds:
-            verdict = judge(draw(seed))
+            verdict = compare_seed(draw(seed))
             counts[verdict.outcome] += 1
             print("\n".join(_lines(verdict)), flush=True)
-            forget()
+            drop_caches()
     except KeyboardInterrupt:
         is_stopped = True
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracle.drawn import Drawn
+from tests.oracle.experiments import RandomExperiment
 
 
-def host_batch(drawn: Drawn, step: int) -> dict[str, np.ndarray]:
+def host_batch(drawn: RandomExperiment, step: int) -> dict[str, np.ndarray]:
     """Return the global batch of a step: arrays [B, S] as from a DataPipeline."""
     data = drawn.data
     shape = (data.batch, data.seq_len)

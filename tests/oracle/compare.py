@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tests.oracle import subject, training64
-from tests.oracle.drawn import Drawn
+from tests.oracle.experiments import RandomExperiment
 from tests.oracle.parameters import first_values
 from tests.support import exact
 
@@ -33,18 +33,18 @@ class Verdict(NamedTuple):
 
 
 @contextmanager
-def conditions() -> Iterator[None]:
+def enable_exact_numerics() -> Iterator[None]:
     """Enable float64 in all threads (also the checkpointer's), and offload and split even small tensors."""
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
     try:
-        with exact.conditions():
+        with exact.enable_exact_numerics():
             yield
     finally:
         jax.config.update("jax_enable_x64", before)
 
 
-def judge(drawn: Drawn) -> Verdict:
+def compare_seed(drawn: RandomExperiment) -> Verdict:
     """Run both sides. A ValueError before anything runs is a refusal; any other error is a disagreement."""
     start = time.monotonic()
 
@@ -52,9 +52,9 @@ def judge(drawn: Drawn) -> Verdict:
         return Verdict(drawn.seed, outcome, error, detail, time.monotonic() - start)
 
     try:
-        with conditions():
+        with enable_exact_numerics():
             try:
-                programs = [subject.program_of(drawn, phase) for phase in drawn.phases]
+                programs = [subject.build_program(drawn, phase) for phase in drawn.phases]
             except ValueError as error:
                 return verdict("refused", 0.0, str(error))
             actual = subject.train(drawn, programs)
@@ -66,24 +66,28 @@ def judge(drawn: Drawn) -> Verdict:
     return verdict("agree" if errors[worst] <= 1.0 else "disagree", errors[worst], worst)
 
 
-def differences(drawn: Drawn, actual: training64.Result, expected: training64.Result) -> dict[str, float]:
+def differences(drawn: RandomExperiment, actual: training64.Result, expected: training64.Result) -> dict[str, float]:
     """Return {name: difference relative to its tolerance} for losses, norms, skipped steps and each tensor."""
     precision = drawn.precision
     errors = {"skipped steps": float("inf") if actual.skipped != expected.skipped else 0.0}
     for kind in ("losses", "norms"):
         for step, (a, b) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
-            errors[f"{kind} of step {step}"] = _of_number(a, b) / METRIC_TOLERANCES[precision]
+            errors[f"{kind} of step {step}"] = _compare_numbers(a, b) / METRIC_TOLERANCES[precision]
     tolerance = TOLERANCES[precision]
     for kind in ("parameters", "averages"):
         found, wanted = getattr(actual, kind), getattr(expected, kind)
         if found.keys() != wanted.keys():
             errors[f"{kind}: {sorted(found.keys() ^ wanted.keys())[:3]}"] = float("inf")
             continue
-        errors |= {f"{kind}: {name}": error / tolerance for name, error in _of_tensors(drawn, found, wanted).items()}
+        errors |= {
+            f"{kind}: {name}": error / tolerance for name, error in _compare_tensors(drawn, found, wanted).items()
+        }
     return errors
 
 
-def _of_tensors(drawn: Drawn, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+def _compare_tensors(
+    drawn: RandomExperiment, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]
+) -> dict[str, float]:
     """Return the largest difference of each tensor, relative to the largest change of any of its elements.
 
     For a tensor that hardly changed, the scale is 1% of the largest change of all tensors.
@@ -102,12 +106,12 @@ def _of_tensors(drawn: Drawn, found: dict[str, np.ndarray], wanted: dict[str, np
     return {name: error if np.isfinite(error) else float("inf") for name, error in errors.items()}
 
 
-def _of_number(a: float, b: float) -> float:
+def _compare_numbers(a: float, b: float) -> float:
     if not np.isfinite(a) or not np.isfinite(b):
         return 0.0 if np.isfinite(a) == np.isfinite(b) else float("inf")
     return abs(a - b) / max(abs(b), 1e-3)
 
 
-def forget() -> None:
+def drop_caches() -> None:
     """Drop the compiled programs, which the next seed cannot reuse."""
     jax.clear_caches()

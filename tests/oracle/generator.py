@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tests.oracle import drawn as plain
+from tests.oracle import experiments as plain
 from tests.oracle.generator_learner import INSENSITIVE, SMOOTH, draw_learner, draw_optimizer
-from tests.oracle.generator_mixtures import hidden_widths, with_mixtures
+from tests.oracle.generator_mixtures import list_widths, with_mixtures
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
@@ -46,7 +46,7 @@ class Dice:
         return float(f"{math.exp(self.rng.uniform(math.log(low), math.log(high))):.3g}")
 
 
-def draw(seed: int) -> plain.Drawn:
+def draw(seed: int) -> plain.RandomExperiment:
     """Return the experiment of a seed."""
     dice = Dice(seed)
     precision = dice.pick(["float64"] * 8 + ["float32", "mixed"])
@@ -73,7 +73,7 @@ def draw(seed: int) -> plain.Drawn:
     phases = tuple(_phase(dice, int(start), model, learner, data) for start in starts)
     empty, poisoned = _bad_rows(dice, phases, steps)
     data = plain.Data(data.seq_len, data.batch, data.documents, data.fractions, empty, poisoned)
-    return plain.Drawn(seed, model, learner, data, phases, steps, precision)
+    return plain.RandomExperiment(seed, model, learner, data, phases, steps, precision)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def draw(seed: int) -> plain.Drawn:
 
 def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
     length = dice.pick([1, 1, 2, 2, 3])
-    units = dice.pick([n for n in (1, 2, 3, 4) if n * length <= 4])
+    repeats = dice.pick([n for n in (1, 2, 3, 4) if n * length <= 4])
     kv_heads = dice.pick([1, 2, 2, 4])
     layers = tuple(_layer(dice, kv_heads, is_sensitive=is_sensitive) for _ in range(length))
     shared = [index for index in range(length) if dice.chance(0.25)]
@@ -91,7 +91,7 @@ def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
         dim=dim,
         vocab=4 * dice.between(4, 10) if dice.chance(0.6) else dice.between(13, 40),
         layers=layers,
-        units=units,
+        repeats=repeats,
         shared=tuple(shared[: length - 1]),
         streams=streams,
         positions=dice.pick([None, None, 8, 16, 24]),
@@ -194,42 +194,42 @@ def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, d
     }
     # The group size would have to divide the length of every layer range.
     has_groups = remat.startswith("sqrt:")
-    if learner.scope == "unit" and model.units > 1 and not has_groups and dice.chance(0.5):
-        places = {field: _of_some_layers(dice, model, place) for field, place in places.items()}
-        remat = _of_some_units(dice, model, remat, update)
+    if learner.scope == "unit" and model.repeats > 1 and not has_groups and dice.chance(0.5):
+        places = {field: _place_some_layers(dice, model, place) for field, place in places.items()}
+        remat = _limit_policy(dice, model, remat, update)
     return plain.Phase(
         start=start,
         mesh=_mesh(dice, model, data, accumulate),
         update=update,
         **places,
         remat=remat,
-        unroll=dice.between(0, model.units),
+        unroll=dice.between(0, model.repeats),
         accumulate=accumulate,
     )
 
 
-def _of_some_layers(dice: Dice, model: plain.Model, place: str) -> str:
+def _place_some_layers(dice: Dice, model: plain.Model, place: str) -> str:
     """Return the placement for all layers, or for the first few."""
     if place != "pinned_host" or dice.chance(0.3):
         return place
-    units = dice.between(1, model.units)
+    repeats = dice.between(1, model.repeats)
     # Written as a fraction of the layers, or as their number.
-    return f"{place}:{units / model.units:.6f}" if dice.chance(0.5) else f"{place}:{units * len(model.layers)}"
+    return f"{place}:{repeats / model.repeats:.6f}" if dice.chance(0.5) else f"{place}:{repeats * len(model.layers)}"
 
 
-def _of_some_units(dice: Dice, model: plain.Model, remat: str, update: str) -> str:
+def _limit_policy(dice: Dice, model: plain.Model, remat: str, update: str) -> str:
     """Return the policy for all layers, or for the first ones, with `full` for the others."""
     # Groups would have to divide the remaining layers; layer_programs inverts all layers or none.
     if ":" in remat or ("invert" in remat and update == "layer_programs") or dice.chance(0.3):
         return remat
-    units = dice.between(1, model.units - 1)
-    return f"{remat}:{units * len(model.layers)},full"
+    repeats = dice.between(1, model.repeats - 1)
+    return f"{remat}:{repeats * len(model.layers)},full"
 
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
     """Return axis sizes that divide the experiment's sizes, for 1, 2, 4 or 8 devices."""
     heads = math.gcd(*(layer.attention.kv_heads for layer in model.layers))
-    hidden = math.gcd(*(width for layer in model.layers for width in hidden_widths(layer.mlp)))
+    hidden = math.gcd(*(width for layer in model.layers for width in list_widths(layer.mlp)))
     # gcd() of nothing is 0, which means that there are no mixtures.
     experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))
     expert_sizes = [size for size in (1, 2, 4) if experts % size == 0] if experts else [1]
@@ -249,7 +249,7 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
 
 def _remat(dice: Dice, model: plain.Model, update: str, activations: str) -> str:
     policies = ["none", "none", "full", "dots", "dots_no_batch", "save:query,attention", "save:mlp_up", "sqrt"]
-    policies += [f"sqrt:{n}" for n in (2, 3) if model.units % n == 0]
+    policies += [f"sqrt:{n}" for n in (2, 3) if model.repeats % n == 0]
     if update != "layer_programs":
         policies += ["offload", "offload:input", "save:attention;offload:mlp_up,input"]
     if model.streams != "one" and activations == "device":
@@ -272,7 +272,7 @@ def _bad_rows(
     return tuple(empty), dice.between(0, steps - 1) if dice.chance(0.4) else None
 
 
-def as_text(experiment: plain.Drawn) -> list[str]:
+def as_text(experiment: plain.RandomExperiment) -> list[str]:
     """Return one line for each drawn setting that differs from its default."""
     drawn_settings: dict[str, Any] = plain.settings(experiment)
     return [f"{name} = {value!r}" for name, value in drawn_settings.items()]

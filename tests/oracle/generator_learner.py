@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tests.oracle import drawn as plain
+from tests.oracle import experiments as plain
 
 if TYPE_CHECKING:
     from tests.oracle.generator import Dice
@@ -33,7 +33,7 @@ _OPTIMIZERS: dict[str, tuple[float, list[dict[str, Any]]]] = {
     "muon": (1e-2, [{}, {"weight_decay": 0.1}]),
 }
 # Optimizers that make almost no update from a gradient that is only rounding error.
-INSENSITIVE = ("sgd", "adam", "adamw", "amsgrad", "yogi", "adagrad", "rmsprop", "adamaxw", "adan", "clipped_adamw")
+INSENSITIVE = ("sgd", "adam", "adamw", "amsgrad", "yogi", "adagrad", "rmsprop", "adamaxw", "adan", "clip_then_adamw")
 # Optimizers that do not divide by small gradients, whose relative error is large in bfloat16.
 SMOOTH = ("sgd", "adagrad")
 _PATTERNS = ("norm", "embed", "head/", "bias", "attention", "mlp", "block0/mlp", "^shared", "query|key", "lora_b", "up")
@@ -70,7 +70,7 @@ def draw_learner(
     """Return a learner for a model with these parameter paths."""
     whole = precision != "mixed" and dice.chance(0.08)
     if whole:
-        optimizer = plain.Optimizer("clipped_adamw", optimizer.rate, {"max_norm": 0.5, "weight_decay": 0.05})
+        optimizer = plain.Optimizer("clip_then_adamw", optimizer.rate, {"max_norm": 0.5, "weight_decay": 0.05})
     clip, clip_mode = None, "global_norm"
     if dice.chance(0.75):
         clip_mode = dice.pick(["global_norm", "global_norm", "previous_norm", "update_rms", "norm_growth"])
@@ -104,7 +104,7 @@ def _rules(
             learning -= matched
             rules.append(plain.Rule(pattern, freeze=True))
         elif dice.chance(0.5):
-            rules.append(plain.Rule(pattern, set=_changed_field(dice, optimizer)))
+            rules.append(plain.Rule(pattern, set=_change_field(dice, optimizer)))
         else:
             rate = dice.log_uniform(1e-3, 1e-2)
             other = dice.pick(["sgd", "adamw"])
@@ -114,7 +114,7 @@ def _rules(
     return tuple(rules)
 
 
-def _changed_field(dice: Dice, optimizer: plain.Optimizer) -> dict[str, Any]:
+def _change_field(dice: Dice, optimizer: plain.Optimizer) -> dict[str, Any]:
     if "weight_decay" in optimizer.fields:
         return {"weight_decay": 0.0}
     return {"learning_rate": dice.log_uniform(1e-3, 1e-2)}

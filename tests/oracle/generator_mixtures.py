@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.oracle import drawn as plain
+from tests.oracle import experiments as plain
 
 if TYPE_CHECKING:
     from tests.oracle.generator import Dice
@@ -34,7 +34,7 @@ def with_mixtures(dice: Dice, model: plain.Model, *, is_sensitive: bool) -> plai
     return replace(model, layers=tuple(layers), lora=None if model.lora is None else _lora(dice, model.lora))
 
 
-def hidden_widths(mlp: plain.MLP | plain.Mixture) -> list[int]:
+def list_widths(mlp: plain.MLP | plain.Mixture) -> list[int]:
     """Return the hidden widths of a layer's feed-forward blocks: its MLP, or its experts and shared block."""
     blocks = [mlp] if isinstance(mlp, plain.MLP) else [mlp.expert, mlp.shared]
     return [block.hidden for block in blocks if block is not None]

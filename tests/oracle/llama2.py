@@ -60,7 +60,7 @@ class Llama:
         return {"weights": weights(self.dtype), **wide, "count": array((), jnp.int32)}
 
 
-def cut(mesh: Mesh, x: jax.Array, *axes: str | None) -> jax.Array:
+def shard(mesh: Mesh, x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrain the sharding of x over the chips; without axes, x is replicated."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
@@ -102,13 +102,13 @@ def attention(mesh: Mesh, q_BSNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Arra
 
 def block(model: Llama, mesh: Mesh, x_BSD: jax.Array, w: Tree) -> jax.Array:
     """Apply one layer, given its slice of the weights."""
-    w = jax.tree.map(partial(cut, mesh), w)
+    w = jax.tree.map(partial(shard, mesh), w)
     B, S, D = x_BSD.shape
     h = rms_norm(x_BSD, w["attention_norm"])
     q, k, v = ((h @ w[name]).reshape(B, S, model.heads, -1) for name in "qkv")
     x_BSD = x_BSD + attention(mesh, rotate(q), rotate(k), v).reshape(B, S, D) @ w["o"]
     h = rms_norm(x_BSD, w["mlp_norm"])
-    return cut(mesh, x_BSD + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], "fsdp")
+    return shard(mesh, x_BSD + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], "fsdp")
 
 
 def head(mesh: Mesh, h_BSD: jax.Array, table_VD: jax.Array, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -116,12 +116,12 @@ def head(mesh: Mesh, h_BSD: jax.Array, table_VD: jax.Array, batch: Tree) -> tupl
 
     The gradient with respect to the logits is softmax minus one-hot.
     """
-    table = cut(mesh, table_VD)
+    table = shard(mesh, table_VD)
     B, S, _ = h_BSD.shape
     chunks = max(1, B // mesh.size * S // HEAD_CHUNK)
 
     def split(x: jax.Array) -> jax.Array:
-        return cut(mesh, jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0), None, "fsdp")
+        return shard(mesh, jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0), None, "fsdp")
 
     def chunk(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         (loss, dtable), (h, targets, share) = carry, xs
@@ -131,10 +131,10 @@ def head(mesh: Mesh, h_BSD: jax.Array, table_VD: jax.Array, batch: Tree) -> tupl
         loss += jnp.sum(share * (log_sum[..., 0] - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)))
         dlogits = ((jnp.exp(logits - log_sum) - hit) * share[..., None]).astype(h.dtype)
         dtable += jnp.einsum("bsv,bsd->vd", dlogits, h)
-        return (loss, cut(mesh, dtable, None, "fsdp")), dlogits @ table
+        return (loss, shard(mesh, dtable, None, "fsdp")), dlogits @ table
 
     share = batch["weights"] / jnp.maximum(batch["weights"].sum(), 1.0)
-    start = jnp.float32(0.0), cut(mesh, jnp.zeros(table.shape, jnp.float32), None, "fsdp")
+    start = jnp.float32(0.0), shard(mesh, jnp.zeros(table.shape, jnp.float32), None, "fsdp")
     (loss, dtable), dh = jax.lax.scan(chunk, start, (split(h_BSD), split(batch["targets"]), split(share)))
     return loss, jnp.moveaxis(dh, 0, 1).reshape(h_BSD.shape), dtable.astype(table_VD.dtype)
 
@@ -144,7 +144,7 @@ def train_step(model: Llama, mesh: Mesh, state: Tree, batch: Tree) -> tuple[Tree
     weights = state["weights"]
 
     def body(embed: jax.Array, layer: Tree) -> jax.Array:
-        x_BSD = cut(mesh, jnp.take(cut(mesh, embed), batch["tokens"], axis=0), "fsdp")
+        x_BSD = shard(mesh, jnp.take(shard(mesh, embed), batch["tokens"], axis=0), "fsdp")
         one = jax.checkpoint(partial(block, model, mesh), prevent_cse=False)
         return jax.lax.scan(lambda x, w: (one(x, w), None), x_BSD, layer)[0]
 

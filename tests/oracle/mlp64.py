@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.oracle.drawn import MLP, LoRA, Mixture, Router
+from tests.oracle.experiments import MLP, LoRA, Mixture, Router
 
 Parameters = dict[str, jax.Array]
 Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, its input) -> its output
@@ -51,7 +51,7 @@ def mixture(
     The names of the parameters start with `home`; `lora.targets` is searched for in `target`.
     """
     logits_BSE = x_BSD @ params[f"{home}/router/weight"] + params.get(f"{home}/router/bias", 0.0)
-    scores_BSE, is_chosen_BSE, shares_BSE = _routed(one.router, logits_BSE)
+    scores_BSE, is_chosen_BSE, shares_BSE = _route(one.router, logits_BSE)
 
     def expert_linear(expert: int, name: str, x: jax.Array) -> jax.Array:
         own = f"{home}/experts/{name}"
@@ -70,7 +70,7 @@ def mixture(
     return y_BSD, _losses(one.router, logits_BSE, scores_BSE, is_chosen_BSE, batch)
 
 
-def _routed(router: Router, logits_BSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _route(router: Router, logits_BSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (scores of all experts, mask of the chosen experts, shares of all experts); other shares are 0."""
     exponentials_BSE = jnp.exp(logits_BSE)
     if router.score == "sigmoid":

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.oracle.drawn import Attention, Layer, LoRA, Mixture, Model, Norm
+from tests.oracle.experiments import Attention, Layer, LoRA, Mixture, Model, Norm
 from tests.oracle.mlp64 import mixture, mlp
 
 Parameters = dict[str, jax.Array]
 
 
-def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def prepare_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays of a batch that `loss` reads.
 
     These are tokens, targets, each target's share, positions, the attention mask, the weights of targets, and their sum
@@ -46,7 +46,7 @@ def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def loss(model: Model, params: Parameters, batch: dict[str, Any], microbatches: int = 1) -> jax.Array:
     """Return the sum over targets of share * (cross-entropy + z_loss * logsumexp^2), plus the losses of routers.
 
-    `batch` is the result of `prepared`. Routers are balanced in each of the `microbatches` separately.
+    `batch` is the result of `prepare_batch`. Routers are balanced in each of the `microbatches` separately.
     """
     penalties: list[jax.Array] = []
     logits_BSV = _logits(model, params, {**batch, "microbatches": microbatches}, penalties)
@@ -62,13 +62,13 @@ def _logits(model: Model, params: Parameters, batch: dict[str, Any], penalties: 
     if model.positions is not None:
         x_BSD = x_BSD + params["embed/position"][positions_BS]
     branches: list[Callable[[jax.Array], jax.Array]] = []  # those of all layers, in order
-    for unit in range(model.units):
+    for repeat in range(model.repeats):
         for index, layer in enumerate(model.layers):
-            home = f"shared/block{index}" if index in model.shared else f"stack/{unit}/block{index}"
+            home = f"shared/block{index}" if index in model.shared else f"stack/{repeat}/block{index}"
             branches += _branches(model, layer, params, home, f"stack/block{index}", batch, penalties)
     x_BSD = _residual(branches, x_BSD) if model.streams == "one" else _two_streams(branches, x_BSD, model.streams)
     h_BSD = _norm(model.head_norm, params, "head/norm", x_BSD)
-    return _capped(h_BSD @ params["embed/token" if model.tied else "head/table"].T, model.head_softcap)
+    return _cap(h_BSD @ params["embed/token" if model.tied else "head/table"].T, model.head_softcap)
 
 
 def _residual(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def _residual(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array
 
 def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array, kind: str) -> jax.Array:
     """Apply x1 += F(x2), x2 += G(x1), and so on (arXiv 1707.04585), and return the mean of both streams."""
-    round_off = _rounded if kind == "fixed" else lambda x: x
+    round_off = _round if kind == "fixed" else lambda x: x
     first = second = round_off(x_BSD)
     for attention, feed_forward in zip(branches[::2], branches[1::2], strict=True):
         first = first + round_off(attention(second))
@@ -87,7 +87,7 @@ def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Ar
     return 0.5 * (first + second)
 
 
-def _rounded(x: jax.Array) -> jax.Array:
+def _round(x: jax.Array) -> jax.Array:
     """Round x to multiples of 2^-12, with the gradient of the identity."""
     nearest = jax.lax.stop_gradient(jnp.round(x * 4096.0) / 4096.0)
     return nearest + (x - jax.lax.stop_gradient(x))
@@ -120,7 +120,7 @@ def _branches(
     def linear(name: str, x: jax.Array) -> jax.Array:
         return _linear(model.lora, params, f"{home}/{name}", f"{target}/{name}", x)
 
-    def linear_of_mlp(name: str, x: jax.Array) -> jax.Array:
+    def mlp_linear(name: str, x: jax.Array) -> jax.Array:
         return linear(f"mlp/{name}", x)
 
     def attend(x_BSD: jax.Array) -> jax.Array:
@@ -134,10 +134,10 @@ def _branches(
         h_BSD = _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD)
         if isinstance(layer.mlp, Mixture):
             below = f"{home}/mlp", f"{target}/mlp"
-            y_BSD, penalty = mixture(layer.mlp, model.lora, params, *below, linear_of_mlp, h_BSD, batch)
+            y_BSD, penalty = mixture(layer.mlp, model.lora, params, *below, mlp_linear, h_BSD, batch)
             penalties.append(penalty)
         else:
-            y_BSD = mlp(layer.mlp, linear_of_mlp, h_BSD)
+            y_BSD = mlp(layer.mlp, mlp_linear, h_BSD)
         return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/mlp_post_norm", y_BSD)
 
     return [attend, feed_forward]
@@ -167,7 +167,7 @@ def _norm(norm: Norm, params: Parameters, home: str, x: jax.Array) -> jax.Array:
     return x + params[f"{home}/bias"] if norm.bias else x
 
 
-def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+def _cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -191,14 +191,14 @@ def _attention(
         keys = _norm(attention.qk_norm, params, f"{home}/attention/key_norm", keys)
     if attention.rope_theta is not None:
         angles = positions_BS[:, :, None] * _frequencies(attention)
-        queries, keys = (_turned(x, angles[:, :, None]) for x in (queries, keys))
+        queries, keys = (_rotate(x, angles[:, :, None]) for x in (queries, keys))
     if attention.window is not None:
         distance_ST = np.arange(length)[:, None] - np.arange(length)[None, :]
         mask_BST = mask_BST & (distance_ST < attention.window)
     scale = 1.0 / math.sqrt(channels) if attention.scale is None else attention.scale
     group_N = np.arange(attention.heads) // (attention.heads // attention.kv_heads)
     logits_BNST = jnp.einsum("bsnh,btnh->bnst", queries, keys[:, :, group_N]) * scale
-    logits_BNST = jnp.where(mask_BST[:, None], _capped(logits_BNST, attention.softcap), -jnp.inf)
+    logits_BNST = jnp.where(mask_BST[:, None], _cap(logits_BNST, attention.softcap), -jnp.inf)
     y_BSNH = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(logits_BNST, axis=-1), values[:, :, group_N])
     return linear("attention/output", y_BSNH.reshape(batch, length, -1))
 
@@ -228,7 +228,7 @@ def _frequencies(attention: Attention) -> np.ndarray:
     return np.array(scaled)
 
 
-def _turned(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
+def _rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotate channels i and i + H/2, as a complex number, by the angle."""
     half = x_BSNH.shape[-1] // 2
     turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half:]) * jnp.exp(1j * angles)

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 
-def clipped_adamw(*, learning_rate: Any, max_norm: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
+def clip_then_adamw(*, learning_rate: Any, max_norm: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
     """AdamW after a clip by the norm of all gradients, which needs learner.scope = model."""
     adamw = optax.adamw(learning_rate, eps=1e-4, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_norm), adamw)
@@ -21,4 +21,4 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         "adabelief", "sm3", "lars", "amsgrad", "adan",
     )
 }  # fmt: skip
-OPTIMIZERS |= {"muon": optax.contrib.muon, "clipped_adamw": clipped_adamw}
+OPTIMIZERS |= {"muon": optax.contrib.muon, "clip_then_adamw": clip_then_adamw}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.drawn import MLP, Drawn, LoRA, Mixture, Model, Norm
+from tests.oracle.experiments import MLP, LoRA, Mixture, Model, Norm, RandomExperiment
 
 Shapes = dict[str, tuple[int, ...]]
 # 8-bit weights are code / 127 * scale in float32, which a compiler may turn into code * (scale * (1 / 127)). With these
@@ -48,7 +48,7 @@ def _homes(model: Model) -> Iterator[tuple[str, int]]:
         if index in model.shared:
             yield f"shared/block{index}", index
         else:
-            yield from ((f"stack/{unit}/block{index}", index) for unit in range(model.units))
+            yield from ((f"stack/{repeat}/block{index}", index) for repeat in range(model.repeats))
 
 
 def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
@@ -125,7 +125,7 @@ def _norm_shapes(home: str, norm: Norm, dim: int) -> Shapes:
 # --- initial values --------------------------------------------------------------------------------------------------
 
 
-def first_values(drawn: Drawn) -> dict[str, np.ndarray]:
+def first_values(drawn: RandomExperiment) -> dict[str, np.ndarray]:
     """Return {name: array}. Unlike in a real run, biases, scales and adapters do not start at zero or one."""
     values = {}
     for number, (name, shape) in enumerate(sorted(parameter_shapes(drawn.model).items())):
@@ -140,7 +140,7 @@ def first_values(drawn: Drawn) -> dict[str, np.ndarray]:
     return values
 
 
-def _floats(drawn: Drawn, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+def _floats(drawn: RandomExperiment, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     normal = rng.standard_normal(shape)
     kind = name.rsplit("/", 1)[1]
     if kind == "scale":

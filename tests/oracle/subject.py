@@ -13,16 +13,16 @@ import numpy as np
 
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.layout import flatten
-from plimsoll.framework.learner.units import in_structure
+from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.program.program import Program
-from tests.oracle import drawn as plain
+from tests.oracle import experiments as plain
 from tests.oracle.batches import host_batch
 from tests.oracle.parameters import first_values, path
 from tests.oracle.subject_config import experiment_config
 from tests.oracle.training64 import Result
 
 
-def program_of(drawn: plain.Drawn, phase: plain.Phase) -> Program:
+def build_program(drawn: plain.RandomExperiment, phase: plain.Phase) -> Program:
     """Return the program of a phase, on as many devices as its mesh has.
 
     Raises:
@@ -32,7 +32,7 @@ def program_of(drawn: plain.Drawn, phase: plain.Phase) -> Program:
     return Program(experiment_config(drawn, phase).instantiate(), jax.devices()[:devices])
 
 
-def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
+def train(drawn: plain.RandomExperiment, programs: list[Program]) -> Result:
     """Run all steps of all phases. Between phases, the state is saved to a checkpoint on disk and restored."""
     losses, norms, state = [], [], _first_state(drawn, programs[0])
     ends = [phase.start for phase in drawn.phases[1:]] + [drawn.steps]
@@ -45,7 +45,7 @@ def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
                 losses.append(float(metrics["loss"]))
                 norms.append(float(metrics["grad_norm"]))
             program.layout.check(state)
-    counter, stored = jax.device_get(state["counter"]), jax.device_get(programs[-1].stored(state))
+    counter, stored = jax.device_get(state["counter"]), jax.device_get(programs[-1].to_checkpoint(state))
     assert int(counter["step"]) == drawn.steps
     weights = {**flatten(stored["parameter"]), **flatten(stored["frozen"]), **_masters(stored["optimizer"])}
     names, averages = list(first_values(drawn)), flatten(stored["ema"])
@@ -53,9 +53,9 @@ def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
     return Result(losses, norms, int(counter["skipped"]), _by_layer(weights, names), _by_layer(averages, trained))
 
 
-def _first_state(drawn: plain.Drawn, program: Program) -> Any:
+def _first_state(drawn: plain.RandomExperiment, program: Program) -> Any:
     """Return the state at step 0: the weights are drawn, and the learner initializes the rest from them."""
-    specs, learner = program.checkpoint_layout.kept, program.experiment.learner
+    specs, learner = program.checkpoint_layout.checkpoint_specs, program.experiment.learner
     layers: dict[str, list[np.ndarray]] = {}
     for name, value in first_values(drawn).items():
         layers.setdefault(path(name), []).append(_words(value) if name.endswith("/codes") else value)
@@ -64,20 +64,20 @@ def _first_state(drawn: plain.Drawn, program: Program) -> Any:
     assert flat.keys() == known.keys(), f"parameters differ: {sorted(flat.keys() ^ known.keys())}"
     assert all(flat[own].shape == spec.shape for own, spec in known.items())
     parameters, optimizer, averages = jax.jit(learner.init)(
-        in_structure(specs["parameter"], {own: flat[own] for own in flatten(specs["parameter"])})
+        unflatten_like(specs["parameter"], {own: flat[own] for own in flatten(specs["parameter"])})
     )
     frozen = {own: flat[own].astype(spec.dtype) for own, spec in flatten(specs["frozen"]).items()}
     counter = {own: np.zeros(spec.shape, spec.dtype) for own, spec in specs["counter"].items()}
     state = {
         "parameter": parameters,
-        "frozen": in_structure(specs["frozen"], frozen),
+        "frozen": unflatten_like(specs["frozen"], frozen),
         "buffer": {},
         "optimizer": optimizer,
         "ema": averages,
         "counter": counter,
     }
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_stored)
-    return program.restored(jax.device_put(state, shardings))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_checkpoint)
+    return program.from_checkpoint(jax.device_put(state, shardings))
 
 
 def _words(codes: np.ndarray) -> np.ndarray:
@@ -112,10 +112,10 @@ def _masters(optimizer: Any) -> dict[str, np.ndarray]:
 
 def _through_checkpoint(folder: Path, before: Program, after: Program, state: Any) -> Any:
     with Checkpointer(directory=folder) as checkpointer:
-        checkpointer.save(int(state["counter"]["step"]), before.stored(state), {})
+        checkpointer.save(int(state["counter"]["step"]), before.to_checkpoint(state), {})
         checkpointer.wait()
-        restored = checkpointer.restore(int(state["counter"]["step"]), after.abstract_stored)
-    return after.restored(restored.state)
+        restored = checkpointer.restore(int(state["counter"]["step"]), after.abstract_checkpoint)
+    return after.from_checkpoint(restored.state)
 
 
 def _by_layer(tensors: dict[str, np.ndarray], names: list[str]) -> dict[str, np.ndarray]:

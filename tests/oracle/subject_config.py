@@ -19,7 +19,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.schedules.memory import Memory
-from tests.oracle import drawn as plain
+from tests.oracle import experiments as plain
 from tests.oracle.optimizers import OPTIMIZERS
 
 DTYPES = {  # precision: dtypes of parameters, computation, master copy, and adapters
@@ -29,7 +29,7 @@ DTYPES = {  # precision: dtypes of parameters, computation, master copy, and ada
 }
 
 
-def experiment_config(drawn: plain.Drawn, phase: plain.Phase) -> Config:
+def experiment_config(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     """Return the config of one phase of the run."""
     return config_for(
         Experiment,
@@ -57,7 +57,7 @@ def experiment_config(drawn: plain.Drawn, phase: plain.Phase) -> Config:
     )
 
 
-def _model(drawn: plain.Drawn, phase: plain.Phase) -> Config:
+def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     model = drawn.model
     param_dtype, compute_dtype, _, adapter_dtype = DTYPES[drawn.precision]
     adapters = None
@@ -67,7 +67,7 @@ def _model(drawn: plain.Drawn, phase: plain.Phase) -> Config:
         adapters = config_for(lora.LoRA, **fields, dtype=adapter_dtype)
     layers = config_for(
         stack.Stack,
-        num_layers=model.units * len(model.layers),
+        num_layers=model.repeats * len(model.layers),
         pattern=[_block(layer) for layer in model.layers],
         shared=list(model.shared),
         streams=model.streams,
@@ -169,7 +169,7 @@ def _norm(one: plain.Norm) -> Config:
     return config_for(norm.LayerNorm, eps=one.eps, bias=one.bias)
 
 
-def _learner(drawn: plain.Drawn, phase: plain.Phase) -> Config:
+def _learner(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     learner = drawn.learner
     rules = []
     for rule in learner.rules:

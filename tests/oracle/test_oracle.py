@@ -27,7 +27,7 @@ NAMES |= {f"layer/{name[0]}": f"stack/block0/attention/{name}/weight" for name i
 NAMES |= {f"layer/{name}": f"stack/block0/mlp/{name}/weight" for name in ("gate", "up", "down")}
 
 
-def test_the_oracle_imports_nothing_of_what_it_checks():
+def test_oracle_imports_nothing_that_it_checks():
     nodes = list(ast.walk(ast.parse(Path(llama2.__file__).read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -50,7 +50,7 @@ def small(dtype: str) -> Program:
     return Program(config.instantiate(), jax.devices()[:2])
 
 
-def renamed(state: Any) -> dict[str, np.ndarray]:
+def rename_state(state: Any) -> dict[str, np.ndarray]:
     """Return the framework's state under the oracle's names, {"weights/layer/q": f32 array, ...}.
 
     It has weights, mean, square, and master if there is a master copy.
@@ -73,7 +73,7 @@ def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
     model = llama2.Llama(LAYERS, DIM, HEADS, HIDDEN, VOCAB, dtype, 1e-2, 2, 6)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("fsdp",))
     step, theirs = llama2.compile_step(model, mesh, ROWS, LENGTH), program.init()
-    before = renamed(theirs)
+    before = rename_state(theirs)
 
     def first(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = "/".join(key.key for key in path)
@@ -91,7 +91,7 @@ def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=tolerance / 10)
         np.testing.assert_allclose(found["norm"], expected["grad_norm"], rtol=tolerance / 10)
         assert expected["grad_norm"] > llama2.CLIP, "clipping is not tested"
-    after, ours = renamed(theirs), flatten(ours)
+    after, ours = rename_state(theirs), flatten(ours)
     assert after.keys() | {"count"} >= ours.keys() - {f"master/{name}" for name in NAMES if dtype == "float32"}
     for path, value in after.items():
         error = np.linalg.norm(np.float32(ours[path]) - value) / np.linalg.norm(value - before[path])
@@ -101,7 +101,7 @@ def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # compiles a 7B step twice
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU's compiler")
-def test_it_needs_what_the_plan_says(tmp_path):
+def test_memory_matches_the_plan(tmp_path):
     def run(*command: str) -> str:
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

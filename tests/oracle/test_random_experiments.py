@@ -14,14 +14,13 @@ import pytest
 
 from plimsoll.framework.layers import kernels_xla
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.program.whole import Whole
+from plimsoll.framework.program.jit_step import JitStep
 from tests.oracle import __main__ as command
 from tests.oracle import compare, generator, subject, training64
-from tests.oracle.drawn import (
+from tests.oracle.experiments import (
     MLP,
     Attention,
     Data,
-    Drawn,
     Layer,
     Learner,
     Mixture,
@@ -29,25 +28,26 @@ from tests.oracle.drawn import (
     Norm,
     Optimizer,
     Phase,
+    RandomExperiment,
     Router,
     Rule,
 )
 
 FOLDER = Path(generator.__file__).parent
-REFERENCE = ("drawn", "optimizers", "batches", "parameters", "mlp64", "model64", "training64")
+REFERENCE = ("experiments", "optimizers", "batches", "parameters", "mlp64", "model64", "training64")
 # In this order: mixtures on two shards of experts, and adapters on 8-bit weights; one layer with offloaded gradients;
 # an update in the backward pass.
 QUICK = (1, 28, 53)
 SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
 
-PLAIN = Drawn(
+PLAIN = RandomExperiment(
     seed=1,
     model=Model(
         dim=8,
         vocab=16,
         layers=(Layer(Attention(heads=2, kv_heads=1, head_dim=4, window=5), MLP(hidden=8)),),
-        units=2,
+        repeats=2,
         tied=True,
         head_norm=Norm("layer"),
     ),
@@ -61,13 +61,13 @@ PLAIN = Drawn(
 
 
 @pytest.fixture(autouse=True)
-def compiled_programs_of_one_seed() -> Iterator[None]:
+def forget_compiled_programs() -> Iterator[None]:
     yield
-    compare.forget()
+    compare.drop_caches()
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_the_reference_imports_nothing_of_the_framework(name: str):
+def test_reference_does_not_import_the_framework(name: str):
     nodes = list(ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())))
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -88,7 +88,7 @@ def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: p
     assert printed.endswith("1 agree, 0 refused, 0 disagree\n")
 
 
-def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
+def test_sampling_is_seeded_and_covers_all_options():
     experiments = [generator.draw(seed) for seed in range(200)]
     assert experiments[17] == generator.draw(17)
     phases = [phase for one in experiments for phase in one.phases]
@@ -128,18 +128,18 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
     [Phase(update="layer_programs", remat="full"), Phase(update="streamed", remat="full", activations="pinned_host")],
     ids=lambda phase: phase.update,
 )
-def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: Phase):
+def test_shared_frozen_layer_is_saved_only_once(phase: Phase):
     """The shared weights are an argument of each backward pass: under full, only a layer's input is saved."""
     layer, mesh = PLAIN.model.layers[0], PLAIN.phases[0].mesh
     shared_layer = replace(layer, mlp=MLP(hidden=28))
-    model = replace(PLAIN.model, layers=(layer, shared_layer), units=3, shared=(1,))
+    model = replace(PLAIN.model, layers=(layer, shared_layer), repeats=3, shared=(1,))
     learner = replace(PLAIN.learner, rules=(Rule("^shared/block1/mlp/", freeze=True),))
     drawn = replace(PLAIN, model=model, learner=learner, phases=(replace(phase, mesh=mesh),), steps=1)
-    with compare.conditions():
-        program = subject.program_of(drawn, drawn.phases[0])
-        if isinstance(program.execution, Whole):
+    with compare.enable_exact_numerics():
+        program = subject.build_program(drawn, drawn.phases[0])
+        if isinstance(program.backend, JitStep):
             assert "[3,28,8]" not in str(program.traced_step.jaxpr), "stacked copies of the shared weight"
-    verdict = compare.judge(drawn)
+    verdict = compare.compare_seed(drawn)
     assert verdict.outcome == "agree", verdict.detail
 
 
@@ -148,16 +148,18 @@ def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
     """Rotary frequencies are saved whole for the backward pass, not sharded like the rows of a batch."""
     layer = replace(PLAIN.model.layers[0], attention=Attention(heads=1, kv_heads=1, head_dim=4, rope_theta=10.0))
     phase = Phase(mesh={"data": 4, "fsdp": 1, "seq": 1, "model": 1}, update="layer_programs", remat="full")
-    verdict = compare.judge(replace(PLAIN, model=replace(PLAIN.model, layers=(layer,)), phases=(phase,), steps=1))
+    verdict = compare.compare_seed(
+        replace(PLAIN, model=replace(PLAIN.model, layers=(layer,)), phases=(phase,), steps=1)
+    )
     assert verdict.outcome == "agree", verdict.detail
 
 
 @pytest.mark.pairs
-def test_microbatches_of_a_shared_layer_run_by_layers_donate_what_can_be_donated():
+def test_shared_layer_microbatches_donate_in_layer_programs():
     """JAX warns if a donated buffer cannot be reused, and warnings are errors."""
-    model = replace(PLAIN.model, layers=PLAIN.model.layers * 2, units=1, shared=(0,))
+    model = replace(PLAIN.model, layers=PLAIN.model.layers * 2, repeats=1, shared=(0,))
     phase = Phase(mesh=PLAIN.phases[0].mesh, update="layer_programs", accumulate=2)
-    verdict = compare.judge(replace(PLAIN, model=model, phases=(phase,), steps=1))
+    verdict = compare.compare_seed(replace(PLAIN, model=model, phases=(phase,), steps=1))
     assert verdict.outcome == "agree", verdict.detail
 
 
@@ -165,8 +167,8 @@ def test_microbatches_of_a_shared_layer_run_by_layers_donate_what_can_be_donated
 
 
 @pytest.fixture(scope="module")
-def expected() -> training64.Result:
-    with compare.conditions():
+def expected_result() -> training64.Result:
+    with compare.enable_exact_numerics():
         return training64.train(PLAIN)
 
 
@@ -176,12 +178,12 @@ def without_the_tie(self: Chain, params: dict, stage: str, original=Chain.stage_
     return {name: x if name in params.get(stage, {}) else jax.lax.stop_gradient(x) for name, x in own.items()}
 
 
-def slightly_faster(drawn: Drawn) -> Drawn:
+def slightly_faster(drawn: RandomExperiment) -> RandomExperiment:
     optimizer = replace(drawn.learner.optimizer, rate=1.001e-2)
     return replace(drawn, learner=replace(drawn.learner, optimizer=optimizer))
 
 
-def wider_window(drawn: Drawn) -> Drawn:
+def wider_window(drawn: RandomExperiment) -> RandomExperiment:
     layer = drawn.model.layers[0]
     layer = replace(layer, attention=replace(layer.attention, window=6))
     return replace(drawn, model=replace(drawn.model, layers=(layer,)))
@@ -189,42 +191,40 @@ def wider_window(drawn: Drawn) -> Drawn:
 
 @pytest.mark.once("segments")
 @pytest.mark.parametrize("broken", ["nothing", "learning rate", "window", "segments", "tie"])
-def test_what_is_broken_in_the_framework_is_seen(
-    broken: str, expected: training64.Result, monkeypatch: pytest.MonkeyPatch
-):
+def test_framework_bugs_are_detected(broken: str, expected_result: training64.Result, monkeypatch: pytest.MonkeyPatch):
     drawn = {"learning rate": slightly_faster, "window": wider_window}.get(broken, lambda same: same)(PLAIN)
     if broken == "segments":
         monkeypatch.setattr(kernels_xla, "separate_padding", lambda segments: None)
     if broken == "tie":
         monkeypatch.setattr(Chain, "stage_params", without_the_tie)
-    with compare.conditions():
-        found = subject.train(drawn, [subject.program_of(drawn, drawn.phases[0])])
-    largest = max(compare.differences(PLAIN, found, expected).values())
+    with compare.enable_exact_numerics():
+        found = subject.train(drawn, [subject.build_program(drawn, drawn.phases[0])])
+    largest = max(compare.differences(PLAIN, found, expected_result).values())
     assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("field", "value"), [("scale", 1.001), ("balance", 0.11), ("balance_over", "batch")])
-def test_what_is_broken_in_a_mixture_is_seen(field: str, value: float | str):
+def test_mixture_bugs_are_detected(field: str, value: float | str):
     router = Router(experts=4, top_k=2, normalize=False, balance=0.1)
     layer = PLAIN.model.layers[0]
 
-    def with_router(router: Router) -> Drawn:
+    def with_router(router: Router) -> RandomExperiment:
         mixture = Mixture(router, MLP(hidden=8))
         return replace(PLAIN, model=replace(PLAIN.model, layers=(replace(layer, mlp=mixture),)))
 
     drawn, broken = with_router(router), with_router(replace(router, **{field: value}))
-    with compare.conditions():
-        expected = training64.train(drawn)
-        found = subject.train(broken, [subject.program_of(broken, broken.phases[0])])
-    assert max(compare.differences(drawn, found, expected).values()) > 100.0
+    with compare.enable_exact_numerics():
+        expected_result = training64.train(drawn)
+        found = subject.train(broken, [subject.build_program(broken, broken.phases[0])])
+    assert max(compare.differences(drawn, found, expected_result).values()) > 100.0
 
 
 def test_a_disagreement_names_seed_settings_tensor_and_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     verdict = compare.Verdict(3, "disagree", 12.0, "parameters: head/table", 1.0)
-    monkeypatch.setattr(command, "judge", lambda drawn: verdict)
+    monkeypatch.setattr(command, "compare_seed", lambda drawn: verdict)
     assert command.main(["--seeds=3:4"]) == 1
     printed = capsys.readouterr().out
     assert "seed 3: disagree: 1.2e+01 times the tolerance: parameters: head/table" in printed

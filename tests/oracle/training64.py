@@ -18,8 +18,8 @@ import numpy as np
 import optax
 
 from tests.oracle.batches import host_batch
-from tests.oracle.drawn import Drawn, Learner, Mixture, Optimizer
-from tests.oracle.model64 import loss, prepared
+from tests.oracle.experiments import Learner, Mixture, Optimizer, RandomExperiment
+from tests.oracle.model64 import loss, prepare_batch
 from tests.oracle.optimizers import OPTIMIZERS
 from tests.oracle.parameters import first_values, path
 
@@ -37,7 +37,7 @@ class Result(NamedTuple):
     averages: dict[str, np.ndarray]
 
 
-def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
+def labels(names: list[str], drawn: RandomExperiment) -> dict[str, str]:
     """Return the label of each parameter's optimizer, or "frozen".
 
     The first rule whose pattern matches the path decides. With LoRA, only the adapters are trained.
@@ -54,7 +54,7 @@ def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
     return {name: label(name) for name in names}
 
 
-def train(drawn: Drawn) -> Result:
+def train(drawn: RandomExperiment) -> Result:
     """Run all steps of the experiment."""
     learner, values = drawn.learner, first_values(drawn)
     labelled = labels(list(values), drawn)
@@ -62,13 +62,13 @@ def train(drawn: Drawn) -> Result:
     params: Tensors = {name: jnp.asarray(value) for name, value in values.items() if name not in frozen}
     averages = dict(params) if learner.ema is not None else {}
     optimizers = _optimizers(learner)
-    states = {label: one.init(_of(params, labelled, label)) for label, (one, _) in optimizers.items()}
+    states = {label: one.init(_select(params, labelled, label)) for label, (one, _) in optimizers.items()}
     gradients = jax.jit(partial(_gradients, drawn, frozen), static_argnums=2)
     update = jax.jit(partial(_update, drawn, optimizers, labelled))
     tensor_norms = {name: jnp.float32(0.0) for name in params}  # for clip_mode norm_growth
     losses, norms, skipped, last_norm = [], [], 0, 0.0
     for step in range(drawn.steps):
-        value, grads = gradients(params, prepared(host_batch(drawn, step)), _microbatches(drawn, step))
+        value, grads = gradients(params, prepare_batch(host_batch(drawn, step)), _microbatches(drawn, step))
         norm = np.sqrt(sum(float(jnp.sum(grad**2)) for grad in grads.values()))
         losses.append(float(value))
         norms.append(float(norm))
@@ -85,11 +85,11 @@ def train(drawn: Drawn) -> Result:
     return Result(losses, norms, skipped, jax.device_get(everything), jax.device_get(averages))
 
 
-def _of(tensors: Tensors, labelled: dict[str, str], label: str) -> Tensors:
+def _select(tensors: Tensors, labelled: dict[str, str], label: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if labelled[name] == label}
 
 
-def _microbatches(drawn: Drawn, step: int) -> int:
+def _microbatches(drawn: RandomExperiment, step: int) -> int:
     """Return the number of microbatches in which routers are balanced separately; no other loss depends on it."""
     mixtures = [layer.mlp for layer in drawn.model.layers if isinstance(layer.mlp, Mixture)]
     if all(one.router.balance_over == "sequence" for one in mixtures):
@@ -97,21 +97,21 @@ def _microbatches(drawn: Drawn, step: int) -> int:
     return [phase.accumulate for phase in drawn.phases if phase.start <= step][-1]
 
 
-def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors, microbatches: int) -> Any:
+def _gradients(drawn: RandomExperiment, frozen: Tensors, params: Tensors, batch: Tensors, microbatches: int) -> Any:
     """Return the loss and its gradients.
 
     In mixed precision, weights (except adapters) and their gradients are rounded to bfloat16.
     """
 
-    def read(name: str, x: jax.Array) -> jax.Array:
+    def read_weight(name: str, x: jax.Array) -> jax.Array:
         is_narrow = drawn.precision == "mixed" and not re.search("lora_[ab]$", name)
         return x.astype(ml_dtypes.bfloat16).astype(jnp.float64) if is_narrow else x
 
     def objective(params: Tensors) -> jax.Array:
         return loss(drawn.model, {**frozen, **params}, batch, microbatches)
 
-    value, grads = jax.value_and_grad(objective)({name: read(name, x) for name, x in params.items()})
-    return value, {name: read(name, grad) for name, grad in grads.items()}
+    value, grads = jax.value_and_grad(objective)({name: read_weight(name, x) for name, x in params.items()})
+    return value, {name: read_weight(name, grad) for name, grad in grads.items()}
 
 
 def _clip_factor(learner: Learner, norm: float, last_norm: float) -> float:
@@ -126,7 +126,7 @@ def _clip_factor(learner: Learner, norm: float, last_norm: float) -> float:
 
 
 def _update(
-    drawn: Drawn,
+    drawn: RandomExperiment,
     optimizers: dict[str, Any],
     labelled: dict[str, str],
     params: Tensors,
@@ -140,24 +140,24 @@ def _update(
     learner = drawn.learner
     grads = {name: grad * factor for name, grad in grads.items()}
     if learner.clip is not None and learner.clip_mode == "norm_growth":
-        grads, tensor_norms = _limited_growth(grads, tensor_norms, learner.clip)
+        grads, tensor_norms = _limit_growth(grads, tensor_norms, learner.clip)
     new_params, new_states = dict(params), {}
     for label, (optimizer, rate) in optimizers.items():
-        weights = _of(params, labelled, label)
-        changes, new_states[label] = optimizer.update(_of(grads, labelled, label), states[label], weights)
+        weights = _select(params, labelled, label)
+        changes, new_states[label] = optimizer.update(_select(grads, labelled, label), states[label], weights)
         if learner.clip is not None and learner.clip_mode == "update_rms":
-            changes = {name: _limited_rms(change, learner.clip * rate(count)) for name, change in changes.items()}
+            changes = {name: _limit_rms(change, learner.clip * rate(count)) for name, change in changes.items()}
         new_params.update({name: weight + changes[name] for name, weight in weights.items()})
     return new_params, new_states, tensor_norms
 
 
-def _limited_rms(change: jax.Array, bound: Any) -> jax.Array:
+def _limit_rms(change: jax.Array, bound: Any) -> jax.Array:
     """Adafactor's update clipping (arXiv 1804.04235, section 6); `change` includes the learning rate."""
     rms = jnp.sqrt(jnp.mean(change**2))
     return jnp.where(rms > bound, change * (bound / jnp.where(rms > 0, rms, 1.0)), change)
 
 
-def _limited_growth(grads: Tensors, before: Tensors, growth: float) -> tuple[Tensors, Tensors]:
+def _limit_growth(grads: Tensors, before: Tensors, growth: float) -> tuple[Tensors, Tensors]:
     """The norm-growth limiter of Fira (arXiv 2410.01623): each tensor's norm is at most `growth` times its last one."""
     new, norms = {}, {}
     for name, grad in grads.items():
@@ -173,17 +173,19 @@ def _optimizers(learner: Learner) -> dict[str, tuple[optax.GradientTransformatio
     drawn = {DEFAULT: learner.optimizer}
     for index, rule in enumerate(learner.rules):
         if not rule.freeze:
-            drawn[f"rule{index}"] = _changed(learner.optimizer, rule.set) if rule.optimizer is None else rule.optimizer
-    return {label: _built(one) for label, one in drawn.items()}
+            drawn[f"rule{index}"] = (
+                _change_fields(learner.optimizer, rule.set) if rule.optimizer is None else rule.optimizer
+            )
+    return {label: _build(one) for label, one in drawn.items()}
 
 
-def _changed(optimizer: Optimizer, fields: dict[str, Any]) -> Optimizer:
+def _change_fields(optimizer: Optimizer, fields: dict[str, Any]) -> Optimizer:
     rate = fields.get("learning_rate", optimizer.rate)
     others = {name: value for name, value in fields.items() if name != "learning_rate"}
     return Optimizer(optimizer.name, rate, {**optimizer.fields, **others})
 
 
-def _built(optimizer: Optimizer) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+def _build(optimizer: Optimizer) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
     if isinstance(optimizer.rate, tuple):
         name, fields = optimizer.rate
         rate = getattr(optax, name)(**fields)

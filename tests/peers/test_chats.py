@@ -21,7 +21,7 @@ pytestmark = [
 RECORDED = Path(__file__).parents[1] / "data" / "recorded_chats.json"
 
 
-def of_transformers(folder: Path) -> dict[str, Any]:
+def encode_with_transformers(folder: Path) -> dict[str, Any]:
     """Return {family: [ids and masks of each chat]} and the version of transformers."""
     import transformers
 
@@ -38,12 +38,12 @@ def of_transformers(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_recorded_chats_are_those_of_transformers(libraries, tmp_path: Path):
-    recorded, found = json.loads(RECORDED.read_text()), of_transformers(tmp_path)
+def test_recorded_chats_match_transformers(libraries, tmp_path: Path):
+    recorded, found = json.loads(RECORDED.read_text()), encode_with_transformers(tmp_path)
     for family in pretrained.FAMILIES:
         assert recorded[family] == found[family], family
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        RECORDED.write_text(json.dumps(of_transformers(Path(folder))))
+        RECORDED.write_text(json.dumps(encode_with_transformers(Path(folder))))

@@ -45,7 +45,7 @@ def their_logits(model) -> np.ndarray:
         return model(torch.as_tensor(INPUTS.windows[:, :SEQ_LEN], dtype=torch.int64)).logits.numpy()
 
 
-def loaded(folder: Path):
+def load_model(folder: Path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -55,7 +55,7 @@ def loaded(folder: Path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_in_and_out(name, theirs, tmp_path):
+def test_import_and_export(name, theirs, tmp_path):
     model = theirs.build(FAMILIES[name], SEED)
     model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
     one = program(f"hf:{tmp_path / 'in'}")
@@ -65,10 +65,10 @@ def test_in_and_out(name, theirs, tmp_path):
 
     config = configs.load(f"hf:{tmp_path / 'in'}")
     for published in (config.pretrained.facts, None):
-        facts, family = families.of_model(config.model, published)
+        facts, family = families.export_config(config.model, published)
         out = tmp_path / f"out-{published is None}"
         export_model(out, one.experiment.model, one.weights(state), family, facts, shard_bytes=50_000)
-        again = loaded(out)
+        again = load_model(out)
         assert type(again) is type(model) or published is None
         ours, before = dict(again.named_parameters()), dict(model.named_parameters())
         # A Phi-3 model that is also a model of another family is exported with separate matrices.
@@ -80,7 +80,7 @@ def test_in_and_out(name, theirs, tmp_path):
 
 
 @pytest.mark.parametrize("named", ["dtype", "torch_dtype"])
-def test_they_read_the_dtype_that_the_tensors_have(named, theirs, tmp_path):
+def test_transformers_reads_the_tensor_dtype(named, theirs, tmp_path):
     """This holds for any dtype in the published config.json, under either name."""
     import torch
 
@@ -90,14 +90,14 @@ def test_they_read_the_dtype_that_the_tensors_have(named, theirs, tmp_path):
     params, published = one.weights(one.experiment.pretrained.init(one)), one.experiment.pretrained
     facts = {key: value for key, value in published.facts.items() if key != "dtype"} | {named: "float32"}
     export_model(tmp_path / "out", one.experiment.model, params, published.family, facts)
-    again = loaded(tmp_path / "out")
+    again = load_model(tmp_path / "out")
     assert again.dtype == again.config.dtype == torch.bfloat16
     for name, parameter in again.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert bool((parameter == model.get_parameter(name).bfloat16()).all()), name
 
 
-def test_a_tokenizer_of_bytes_is_theirs(theirs, tmp_path):
+def test_byte_tokenizer_matches_theirs(theirs, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = ByteTokenizer()
@@ -122,14 +122,14 @@ def test_adapters(name, theirs, tmp_path):
     state = one.experiment.pretrained.init(one)
     first = logits(one, state)
     for _ in range(5):
-        state, _ = one.step(state, one.put(INPUTS.packed_batch()))
+        state, _ = one.step(state, one.put(INPUTS.pack_batch()))
     ours, params, family = logits(one, state), one.weights(state), one.experiment.pretrained.family
     assert np.abs(ours - first).max() > 0.5
     export_adapters(tmp_path / "adapter", one.experiment.model, params, family, str(base))
-    facts, family = families.of_model(configs.load(f"hf:{base}").model)
+    facts, family = families.export_config(configs.load(f"hf:{base}").model)
     export_model(tmp_path / "merged", one.experiment.model, params, family, facts)
     for model in (
-        peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapter").eval(),
-        loaded(tmp_path / "merged"),
+        peft.PeftModel.from_pretrained(load_model(base), tmp_path / "adapter").eval(),
+        load_model(tmp_path / "merged"),
     ):
         assert np.abs(their_logits(model) - ours).max() <= 1e-5 * np.abs(ours).max()

@@ -8,7 +8,7 @@ import pytest
 from tools.peers import distillation as peers
 
 
-def assert_equal(actual: peers.Value, loss: float, grad: np.ndarray) -> None:
+def assert_equal(actual: peers.LossAndGrad, loss: float, grad: np.ndarray) -> None:
     assert actual.loss == pytest.approx(loss, rel=1e-12)
     np.testing.assert_allclose(actual.grad, grad, atol=1e-12 * np.abs(grad).max())
 
@@ -24,7 +24,7 @@ def test_divergences_are_those_that_trl_computed(name):
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", peers.SETTINGS)
-def test_divergences_are_those_of_trl_and_torch(name, libraries):
+def test_divergences_match_trl_and_torch(name, libraries):
     if importlib.util.find_spec("trl") is None:
         pytest.skip("not installed: trl")
     logits = peers.Logits.draw(7)

@@ -21,7 +21,7 @@ ENDS_BYTES = 2 * 256 * 1024 * 4
         ("flax_model.py", "flax", "params", ["params['params']['layer2']['kernel']", "Net/layer1/"]),
     ],
 )
-def test_a_model_of_another_library_is_planned_unchanged(
+def test_model_from_another_library_is_planned_unchanged(
     file: str, package: str, argument: str, names: list[str], tmp_path: Path, monkeypatch, capsys
 ):
     pytest.importorskip(package)

@@ -34,8 +34,8 @@ def test_greedy(name: str, theirs) -> None:
             )
         return out[:, length:].tolist()
 
-    program = ours.program_of(ours.experiment(family))
-    weights = theirs.weights_of(model)
+    program = ours.build_program(ours.experiment(family))
+    weights = theirs.get_weights(model)
     params = jax.device_put(ours.parameters(family, program.experiment.model, weights), program.replicated)
     state = {"parameter": params, "frozen": {}, "buffer": {}}
     got = Generator(program, state)(PROMPTS, Sampling(NEW))

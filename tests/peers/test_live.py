@@ -9,7 +9,7 @@ import pytest
 
 from tools.peers import ours
 from tools.peers.families import FAMILIES, ROTARY, ROTARY_POSITIONS
-from tools.peers.recording import Inputs, Results
+from tools.peers.recording import Inputs, PeerResults
 
 pytestmark = [
     pytest.mark.peers,
@@ -24,7 +24,7 @@ LIMIT = 1e-5
 def test_float32(name, theirs):
     family, inputs = FAMILIES[name], Inputs.draw(SEED)
     expected = theirs.compute(theirs.build(family, SEED), family, inputs)
-    program = ours.program_of(ours.experiment(family, chunk_tokens=8))
+    program = ours.build_program(ours.experiment(family, chunk_tokens=8))
     params = ours.parameters(family, program.experiment.model, expected.weights)
 
     logits, loss, grads = ours.gradients(program, params, inputs.batch())
@@ -33,7 +33,7 @@ def test_float32(name, theirs):
     errors = ours.relative_errors(family, grads, expected)
     assert {path: error for path, error in errors.items() if not error <= LIMIT} == {}
 
-    batch = inputs.packed_batch()
+    batch = inputs.pack_batch()
     packed = ours.logits(program, params, batch)
     used = batch["weights"] > 0
     assert np.abs(packed - expected.packed_logits)[used].max() <= LIMIT * np.abs(expected.packed_logits).max()
@@ -48,12 +48,12 @@ def test_float32(name, theirs):
 def test_float64(name, theirs):
     family, inputs = FAMILIES[name], Inputs.draw(SEED)
     model = theirs.build(family, SEED)
-    weights = {name: tensor.astype(np.float64) for name, tensor in theirs.weights_of(model).items()}
-    expected = Results.of_gradients(weights, *theirs.compute_wide(model, family, inputs))
+    weights = {name: tensor.astype(np.float64) for name, tensor in theirs.get_weights(model).items()}
+    expected = PeerResults.from_gradients(weights, *theirs.compute_wide(model, family, inputs))
     with jax.enable_x64(True):
         config = ours.experiment(family)
         config.model.param_dtype = config.model.compute_dtype = "float64"
-        program = ours.program_of(config)
+        program = ours.build_program(config)
         params = ours.parameters(family, program.experiment.model, expected.weights)
         logits, loss, grads = ours.gradients(program, params, inputs.batch())
     assert logits.dtype == np.float64
@@ -67,5 +67,5 @@ def test_float64(name, theirs):
 def test_rotary_tables(name, theirs):
     tables = theirs.rotary(name)
     with jax.enable_x64(True):
-        rotated = ours.rotated(*ROTARY[name], np.asarray(ROTARY_POSITIONS), tables["query"])
+        rotated = ours.rotate(*ROTARY[name], np.asarray(ROTARY_POSITIONS), tables["query"])
     np.testing.assert_allclose(rotated, tables["rotated"], rtol=0, atol=1e-10)

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from plimsoll.framework.weights.mxfp4 import decode
 from tools import check_altered
-from tools.peers.packed import FACTS, packed_tensors
+from tools.peers.mxfp4 import FACTS, make_mxfp4_tensors
 
 pytestmark = [
     pytest.mark.peers,
@@ -33,7 +33,7 @@ def test_random_codes_are_exactly_equal(theirs):
 def test_a_directory_has_their_logits(theirs, tmp_path):
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(FACTS | {"quantization_config": quantization}))
-    save_file(packed_tensors(), tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(make_mxfp4_tensors(), tmp_path / "model.safetensors", {"format": "pt"})
     expected = check_altered.their_logits(tmp_path)
     ours = check_altered.our_logits(tmp_path)
     assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tools.peers import policy_ours
-from tools.peers.policy_cases import CASES, file_of, load
+from tools.peers.policy_cases import CASES, get_case_path, load
 
 LIMIT = 1e-5
 SEED = 11
@@ -21,7 +21,7 @@ SEED = 11
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", CASES)
 def test_recorded(name: str):
-    samples, theirs = load(file_of(name))
+    samples, theirs = load(get_case_path(name))
     loss, grads, advantages_B = policy_ours.loss_and_gradients(CASES[name], samples, theirs)
     np.testing.assert_allclose(advantages_B, theirs.advantages, rtol=1e-6)
     assert theirs.metrics["clipped"] > 0.2, "a loss without clipped ratios would say little"
@@ -48,13 +48,13 @@ live = [
 ]
 
 
-def _marked(test):
+def _mark_live(test):
     for mark in live:
         test = mark(test)
     return test
 
 
-@_marked
+@_mark_live
 @pytest.mark.parametrize("name", CASES)
 def test_live(name: str, policy_theirs):
     case = CASES[name]
@@ -65,7 +65,7 @@ def test_live(name: str, policy_theirs):
     assert {path: error for path, error in errors.items() if not error <= LIMIT} == {}
 
 
-@_marked
+@_mark_live
 @pytest.mark.parametrize("name", CASES)
 def test_float64(name: str, policy_theirs):
     """Both sides use float64, except for the advantages, which are float32 in both."""

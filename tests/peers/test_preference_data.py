@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 RECORDED = Path(__file__).parents[1] / "data" / "recorded_preferences.json"
 
 
-def of_trl(folder: Path) -> dict[str, Any]:
+def encode_with_trl(folder: Path) -> dict[str, Any]:
     """Return {family: {rows: [ids of each row's prompt and answers]}} and the versions of the libraries."""
     import torch
     import transformers
@@ -62,15 +62,15 @@ def of_trl(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_recorded_tokens_are_those_of_trl(libraries, request: pytest.FixtureRequest, tmp_path: Path):
+def test_recorded_tokens_match_trl(libraries, request: pytest.FixtureRequest, tmp_path: Path):
     if importlib.util.find_spec("trl") is None:
         refuse = pytest.fail if request.config.option.markexpr == "peers" else pytest.skip
         refuse("not installed: trl; it comes with: pip install -e '.[peers]'")
-    recorded, found = json.loads(RECORDED.read_text()), of_trl(tmp_path)
+    recorded, found = json.loads(RECORDED.read_text()), encode_with_trl(tmp_path)
     for family in pretrained.FAMILIES:
         assert recorded[family] == found[family], family
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        RECORDED.write_text(json.dumps(of_trl(Path(folder))))
+        RECORDED.write_text(json.dumps(encode_with_trl(Path(folder))))

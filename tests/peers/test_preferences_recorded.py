@@ -44,7 +44,7 @@ def test_loss_gradients_and_metrics(name, layout):
         ),
     ],
 )
-def test_ten_steps_of_adamw(name, layout):
+def test_ten_adamw_steps(name, layout):
     results = load(PREFERENCES / f"{name}.npz")
     moved = max(np.abs(results.trained[tensor] - weight).max() for tensor, weight in results.weights.items())
     assert moved > 5e-3, "weights that hardly move would say little about the updates"
@@ -52,7 +52,7 @@ def test_ten_steps_of_adamw(name, layout):
     assert too_far(errors) == {}
 
 
-def test_recorded_files_are_of_these_losses_and_small():
+def test_recorded_files_cover_these_losses_and_are_small():
     assert ABOUT["versions"].keys() >= {"torch", "transformers", "trl"}
     assert ABOUT["command"] == f"python -m tools.record_preferences --seed={ABOUT['seed']}"
     assert ABOUT["config"] == MODEL.facts, "the model changed: record again"

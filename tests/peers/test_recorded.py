@@ -14,7 +14,7 @@ import pytest
 
 from plimsoll.framework.layout import flatten
 from tools.peers import ours
-from tools.peers.families import FAMILIES, ROTARY, ROTARY_POSITIONS, Family
+from tools.peers.families import FAMILIES, ROTARY, ROTARY_POSITIONS, PeerFamily
 from tools.peers.recording import FOLDER, load
 
 LIMIT = 1e-5
@@ -30,7 +30,7 @@ TRAINING = {name: FLAT if variant is LOOP else LOOP for name, variant in GRADIEN
 def setup(name, **options):
     """Return (program, our parameters, recorded inputs, recorded results)."""
     inputs, results = load(FOLDER / f"{name}.npz")
-    program = ours.program_of(ours.experiment(FAMILIES[name], **options))
+    program = ours.build_program(ours.experiment(FAMILIES[name], **options))
     return program, ours.parameters(FAMILIES[name], program.experiment.model, results.weights), inputs, results
 
 
@@ -56,9 +56,9 @@ def test_logits_and_gradients(name, variant):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_packed_document_is_as_if_alone(name):
+def test_packed_documents_equal_separate_documents(name):
     program, params, inputs, theirs = setup(name)
-    batch = inputs.packed_batch()
+    batch = inputs.pack_batch()
     used = batch["weights"] > 0
     logits = ours.logits(program, params, batch)
     assert np.isfinite(logits).all()
@@ -71,7 +71,7 @@ def test_each_packed_document_is_as_if_alone(name):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("name", "variant"), TRAINING.items())
-def test_ten_steps_of_adamw(name, variant):
+def test_ten_adamw_steps(name, variant):
     program, params, inputs, theirs = setup(name, **VARIANTS[variant])
     losses, moved = ours.train(program, params, inputs)
     np.testing.assert_allclose(losses, theirs.losses, rtol=LIMIT)
@@ -91,11 +91,11 @@ def test_rotary_tables(name):
     with np.load(FOLDER / "rotary.npz") as file:
         query, expected, their_error = (file[f"{name}:{key}"] for key in ("query", "rotated", "float32_error"))
     with jax.enable_x64(True):
-        exact = ours.rotated(head_dim, theta, scaling, positions, query)
+        exact = ours.rotate(head_dim, theta, scaling, positions, query)
     assert exact.dtype == np.float64
     # An angle of 1e5 radians has a rounding error of 1.5e-11.
     np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-10)
-    rounded = ours.rotated(head_dim, theta, scaling, positions, query.astype(np.float32))
+    rounded = ours.rotate(head_dim, theta, scaling, positions, query.astype(np.float32))
     assert rounded.dtype == np.float32
     # float32 angles lose digits as positions grow; ours lose no more than those of transformers.
     assert (np.abs(rounded - expected).max(axis=1) <= 2 * their_error + 1e-6).all()
@@ -114,7 +114,7 @@ def test_scaled_tables_differ_from_plain_ones():
         assert ((ratio > 1.01) & (ratio < scaling["factor"] / 1.01)).any(), name
 
 
-def test_recorded_files_are_of_these_families_and_small():
+def test_recorded_files_cover_these_families_and_are_small():
     about = json.loads((FOLDER / "recorded.json").read_text())
     assert about["versions"].keys() >= {"torch", "transformers"}
     assert about["command"] == f"python -m tools.record_peers --seed={about['seed']}"
@@ -147,7 +147,7 @@ def test_a_forgotten_tensor_is_an_error():
     with pytest.raises(ValueError, match=r"q_proj\.bias"):
         ours.to_ours(family, extra)
     _, gpt2 = load(FOLDER / "gpt2.npz")
-    fused = Family("no keys", FAMILIES["gpt2"].facts)
+    fused = PeerFamily("no keys", FAMILIES["gpt2"].facts)
     del fused.places["stack/block0/attention/key/weight"]
     with pytest.raises(ValueError, match=r"c_attn\.weight"):
         ours.to_ours(fused, gpt2.weights)

@@ -13,20 +13,27 @@ import pytest
 from plimsoll import configs
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families.decoders import mixture
-from plimsoll.framework.objectives.thumbs import KTO
+from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.auto import allow, batch
-from plimsoll.framework.plan.auto.choice import Choice
-from plimsoll.framework.plan.auto.choosing import Chooser
-from plimsoll.framework.plan.auto.closed_forms import ClosedForms
-from plimsoll.framework.plan.auto.confirm import NoProgramError, confirmed
-from plimsoll.framework.plan.auto.room import Candidate, Limits, Room
-from plimsoll.framework.plan.auto.search import Search
-from plimsoll.framework.plan.auto.settings import changed, fixed_paths, flags, setting, value_of, with_settings
-from plimsoll.framework.plan.auto.space import Space
+from plimsoll.framework.plan.auto import allowed_changes, largest_batch
+from plimsoll.framework.plan.auto.branch_and_bound import SettingsSearch
+from plimsoll.framework.plan.auto.budget import Candidate, MemoryBudget, MemoryLimits
+from plimsoll.framework.plan.auto.compile_candidates import NoProgramError, confirm_fastest
+from plimsoll.framework.plan.auto.cost_model import CostModel
+from plimsoll.framework.plan.auto.search_space import SearchSpace
+from plimsoll.framework.plan.auto.settings import (
+    find_fixed_paths,
+    flags,
+    get_text,
+    select_changes,
+    setting,
+    with_settings,
+)
+from plimsoll.framework.plan.auto.tuned_settings import TunedSettings
+from plimsoll.framework.plan.auto.tuner import Tuner
 from plimsoll.framework.plan.estimate import estimate
-from plimsoll.framework.plan.step_time.closed_form import closed_form_time
-from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.step_time.estimated_time import estimate_time
+from plimsoll.framework.plan.suggest import estimate_for_target
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
 
@@ -35,13 +42,13 @@ HOSTED = ("memory.optimizer_state", "memory.gradients", "memory.parameters", "me
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def small_llama(layers: int = 4) -> Config:
     """Return a small Llama; with one or two microbatches on one chip the search is short."""
-    config = configs.load("llama2-7b", shape_is_enough=True)
+    config = configs.load("llama2-7b", shape_only=True)
     config.model.stack.num_layers = layers
     config.model.dim = 512
     config.model.vocab_size = config.data.tokenizer.vocab_size = 1024
@@ -56,18 +63,18 @@ def traces(config_text: str, target: str) -> dict[Any, Any]:
     return {}
 
 
-def chooser(config: Config, target: str, device_mib: int, host_bytes: int = 2**40, **options: Any) -> Chooser:
-    found = Chooser(config, targets.resolve(target), device_bytes=device_mib * MIB, host_bytes=host_bytes, **options)
-    found.forms._traces = traces(config.to_json(), target)
+def tuner(config: Config, target: str, device_mib: int, host_bytes: int = 2**40, **options: Any) -> Tuner:
+    found = Tuner(config, targets.resolve(target), device_bytes=device_mib * MIB, host_bytes=host_bytes, **options)
+    found.cost_model._traces = traces(config.to_json(), target)
     return found
 
 
 def needs(config: Config, target: str) -> int:
     """Return the MiB of device memory that the unchanged config needs."""
-    return closed_form(config.instantiate(), targets.resolve(target)).peak_bytes // MIB
+    return estimate_for_target(config.instantiate(), targets.resolve(target)).peak_bytes // MIB
 
 
-def hosts(candidate: Candidate) -> bool:
+def offloads(candidate: Candidate) -> bool:
     return any("pinned_host" in text for _, text in candidate.settings)
 
 
@@ -75,41 +82,41 @@ def hosts(candidate: Candidate) -> bool:
 
 
 @pytest.mark.pairs
-def test_what_fits_is_left_as_it_is():
+def test_fitting_config_is_unchanged():
     config = small_llama()
-    candidate = chooser(config, "v5e-1", 64 * needs(config, "v5e-1")).propose()
+    candidate = tuner(config, "v5e-1", 64 * needs(config, "v5e-1")).propose()
     assert candidate is not None
-    assert not hosts(candidate)
+    assert not offloads(candidate)
     assert candidate.cost.moved == 0
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("target", ["v5e-1", "h100"])
-def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: str):
+def test_offloading_fills_the_device_up_to_its_limit(target: str):
     config = small_llama(layers=16)
-    state = chooser(config, target, 10**6).forms.cost(())
+    state = tuner(config, target, 10**6).cost_model.cost(())
     assert state is not None
     # Not even the state fits.
     device_mib = int(0.8 * state.state) // MIB
-    candidate = chooser(config, target, device_mib).propose()
+    candidate = tuner(config, target, device_mib).propose()
     assert candidate is not None
-    assert hosts(candidate)
+    assert offloads(candidate)
     assert 0.8 < candidate.peak / (device_mib * MIB) <= 0.98
 
 
 @pytest.mark.pairs
-def test_the_same_question_has_the_same_answer():
+def test_search_is_deterministic():
     config = small_llama()
     device_mib = 2 * needs(config, "v5e-1") // 3
-    first = chooser(config, "v5e-1", device_mib).propose()
-    again = chooser(config, "v5e-1", device_mib).propose()
+    first = tuner(config, "v5e-1", device_mib).propose()
+    again = tuner(config, "v5e-1", device_mib).propose()
     assert first == again
 
 
 @pytest.mark.pairs
-def test_what_training_computes_is_not_changed():
+def test_choice_does_not_change_training_results():
     config = small_llama()
-    choice = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3).propose()
+    choice = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3).propose()
     assert choice is not None
     changed_config = with_settings(config, choice.settings)
     assert changed_config.data == config.data
@@ -124,10 +131,10 @@ def test_nothing_is_faster_in_a_whole_small_space():
     config.data.global_batch_size = 16
     target = targets.resolve("v5e-4")
     device_mib = needs(config, "v5e-4") // 3
-    limits = Limits(device_mib * MIB, 2**40)
-    forms = ClosedForms(config, target)
-    room = Room(limits)
-    found = Search(forms, Space(config, target, frozenset()), room).run()
+    limits = MemoryLimits(device_mib * MIB, 2**40)
+    cost_model = CostModel(config, target)
+    budget = MemoryBudget(limits)
+    found = SettingsSearch(cost_model, SearchSpace(config, target, frozenset()), budget).run()
     assert found is not None
     meshes = [
         (),
@@ -136,14 +143,14 @@ def test_nothing_is_faster_in_a_whole_small_space():
     ]
     places = [(), ("memory.optimizer_state",), ("memory.optimizer_state", "memory.gradients"), HOSTED]
     best = float("inf")
-    for mesh, accumulate, remat, update, hosted in itertools.product(
+    for mesh, accumulate, remat, update, offloaded in itertools.product(
         meshes, (1, 2, 4), ("none", "dots", "full"), ("after_backward", "streamed"), places
     ):
         parts = [setting("learner.accumulate", accumulate), setting("memory.remat", remat)]
-        parts += [setting("memory.update", update), *(setting(path, "pinned_host") for path in hosted)]
-        settings = changed(config, (*mesh, *parts))
-        cost = forms.cost(settings)
-        if room.fits(settings, cost):
+        parts += [setting("memory.update", update), *(setting(path, "pinned_host") for path in offloaded)]
+        settings = select_changes(config, (*mesh, *parts))
+        cost = cost_model.cost(settings)
+        if budget.fits(settings, cost):
             assert cost is not None
             best = min(best, cost.seconds)
     assert best < float("inf")
@@ -158,17 +165,17 @@ def small_mixture() -> Config:
     return config
 
 
-def test_experts_are_cut_by_what_divides_them():
-    meshes = Space(small_mixture(), targets.resolve("v5e-4"), frozenset()).meshes()
-    expert_sizes = {value_of(mesh, "mesh.expert") for mesh in meshes if mesh}
+def test_expert_sharding_divides_the_expert_count():
+    meshes = SearchSpace(small_mixture(), targets.resolve("v5e-4"), frozenset()).meshes()
+    expert_sizes = {get_text(mesh, "mesh.expert") for mesh in meshes if mesh}
     assert expert_sizes == {"1", "2"}, "4 does not divide six experts"
     for mesh in meshes:
-        if value_of(mesh, "mesh.expert") == "2":
+        if get_text(mesh, "mesh.expert") == "2":
             sizes = [int(text) for _, text in mesh]
             assert math.prod(sizes) == 4
-            assert (value_of(mesh, "mesh.seq"), value_of(mesh, "mesh.model")) == ("1", "1")
-    dense_meshes = Space(small_llama(), targets.resolve("v5e-4"), frozenset()).meshes()
-    assert {value_of(mesh, "mesh.expert") for mesh in dense_meshes if mesh} == {"1"}
+            assert (get_text(mesh, "mesh.seq"), get_text(mesh, "mesh.model")) == ("1", "1")
+    dense_meshes = SearchSpace(small_llama(), targets.resolve("v5e-4"), frozenset()).meshes()
+    assert {get_text(mesh, "mesh.expert") for mesh in dense_meshes if mesh} == {"1"}
 
 
 @pytest.mark.parametrize(
@@ -185,21 +192,21 @@ def test_microbatches_are_chosen_where_they_change_no_number(router: dict[str, A
     config = small_mixture()
     for name, value in router.items():
         setattr(config.model.stack.pattern[0].mlp.router, name, value)
-    assert Space(config, targets.resolve("v5e-4"), frozenset()).accumulations(()) == counts
+    assert SearchSpace(config, targets.resolve("v5e-4"), frozenset()).accumulations(()) == counts
 
 
-def test_a_loss_of_a_microbatch_says_so():
+def test_microbatch_dependent_loss_declares_it():
     config = small_llama()
     assert not config.model.instantiate().stages["head"].depends_on_microbatches
     config.model.head.objective = config_for(KTO)
     assert config.model.instantiate().stages["head"].depends_on_microbatches
 
 
-def test_meshes_that_cut_experts_have_a_cost():
+def test_expert_sharding_costs_time():
     config = small_mixture()
-    forms = ClosedForms(config, targets.resolve("v5e-4"))
+    cost_model = CostModel(config, targets.resolve("v5e-4"))
     expert_mesh = tuple(setting(f"mesh.{axis}", size) for axis, size in {"data": 1, "fsdp": 2, "expert": 2}.items())
-    cost = forms.cost(changed(config, expert_mesh))
+    cost = cost_model.cost(select_changes(config, expert_mesh))
     assert cost is not None
     assert cost.seconds > 0
 
@@ -216,26 +223,26 @@ def test_experts_wait_for_their_weights_on_tpu():
     work = estimate(config.instantiate(), sizes, spec).work
     elements = 4 * 6 * 3 * 512 * 512
     parameter_bytes = jnp.dtype(config.model.param_dtype).itemsize
-    assert work.waited_received_bytes == 4 * elements * parameter_bytes * 3 / 4
-    time = closed_form_time(work, spec, 4, "bfloat16")
+    assert work.exposed_received_bytes == 4 * elements * parameter_bytes * 3 / 4
+    time = estimate_time(work, spec, 4, "bfloat16")
     assert time is not None
-    assert time.links >= work.waited_received_bytes / spec.ici_bytes_per_second
+    assert time.links >= work.exposed_received_bytes / spec.ici_bytes_per_second
     dense = small_llama()
     dense.data.global_batch_size = 16
-    assert estimate(dense.instantiate(), sizes, spec).work.waited_received_bytes == 0
+    assert estimate(dense.instantiate(), sizes, spec).work.exposed_received_bytes == 0
 
 
 @pytest.mark.pairs
-def test_too_small_hosts_are_told_from_too_small_devices():
+def test_error_distinguishes_host_from_device_memory():
     config = small_llama()
-    state = chooser(config, "v5e-1", 10**6).forms.cost(())
+    state = tuner(config, "v5e-1", 10**6).cost_model.cost(())
     assert state is not None
     device_mib = int(0.5 * state.state) // MIB
-    small_host = chooser(config, "v5e-1", device_mib, host_bytes=MIB)
+    small_host = tuner(config, "v5e-1", device_mib, host_bytes=MIB)
     assert small_host.propose() is None
     assert "of host memory, and a host has 1.00 MiB" in small_host.failure()
     assert "\n" not in small_host.failure()
-    tiny = chooser(config, "v5e-1", 1)
+    tiny = tuner(config, "v5e-1", 1)
     assert tiny.propose() is None
     assert "no settings fit that compute the same" in tiny.failure()
 
@@ -244,20 +251,20 @@ def test_too_small_hosts_are_told_from_too_small_devices():
 
 
 @pytest.mark.pairs
-def test_what_the_compiler_says_moves_the_choice():
+def test_compiled_peak_refines_the_choice():
     config = small_llama()
     device_mib = 2 * needs(config, "v5e-1") // 3
     asked: list[Candidate] = []
 
-    def compiled_bytes(candidate: Candidate) -> int:
+    def compile_candidate(candidate: Candidate) -> int:
         asked.append(candidate)
         return int(1.1 * candidate.cost.peak)
 
-    asking = chooser(config, "v5e-1", device_mib)
-    best = confirmed(asking, compiled_bytes)
+    asking = tuner(config, "v5e-1", device_mib)
+    best = confirm_fastest(asking, compile_candidate)
     assert best is not None
     assert 1 < len(asked) <= 5
-    assert asking.room.compiled[best.settings] <= 0.98 * device_mib * MIB
+    assert asking.budget.compiled[best.settings] <= 0.98 * device_mib * MIB
 
 
 @pytest.mark.pairs
@@ -265,13 +272,13 @@ def test_settings_without_a_program_are_left_out():
     config = small_llama()
     refused: list[Candidate] = []
 
-    def compiled_bytes(candidate: Candidate) -> int:
+    def compile_candidate(candidate: Candidate) -> int:
         if not refused:
             refused.append(candidate)
             raise NoProgramError("no")
         return candidate.cost.peak
 
-    best = confirmed(chooser(config, "v5e-1", needs(config, "v5e-1")), compiled_bytes)
+    best = confirm_fastest(tuner(config, "v5e-1", needs(config, "v5e-1")), compile_candidate)
     assert best is not None
     assert best.settings != refused[0].settings
 
@@ -279,39 +286,41 @@ def test_settings_without_a_program_are_left_out():
 # --- what is fixed and allowed ---------------------------------------------------------------------------------------
 
 
-def test_the_command_line_is_left_alone_and_so_is_a_config_that_asks_itself():
+def test_explicit_command_line_and_auto_configs_are_kept():
     config = small_llama()
     config.memory.remat = "full"
-    assert fixed_paths(config, ["memory.remat", "trainer.max_steps"]) == {"memory.remat"}
-    assert fixed_paths(config, ()) == frozenset()
+    assert find_fixed_paths(config, ["memory.remat", "trainer.max_steps"]) == {"memory.remat"}
+    assert find_fixed_paths(config, ()) == frozenset()
     config.memory.auto = True
-    assert fixed_paths(config, ["memory.auto"]) == frozenset()
-    assert fixed_paths(config, ()) == {"memory.remat"}
+    assert find_fixed_paths(config, ["memory.auto"]) == frozenset()
+    assert find_fixed_paths(config, ()) == {"memory.remat"}
     config.mesh.data = 2
-    assert {"mesh.data", "mesh.model"} < fixed_paths(config, ())
+    assert {"mesh.data", "mesh.model"} < find_fixed_paths(config, ())
 
 
 @pytest.mark.pairs
 def test_fixed_fields_stay():
     config = small_llama()
     config.memory.remat = "full"
-    candidate = chooser(config, "v5e-1", needs(config, "v5e-1") // 2, fixed=frozenset({"memory.remat"})).propose()
+    candidate = tuner(config, "v5e-1", needs(config, "v5e-1") // 2, fixed=frozenset({"memory.remat"})).propose()
     assert candidate is not None
-    assert value_of(candidate.settings, "memory.remat") is None
+    assert get_text(candidate.settings, "memory.remat") is None
 
 
-def test_allowed_changes_are_those_of_the_names():
+def test_allowed_changes_match_their_names():
     config = small_llama()
-    assert allow.variants(config, (), ()) == [()]
-    variants = allow.variants(config, allow.names_of("moments,rounding,optimizer8bit"), ())
+    assert allowed_changes.list_variants(config, (), ()) == [()]
+    variants = allowed_changes.list_variants(
+        config, allowed_changes.parse_allowed("moments,rounding,optimizer8bit"), ()
+    )
     assert len(variants) == 6
     with_8bit = with_settings(config, variants[3])
     assert with_8bit.learner.optimizer.learning_rate == config.learner.optimizer.learning_rate
     assert with_8bit.learner.optimizer.weight_decay == 0.1
     with_8bit.instantiate()
-    assert allow.variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
+    assert allowed_changes.list_variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
     with pytest.raises(ConfigError, match="did you mean 'moments'"):
-        allow.names_of("moment")
+        allowed_changes.parse_allowed("moment")
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
@@ -320,14 +329,14 @@ def test_allowed_changes_are_those_of_the_names():
 def test_the_largest_microbatch_fits_and_the_next_does_not():
     config = small_llama()
     config.data.global_batch_size = 8
-    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=batch.FIXED)
+    asking = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=largest_batch.FIXED)
     candidate = asking.propose()
     assert candidate is not None
     ((path, count),) = candidate.settings
     assert path == "learner.accumulate"
     fewer = (setting("learner.accumulate", int(count) // 2),)
-    assert not asking.room.fits(fewer, asking.forms.cost(fewer))
-    microbatch, whole = batch.notes(asking, candidate)
+    assert not asking.budget.fits(fewer, asking.cost_model.cost(fewer))
+    microbatch, whole = largest_batch.describe_largest_batch(asking, candidate)
     assert f"{8 // int(count)} rows per device" in microbatch
     assert "data.global_batch_size=" in whole
 
@@ -337,11 +346,11 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
 
 def test_a_choice_goes_through_json():
     config = small_llama()
-    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3)
+    asking = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3)
     candidate = asking.propose()
     assert candidate is not None
     choice = asking.choice(candidate, ["a note"])
-    assert Choice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
+    assert TunedSettings.from_json(json.loads(json.dumps(choice.to_json()))) == choice
     assert choice.neighbors
     assert all(neighbor.reason for neighbor in choice.neighbors)
 
@@ -370,7 +379,7 @@ def test_a_bad_flag_is_one_line(argv: list[str], message: str, capsys: pytest.Ca
 
 
 @pytest.mark.pairs
-def test_the_verb_prints_overrides_and_answers_again_from_disk(
+def test_verb_prints_overrides_and_reuses_the_stored_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     argv = ["--config=stdlib-tiny", "--target=cpu:1", "--auto", "--step_only", "--device_memory_gib=0.08"]
@@ -382,13 +391,15 @@ def test_the_verb_prints_overrides_and_answers_again_from_disk(
     assert report["fits"]
     assert report["auto"]["compiled"]
     assert report["device_allocated_bytes"] == report["auto"]["peak"]
-    monkeypatch.setattr("plimsoll.framework.plan.auto.answer.Chooser", lambda *_, **__: pytest.fail("searched again"))
-    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr("plimsoll.framework.plan.auto.autotune.Tuner", lambda *_, **__: pytest.fail("searched again"))
+    monkeypatch.setattr(
+        "plimsoll.framework.plan.build_report.compile_report", lambda *_, **__: pytest.fail("compiled again")
+    )
     assert plan.main(argv) == 0
     assert capsys.readouterr().out == first
 
 
-def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
+def test_impossible_fit_is_one_line(capsys: pytest.CaptureFixture):
     argv = ["--config=gpt2-124m", "--target=cpu:1", "--auto", "--estimate", "--device_memory_gib=0.01"]
     assert plan.main(argv) == ExitCode.TOO_BIG
     out = capsys.readouterr().out
@@ -397,18 +408,18 @@ def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.pairs
-def test_what_the_link_hides_costs_nothing():
+def test_overlapped_transfers_cost_nothing():
     """Time is not linear in the number of offloaded layers: transfers that matrix products hide cost nothing."""
     config = configs.load("llama3-8b")
     config.data.global_batch_size = 8
     target = targets.resolve("h100")
-    chooser = Chooser(config, target, device_bytes=target.limit_bytes, host_bytes=128 << 30)
-    best = chooser.propose()
+    tuner = Tuner(config, target, device_bytes=target.limit_bytes, host_bytes=128 << 30)
+    best = tuner.propose()
     assert best is not None
     values = {"learner.accumulate": "8", "memory.update": "layer_programs", "memory.optimizer_state": "pinned_host"}
     values["memory.gradients"] = "pinned_host:24"
-    rival = changed(config, [setting(path, value) for path, value in values.items()])
-    cost = chooser.forms.cost(rival)
+    rival = select_changes(config, [setting(path, value) for path, value in values.items()])
+    cost = tuner.cost_model.cost(rival)
     assert cost is not None
-    assert chooser.room.fits(rival, cost)
+    assert tuner.budget.fits(rival, cost)
     assert best.cost.seconds <= 1.01 * cost.seconds

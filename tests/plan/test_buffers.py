@@ -8,7 +8,7 @@ import pytest
 
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.plan import buffers
-from plimsoll.framework.plan.compiled import compile_for, refused
+from plimsoll.framework.plan.compilation import compile_for, parse_refusal
 
 MIB = 1 << 20
 
@@ -18,16 +18,16 @@ def dump(tmp_path: Path, f, *shapes: tuple[int, ...], **options):
     return jax.jit(f, **options).lower(*arguments).compile(compiler_options={buffers.DUMP_OPTION: str(tmp_path)})
 
 
-def test_a_chain_of_products_holds_two(tmp_path: Path):
+def test_chained_products_keep_two_alive(tmp_path: Path):
     # a @ a -> b, b @ b -> c, c @ a -> out. While c is computed, b is alive; the argument and the result always are.
     dump(tmp_path, lambda a: ((a @ a) @ (a @ a)) @ a, (512, 512))
-    found = buffers.read(tmp_path)
+    found = buffers.read_dump(tmp_path)
     assert list(found.parameters.values()) == [MIB]
     assert found.output_bytes == MIB
     assert found.live_bytes == pytest.approx(4 * MIB, abs=8192) or found.live_bytes == pytest.approx(3 * MIB, abs=8192)
 
 
-def test_the_peak_is_the_sum_of_what_is_alive_and_xlas_total(tmp_path: Path):
+def test_peak_equals_the_live_buffers_and_xlas_total(tmp_path: Path):
     def f(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:
             def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -38,7 +38,7 @@ def test_the_peak_is_the_sum_of_what_is_alive_and_xlas_total(tmp_path: Path):
         return w - jax.grad(loss)(w)
 
     compiled = dump(tmp_path, f, (8, 256, 256), (1024, 256), donate_argnums=0)
-    stats, found = compiled.memory_analysis(), buffers.read(tmp_path)
+    stats, found = compiled.memory_analysis(), buffers.read_dump(tmp_path)
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     assert found.live_bytes + found.gap_bytes == pytest.approx(total + stats.temp_size_in_bytes, abs=8192)
     assert 0 <= found.gap_bytes < 0.2 * found.heap_bytes
@@ -48,7 +48,7 @@ def test_the_peak_is_the_sum_of_what_is_alive_and_xlas_total(tmp_path: Path):
 
 def test_no_dump_is_an_error(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="the compiler left no"):
-        buffers.read(tmp_path)
+        buffers.read_dump(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_the_compilers_refusal(message: str, needed: int | None):
     error = jax.errors.JaxRuntimeError(message)
     if needed is None:
         with pytest.raises(jax.errors.JaxRuntimeError, match=message.partition("(")[0]):
-            refused(error)
+            parse_refusal(error)
     else:
-        assert refused(error) == (needed, message)
+        assert parse_refusal(error) == (needed, message)
 
 
-def test_hosted_arguments_are_not_the_devices():
+def test_offloaded_arguments_are_not_device_bytes():
     compiled = jax.jit(lambda a: a + 1.0).lower(jax.ShapeDtypeStruct((256, 1024), jnp.float32))
-    resident, hosted = compile_for(compiled, "cpu"), compile_for(compiled, "cpu", hosted=HostBytes(arguments=MIB))
-    assert resident.argument - hosted.argument == MIB
-    assert resident.peak - hosted.peak == MIB
+    resident, offloaded = compile_for(compiled, "cpu"), compile_for(compiled, "cpu", offloaded=HostBytes(arguments=MIB))
+    assert resident.argument - offloaded.argument == MIB
+    assert resident.peak - offloaded.peak == MIB

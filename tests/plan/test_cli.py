@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.plan import guard, target_table, targets
+from plimsoll.framework.plan import device_budget, target_table, targets
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
 from tests.support import small
@@ -24,40 +24,42 @@ ONE_ROW = "--config.data.global_batch_size=1"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def isolated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text")
     return tmp_path / "cache" / "plimsoll" / "plans"
 
 
-def planned(tmp_path: Path, *flags: str) -> tuple[int, Any]:
+def run_plan(tmp_path: Path, *flags: str) -> tuple[int, Any]:
     path = tmp_path / "plan.json"
     code = plan.main([TINY, f"--json={path}", *flags])
     return code, json.loads(path.read_text())
 
 
 @pytest.mark.pairs
-def test_a_plan_is_printed_and_written_and_asked_again_at_once(
-    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_plan_is_printed_written_and_cached(
+    tmp_path: Path, isolated_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     flags = ["--target=cpu:2", "--step_only", ONE_LAYER]
     monkeypatch.setattr(targets.Target, "compiler_notes", ["compiled for another architecture"])
-    code, report = planned(tmp_path, *flags)
+    code, report = run_plan(tmp_path, *flags)
     assert code == 0
     assert report["fits"]
     text = capsys.readouterr().out
     assert "fits: " in text
     assert "optimizer state" in text
     assert "compiled for another architecture" in text
-    assert len(list(own_cache.iterdir())) == 1
-    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
-    assert planned(tmp_path, *flags) == (0, report)
+    assert len(list(isolated_cache.iterdir())) == 1
+    monkeypatch.setattr(
+        "plimsoll.framework.plan.build_report.compile_report", lambda *_, **__: pytest.fail("compiled again")
+    )
+    assert run_plan(tmp_path, *flags) == (0, report)
 
 
 def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     # Overrides the compiler of this machine, if it has one.
-    monkeypatch.setattr(targets, "cuda_here", lambda: 13)
-    monkeypatch.setattr(target_table, "cuda_here", lambda: 13)
+    monkeypatch.setattr(targets, "installed_cuda", lambda: 13)
+    monkeypatch.setattr(target_table, "installed_cuda", lambda: 13)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     assert plan.main(["--targets"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
@@ -68,7 +70,7 @@ def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pyte
     assert row_by_name["v100-16"][4:] == ["f16", "125", "898", "150", "16", "CUDA", "13,", "as", "7.5"]
     # A v4 core, which is a separate device only in ahead-of-time compilation, has no row.
     assert [line[0] for line in lines].count("v4") == 1
-    monkeypatch.setattr(targets, "cuda_here", lambda: None)
+    monkeypatch.setattr(targets, "installed_cuda", lambda: None)
     plan.main(["--targets"])
     assert "1008          -     32     estimate\n" in capsys.readouterr().out
 
@@ -85,22 +87,22 @@ def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pyte
         ([TINY, "--target=4090x12"], "error: target '4090x12': not a size; nearest: rtx4090x8, rtx4090x16"),
     ],
 )
-def test_a_target_that_is_none_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
+def test_invalid_target_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
     assert plan.main(argv) == ExitCode.USAGE
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1
 
 
-def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_key_includes_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
     def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> dict[str, Any]:
         seen.append((config.model.head.tied, target.name, limit))
         return {"fits": True}
 
-    monkeypatch.setattr("plimsoll.framework.plan.plan.plan", fake)
-    monkeypatch.setattr("plimsoll.framework.plan.report.sections", lambda _: [])
+    monkeypatch.setattr("plimsoll.framework.plan.build_report.compile_report", fake)
+    monkeypatch.setattr("plimsoll.framework.plan.report_tables.sections", lambda _: [])
     for flags in (
         ["--target=cpu:1"],
         ["--target=cpu:1"],
@@ -110,7 +112,7 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
         ["--target=cpu:2", "--device_memory_gib=3", "--config.model.head.tied=False", "--step_only"],
         ["--target=cpu:2", "--device_memory_gib=3", "--config.model.head.tied=False", "--fresh"],
     ):
-        assert planned(tmp_path, *flags)[0] == 0
+        assert run_plan(tmp_path, *flags)[0] == 0
     assert len(seen) == 6
     assert seen[-1] == (False, "cpu-2", 3 << 30)
 
@@ -118,7 +120,7 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
 @pytest.mark.pairs
 def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
     flags = ["--target=cpu:1", "--estimate", "--device_memory_gib=0.0001", ONE_LAYER, ONE_ROW]
-    code, report = planned(tmp_path, *flags)
+    code, report = run_plan(tmp_path, *flags)
     assert code == ExitCode.TOO_BIG == 4
     assert not report["fits"]
     assert report["device_limit_bytes"] == int(0.0001 * 2**30)
@@ -126,12 +128,12 @@ def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.pairs
-def test_a_verdict_alone_has_no_settings_that_fit(tmp_path: Path):
+def test_verdict_only_mode_lists_no_fitting_settings(tmp_path: Path):
     flags = ["--target=cpu:1", "--estimate", ONE_LAYER]
-    _, report = planned(tmp_path, *flags)
+    _, report = run_plan(tmp_path, *flags)
     flags.append(f"--device_memory_gib={0.9 * report['device_peak_bytes'] / 2**30}")
-    with_settings = planned(tmp_path, *flags)
-    alone = planned(tmp_path, *flags, "--verdict_only")
+    with_settings = run_plan(tmp_path, *flags)
+    alone = run_plan(tmp_path, *flags, "--verdict_only")
     assert with_settings[0] == alone[0] == ExitCode.TOO_BIG
     assert with_settings[1]["suggestions"]
     assert not alone[1]["suggestions"]
@@ -142,7 +144,7 @@ def test_a_verdict_alone_has_no_settings_that_fit(tmp_path: Path):
 def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture):
     compare = ["--compare=memory.remat=none,full", "--compare=learner.accumulate=1;2"]
     page = tmp_path / "plan.html"
-    code, reports = planned(tmp_path, "--target=v5e-4", "--estimate", f"--html={page}", *compare)
+    code, reports = run_plan(tmp_path, "--target=v5e-4", "--estimate", f"--html={page}", *compare)
     assert code == 0
     assert [one["settings"] for one in reports] == [
         [f"memory.remat={remat}", f"learner.accumulate={count}"] for remat in ("none", "full") for count in (1, 2)
@@ -162,11 +164,11 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
     ("row", "is_larger"),
     [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)],
 )
-def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_path: Path):
+def test_plan_with_user_data(row: dict[str, str], is_larger: bool, tmp_path: Path):
     data = tmp_path / "rows.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 20)
     page = tmp_path / "plan.html"
-    code, report = planned(
+    code, report = run_plan(
         tmp_path, "--target=cpu:1", "--estimate", "--step_only", f"--html={page}", f"--data={data}", ONE_LAYER
     )
     assert code == 0
@@ -174,7 +176,7 @@ def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_pa
     # Both commands on the page also use this data.
     assert page.read_text().count(f"--data={data}") >= 2
     # The batch of pairs also has the arrays of its objective and of the reference model.
-    _, plain = planned(tmp_path, "--target=cpu:1", "--estimate", "--step_only", ONE_LAYER)
+    _, plain = run_plan(tmp_path, "--target=cpu:1", "--estimate", "--step_only", ONE_LAYER)
     assert (report["device_peak_bytes"] > plain["device_peak_bytes"]) == is_larger
 
 
@@ -196,10 +198,10 @@ def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_pa
         (["--target=cpu:8", "--estmate"], "did you mean '--estimate'"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_compiled(
+def test_user_errors_come_before_compilation(
     flags: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("plimsoll.framework.plan.plan.compile_step", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.plan.build_report.compile_step", lambda *_: pytest.fail("compiled"))
     assert plan.main([TINY, *flags]) == 2
     error = capsys.readouterr().err
     assert words in error
@@ -239,7 +241,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
 # --- launch.train ----------------------------------------------------------------------------------------------------
 
 
-def test_train_refuses_what_does_not_fit_before_it_makes_anything(
+def test_train_refuses_oversized_configs_before_writing_files(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("plimsoll.framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
@@ -253,11 +255,11 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
-def test_what_the_compiler_refuses_cannot_be_forced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(guard, "suggestions", lambda *_: [])
+def test_force_does_not_override_a_compiler_refusal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_budget, "suggestions", lambda *_: [])
     config = small.experiment(small.llama())
-    need = guard.Need(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
-    text = guard.refusal(config, small.program(config), need, limit=200)
+    need = device_budget.MemoryNeed(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
+    text = device_budget.explain_refusal(config, small.program(config), need, limit=200)
     assert text is not None
     assert "the compiler says: RESOURCE_EXHAUSTED" in text
     assert text.endswith("nothing was started; `plimsoll plan` shows every buffer")

@@ -12,42 +12,49 @@ from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.layers import attention
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.estimate import estimate, least_bytes
-from plimsoll.framework.plan.jaxprs import flops
-from plimsoll.framework.plan.liveness import Rules, most_held
-from plimsoll.framework.plan.local_step import trace
-from plimsoll.framework.plan.report import KEYS
-from plimsoll.framework.plan.sectioned import Sectioned
+from plimsoll.framework.plan.jaxpr_analysis import flops
+from plimsoll.framework.plan.liveness import CompilerRules, find_peak_bytes
+from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.program.program import Program
 from plimsoll.launch.cli import apply_overrides
 
 B, D, F, L = 64, 32, 128, 6
 
 
-def held(function, *shapes, rules=Rules()):
-    return most_held(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes)).jaxpr, rules)
+def peak_bytes_of_function(function, *shapes, rules=CompilerRules()):
+    return find_peak_bytes(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes)).jaxpr, rules)
 
 
 def layers(h, ws):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0]
 
 
-def test_products_are_stored_and_what_is_elementwise_takes_their_place():
-    two = held(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
+def test_products_are_stored_and_elementwise_ops_reuse_buffers():
+    two = peak_bytes_of_function(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
     assert two.total() == 4 * (B * F + B * D)
     # A residual stream: x + f(x) needs x, which is an argument and not counted, and one result that is added in place.
-    assert held(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).total() == 4 * (B * F + B * D)
+    assert peak_bytes_of_function(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).total() == 4 * (
+        B * F + B * D
+    )
 
 
-def test_a_loop_holds_its_carry_and_the_result_of_one_iteration():
-    assert held(layers, (B, D), (L, D, D)).total() == 4 * (2 * B * D + D * D)  # a slice of the weights is a copy
+def test_loop_holds_its_carry_and_one_iterations_result():
+    assert peak_bytes_of_function(layers, (B, D), (L, D, D)).total() == 4 * (
+        2 * B * D + D * D
+    )  # a slice of the weights is a copy
 
 
-def test_the_backward_pass_holds_what_the_forward_keeps_of_every_layer():
+def test_backward_holds_the_residuals_from_every_layer():
     def gradient(h, ws):
         return jax.grad(lambda ws: jnp.sum(layers(h, ws)))(ws)
 
-    more = held(gradient, (B, D), (2 * L, D, D)).total() - held(gradient, (B, D), (L, D, D)).total()
+    more = (
+        peak_bytes_of_function(gradient, (B, D), (2 * L, D, D)).total()
+        - peak_bytes_of_function(gradient, (B, D), (L, D, D)).total()
+    )
     kept = more - L * D * D * 4  # the gradients, which have the weights' shape
     of_tanh = jax.tree.leaves(jax.vjp(jnp.tanh, jnp.ones((B, D)))[1])  # tanh; jax 0.10 also keeps 1 - tanh
     assert kept == L * 4 * (1 + len(of_tanh)) * B * D  # 1: the product's input
@@ -60,7 +67,9 @@ def test_xla_counts_the_same_for_products_in_a_row():
     shapes = (256, 64), (64, 512), (512, 1024), (1024, 64)
     stats = jax.jit(chain).lower(*(jnp.ones(shape) for shape in shapes)).compile().memory_analysis()
     assert stats is not None
-    assert held(chain, *shapes).total() == stats.temp_size_in_bytes  # at the second product, before the result exists
+    assert (
+        peak_bytes_of_function(chain, *shapes).total() == stats.temp_size_in_bytes
+    )  # at the second product, before the result exists
 
 
 def load(name, *settings):
@@ -70,36 +79,42 @@ def load(name, *settings):
     return config.instantiate()
 
 
-def of(experiment, devices, machine):
+def estimate_on(experiment, devices, machine):
     return estimate(experiment, experiment.mesh.resolve(devices), spec_for(machine))
 
 
 @pytest.mark.pairs
 def test_the_state_is_exact():
-    found = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
+    found = estimate_on(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096  # sharded over fsdp
     norms = 65 * 4096  # replicated
     assert found.breakdown["parameters"] == 2 * matrices // 16 + 2 * norms
     counters = 4 * (2 * (1 + 32 + 1) + 1 + 32 + 1)  # one optimizer per stage, layer and rule
     assert found.breakdown["optimizer_state"] == pytest.approx(12 * matrices // 16 + 12 * norms, abs=4 * counters)
     assert found.breakdown["batch"] == 3 * 4 * 4096
-    assert tuple(found.breakdown) == tuple(found.host_breakdown) == KEYS
+    assert tuple(found.breakdown) == tuple(found.host_breakdown) == BREAKDOWN_KEYS
     assert found.peak_bytes == sum(found.breakdown.values())
 
 
 @pytest.mark.pairs
 def test_optimizer_state_in_host_memory_is_counted_there():
-    resident = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
-    hosted = of(load("llama2-7b", "data.global_batch_size=16", "memory.optimizer_state=pinned_host"), 16, "v5e")
-    assert hosted.host_bytes == hosted.host_breakdown["optimizer_state"] > 0.99 * resident.breakdown["optimizer_state"]
-    assert hosted.breakdown["optimizer_state"] + hosted.host_bytes == resident.breakdown["optimizer_state"]
+    resident = estimate_on(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
+    offloaded = estimate_on(
+        load("llama2-7b", "data.global_batch_size=16", "memory.optimizer_state=pinned_host"), 16, "v5e"
+    )
+    assert (
+        offloaded.host_bytes
+        == offloaded.host_breakdown["optimizer_state"]
+        > 0.99 * resident.breakdown["optimizer_state"]
+    )
+    assert offloaded.breakdown["optimizer_state"] + offloaded.host_bytes == resident.breakdown["optimizer_state"]
 
 
 @pytest.mark.pairs
-def test_what_would_not_fit_is_selected_one_after_the_other():
+def test_estimate_matches_the_compiler_for_llama2_7b():
     """Llama 2 7B on eight chips: the real compiler needs 12.32 GiB (docs/plan.md) of the device's 15.75."""
     settings = ["memory.remat=full", "data.global_batch_size=8", "memory.optimizer_state=pinned_host"]
-    assert of(load("llama2-7b", *settings), 8, "v5e").peak_bytes == pytest.approx(12.32 * 2**30, rel=0.2)
+    assert estimate_on(load("llama2-7b", *settings), 8, "v5e").peak_bytes == pytest.approx(12.32 * 2**30, rel=0.2)
 
 
 @pytest.mark.pairs
@@ -111,29 +126,29 @@ def test_weights_and_inputs_in_host_memory():
     away = [f"memory.{field}=pinned_host" for field in ("gradients", "optimizer_state", "parameters", "activations")]
     settings = ["memory.update=streamed", *away, "memory.remat=full", "data.seq_len=2048", "data.global_batch_size=1"]
     for name, layers, width, compiled in (("llama2-7b", 32, 4096, 1.231), ("llama2-13b", 40, 5120, 1.635)):
-        found = of(load(name, *settings), 1, "v5e")
+        found = estimate_on(load(name, *settings), 1, "v5e")
         assert found.peak_bytes == pytest.approx(compiled * 2**30, rel=0.15)
         assert found.host_breakdown["activations"] == layers * 2048 * width * 2
         assert found.breakdown["parameters"] < 1 << 20  # vectors
         assert found.host_breakdown["parameters"] == found.host_breakdown["gradients"]
-    kept = of(load("llama2-7b", *(setting for setting in settings if "activations" not in setting)), 1, "v5e")
+    kept = estimate_on(load("llama2-7b", *(setting for setting in settings if "activations" not in setting)), 1, "v5e")
     assert kept.breakdown["activations"] > 32 * 2048 * 4096 * 2
     assert kept.host_breakdown["activations"] == 0
 
 
 @pytest.mark.pairs
-def test_full_remat_keeps_one_input_of_each_layer():
+def test_full_remat_saves_one_input_per_layer():
     def activations(count):
         settings = (f"model.stack.num_layers={count}", "data.global_batch_size=8", "memory.remat=full")
-        return of(load("llama2-7b", *settings), 8, "h200").breakdown["activations"]
+        return estimate_on(load("llama2-7b", *settings), 8, "h200").breakdown["activations"]
 
     assert activations(8) - activations(4) == 4 * 4096 * 4096 * 2
 
 
 @pytest.mark.pairs
-def test_less_is_kept_the_more_is_recomputed():
+def test_saved_bytes_fall_as_recomputation_grows():
     def activations(*settings):
-        return of(load("gpt2-350m", "data.global_batch_size=16", *settings), 4, "v6e").breakdown["activations"]
+        return estimate_on(load("gpt2-350m", "data.global_batch_size=16", *settings), 4, "v6e").breakdown["activations"]
 
     policies = ["none", "dots", "save:query,key,value,attention", "full"]
     sizes = [activations(f"memory.remat={policy}") for policy in policies]
@@ -144,9 +159,9 @@ def test_less_is_kept_the_more_is_recomputed():
 
 
 @pytest.mark.pairs
-def test_score_matrices_count_where_no_kernel_serves():
+def test_score_matrices_count_without_an_attention_kernel():
     flash, scores = (
-        of(
+        estimate_on(
             load("gpt2-124m", "data.global_batch_size=4", f"model.stack.pattern.0.attention.implementation={kernel}"),
             4,
             "h200",
@@ -173,7 +188,9 @@ def test_the_compiler_agrees(name, devices, settings):
     program = Program(experiment, jax.devices()[:devices])
     stats = program.compiled_step.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    assert of(experiment, devices, "cpu").peak_bytes == pytest.approx(total + stats.temp_size_in_bytes, rel=0.2)
+    assert estimate_on(experiment, devices, "cpu").peak_bytes == pytest.approx(
+        total + stats.temp_size_in_bytes, rel=0.2
+    )
 
 
 class Twice(Linear):
@@ -184,26 +201,26 @@ class Twice(Linear):
 
 
 @pytest.mark.pairs
-def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
+def test_tracing_user_layers_leaves_the_experiment_unchanged():
     config = configs.load("nanogpt-cpu")
     config.model.stack.pattern[0].mlp.linear = config_for(Twice, bias=True)
     config.model.vocab_size = 260
     experiment = config.instantiate()
-    layers = [layer for layer in experiment.model.stack.unit.walk() if isinstance(layer, attention.Attention)]
+    layers = [layer for layer in experiment.model.stack.pattern.walk() if isinstance(layer, attention.Attention)]
     num_heads = [layer.num_heads for layer in layers]
     # With two shards, the trace's copies of the layers have half of the heads.
-    jaxpr = trace(Sectioned(experiment), {**experiment.mesh.resolve(1), "model": 2}, "cpu")
+    jaxpr = trace(SplitExperiment(experiment), {**experiment.mesh.resolve(1), "model": 2}, "cpu")
     assert [layer.num_heads for layer in layers] == num_heads
     assert "concatenate" in str(jaxpr)
     assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0
 
 
 @pytest.mark.pairs
-def test_what_does_not_divide_is_refused():
+def test_indivisible_sizes_are_refused():
     with pytest.raises(ValueError, match=r"mesh\.model = 3 does not divide num_kv_heads = 32"):
-        of(load("llama2-7b", "mesh.model=3"), 12, "v5e")
+        estimate_on(load("llama2-7b", "mesh.model=3"), 12, "v5e")
     with pytest.raises(ValueError, match=r"nearest global_batch_size: \[8, 16\]"):
-        of(load("llama2-7b", "data.global_batch_size=12"), 8, "v5e")
+        estimate_on(load("llama2-7b", "data.global_batch_size=12"), 8, "v5e")
 
 
 WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "data.global_batch_size=4")
@@ -211,17 +228,17 @@ WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "d
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
-def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
+def test_recomputation_flops_match_the_compiler(remat, monkeypatch):
     # XLA counts a loop as one iteration, so the stack is unrolled.
     monkeypatch.setattr(Stack, "is_unrolled", lambda stack, policy: True)
     experiment = load("nanogpt-cpu", *WORK, "model.stack.num_layers=2", "model.stack.unroll=0", f"memory.remat={remat}")
     program = Program(experiment, jax.devices()[:1])
     by_xla = program.traced_step.lower().compile().cost_analysis()["flops"]
-    assert of(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)
+    assert estimate_on(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"expert": 4}, {"fsdp": 2, "expert": 2, "model": 2}])
-def test_of_a_mixture_the_active_experts_count(mesh):
+def test_mixture_counts_only_active_experts(mesh):
     """Only the rows that an even router fills are counted, not the capacity."""
     devices = math.prod(mesh.values())
     settings = [f"mesh.{axis}={size}" for axis, size in {"data": 1, **mesh}.items()]
@@ -229,13 +246,13 @@ def test_of_a_mixture_the_active_experts_count(mesh):
     data = experiment.data
     expected = experiment.model.flops_per_token(data.seq_len) * data.global_batch_size * data.seq_len
     # Every device of the `model` axis routes all tokens of its group; the formula ignores the attention mask.
-    assert of(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
+    assert estimate_on(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.pairs
-def test_recomputation_is_the_products_of_the_stack_without_the_last():
+def test_recomputation_is_the_stacks_products_without_the_last():
     by_policy = {
-        remat: of(load("nanogpt-cpu", *WORK, f"memory.remat={remat}"), 1, "cpu").flops.flops
+        remat: estimate_on(load("nanogpt-cpu", *WORK, f"memory.remat={remat}"), 1, "cpu").flops.flops
         for remat in ("none", "full", "sqrt:2")
     }
     tokens, dim, hidden, units = 4 * 128, 256, 512, 4
@@ -259,18 +276,18 @@ def test_recomputation_is_the_products_of_the_stack_without_the_last():
         ("memory.update=streamed", "memory.remat=full", "mesh.data=8"),
     ],
 )
-def test_flops_are_those_of_the_traced_step_on_any_mesh(settings):
+def test_flops_match_the_traced_step_on_any_mesh(settings):
     experiment = load("nanogpt-cpu", "data.global_batch_size=16", *settings)
     traced = flops(Program(experiment, jax.devices()).traced_step.jaxpr).flops
-    assert of(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
+    assert estimate_on(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
 
 
 @pytest.mark.pairs
-def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients():
+def test_two_passes_count_the_same_work_in_layer_programs():
     settings = ("data.global_batch_size=16", "mesh.data=8", "learner.clip_mode=two_pass", "learner.clip=1.0")
     in_backward = load("nanogpt-cpu", "memory.update=in_backward", *settings)
     by_layers = load("nanogpt-cpu", "memory.update=layer_programs", "memory.gradients=none", *settings)
-    assert of(by_layers, 8, "cpu").flops == of(in_backward, 8, "cpu").flops
+    assert estimate_on(by_layers, 8, "cpu").flops == estimate_on(in_backward, 8, "cpu").flops
 
 
 @pytest.mark.pairs
@@ -290,7 +307,7 @@ def test_the_least_is_never_more_than_the_estimate(update):
 
 
 @pytest.mark.pairs
-def test_a_table_beside_layers_in_8_bits_is_updated_by_rows():
+def test_table_with_8bit_layers_is_updated_by_rows():
     # The layers' optimizer works on blocks of 256 elements, that of the float32 tables elementwise. Compiled for v5e-1,
     # 7.22 GiB are alive at the peak. If a table were one chunk, it would be 19.57 GiB.
     config = configs.load("llama3-8b")

@@ -9,18 +9,18 @@ import pytest
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.calibration import measure, store
-from plimsoll.framework.plan.calibration.rates import Curve, DeviceRates, assumed_cpu, assumed_gpu
+from plimsoll.framework.plan.calibration import measure, rates_store
+from plimsoll.framework.plan.calibration.device_rates import DeviceRates, TimeCurve, assume_cpu_rates, assume_gpu_rates
 from plimsoll.framework.plan.calibration.workloads import workloads
-from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time import Rates, count
-from plimsoll.framework.plan.step_time.compiled_time import time_of
-from plimsoll.framework.plan.step_time.count import Part
-from plimsoll.framework.plan.step_time.cpu import cpu_time
-from plimsoll.framework.plan.step_time.gpu import gpu_time
-from plimsoll.framework.plan.step_time.parts import PARTS, StepTime
-from plimsoll.framework.plan.step_time.tpu import tpu_time
+from plimsoll.framework.plan.step_time import TpuRates, count
+from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
+from plimsoll.framework.plan.step_time.cpu_time import cpu_time
+from plimsoll.framework.plan.step_time.gpu_time import gpu_time
+from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.time_breakdown import PARTS, StepTime
+from plimsoll.framework.plan.step_time.tpu_time import tpu_time
 from plimsoll.launch import calibrate, plan
 from tests.plan.test_step_time import RECORDED as TPU_STEP
 from tests.tools.test_gpu_program import RECORDED as GPU_STEP
@@ -30,11 +30,11 @@ FLOPS = 2 * SIDE**3
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def isolated_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def compiled_product():
+def compile_product():
     weights = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
     return compile_for(jax.jit(jnp.matmul).lower(weights, weights), "cpu")
 
@@ -43,7 +43,7 @@ def compiled_product():
 
 
 def test_a_curve_goes_through_its_points_and_keeps_the_last_rate():
-    curve = Curve(((10.0, 1.0), (1000.0, 4.0)))
+    curve = TimeCurve(((10.0, 1.0), (1000.0, 4.0)))
     assert curve.seconds(0) == 0
     assert curve.seconds(1) == 1.0
     assert curve.seconds(10) == pytest.approx(1.0)
@@ -52,8 +52,8 @@ def test_a_curve_goes_through_its_points_and_keeps_the_last_rate():
     assert curve.seconds(10_000) == pytest.approx(40.0)
 
 
-def test_a_curve_of_one_rate_has_a_start():
-    curve = Curve.of_rate(1e12, start=1e-6)
+def test_constant_rate_curve_has_a_startup_time():
+    curve = TimeCurve.from_rate(1e12, start=1e-6)
     assert curve.seconds(1e12) == pytest.approx(1.0, rel=0.01)
     assert curve.seconds(1.0) == pytest.approx(1e-6, rel=0.01)
 
@@ -61,9 +61,9 @@ def test_a_curve_of_one_rate_has_a_start():
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_product_on_cpu_takes_what_the_curve_says():
-    module = compiled_product().buffers.module
-    rates = assumed_cpu(cores=2)
+def test_cpu_matmul_time_follows_the_curve():
+    module = compile_product().buffers.module
+    rates = assume_cpu_rates(cores=2)
     seconds = cpu_time(module, rates, peak_bytes=1 << 30).products
     assert seconds == pytest.approx(rates.curve("product f32").seconds(FLOPS), rel=0.01)
 
@@ -72,23 +72,23 @@ def test_exponentials_on_cpu_cost_more_than_additions():
     def seconds(function):
         rows = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
         module = compile_for(jax.jit(function).lower(rows), "cpu").buffers.module
-        return cpu_time(module, assumed_cpu(cores=2), peak_bytes=1 << 30).others
+        return cpu_time(module, assume_cpu_rates(cores=2), peak_bytes=1 << 30).others
 
     assert seconds(lambda rows: jnp.exp(jnp.tanh(jnp.exp(rows)))) > 1.5 * seconds(lambda rows: rows + 1.0)
 
 
-def test_the_devices_of_a_cpu_share_its_cores():
-    product = compiled_product()
-    one = time_of([product], targets.resolve("cpu:1"), product.peak)
-    eight = time_of([product], targets.resolve("cpu:8"), product.peak)
+def test_cpu_devices_share_the_cores():
+    product = compile_product()
+    one = estimate_compiled_time([product], targets.resolve("cpu:1"), product.peak)
+    eight = estimate_compiled_time([product], targets.resolve("cpu:8"), product.peak)
     assert eight.matrix_units == pytest.approx(8 * one.matrix_units)
 
 
-def test_the_parts_of_a_tpu_program_are_those_of_the_count():
+def test_tpu_time_parts_match_the_count():
     module = Module(TPU_STEP.read_text())
-    rates = Rates.of(spec_for("v5e"))
+    rates = TpuRates.look_up(spec_for("v5e"))
     parts = tpu_time(module, rates)
-    counted = count([Part(module, 1)], rates)
+    counted = count([StepProgram(module, 1)], rates)
     not_hidden = (counted.not_hidden_at_all_links + counted.not_hidden_at_two_links) / 2
     whole = parts.products + parts.others + parts.links + parts.host_waits
     assert whole == pytest.approx(counted.middle + not_hidden)
@@ -96,9 +96,9 @@ def test_the_parts_of_a_tpu_program_are_those_of_the_count():
     assert parts.host_seconds > 0
 
 
-def test_a_gpu_takes_longer_than_the_least_time_of_its_kernels():
+def test_gpu_time_exceeds_the_sum_over_ideal_kernels():
     h100 = spec_for("h100")
-    rates = assumed_gpu(h100)
+    rates = assume_gpu_rates(h100)
     module = Module(GPU_STEP.read_text())
     time = gpu_time(module, h100, rates)
     flops_at_peak = sum(
@@ -109,13 +109,13 @@ def test_a_gpu_takes_longer_than_the_least_time_of_its_kernels():
 
 
 def gpu_kernels(module):
-    from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, kernels_of
+    from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, iter_kernels
 
-    return list(kernels_of(module, GpuRates.of(spec_for("h100"))))
+    return list(iter_kernels(module, GpuRates.look_up(spec_for("h100"))))
 
 
 def test_a_gpu_without_published_peaks_has_no_time():
-    assert assumed_gpu(spec_for("cpu")) is None
+    assert assume_gpu_rates(spec_for("cpu")) is None
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_utilization_and_rate_follow_from_the_seconds():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("flags", [["--estimate"], ["--step_only"]])
-def test_a_plan_ends_with_the_time_of_a_step(flags, tmp_path, capsys):
+def test_plan_ends_with_the_step_time(flags, tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert plan.main(["--config=nanogpt-cpu", "--target=cpu:1", f"--json={file}", *flags]) == 0
     time = json.loads(file.read_text())["time"]
@@ -153,7 +153,7 @@ def test_settings_are_compared_by_time_too(capsys):
 
 
 @pytest.mark.pairs
-def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
+def test_estimate_grows_with_recomputation(tmp_path):
     seconds = {}
     for remat in ("none", "full"):
         file = tmp_path / f"{remat}.json"
@@ -191,7 +191,7 @@ _EXPERTS = [
     ],
     ids=["in pieces", "by the unit", "Mixtral", "Qwen3"],
 )
-def test_the_closed_form_waits_as_long_as_the_compiled_step(tmp_path, words, part, waited, seconds):
+def test_estimated_waits_match_the_compiled_step(tmp_path, words, part, waited, seconds):
     """`waited` and `seconds` are seconds of the compiled programs, from the same commands without --estimate.
 
     They were recorded on 2026-11-26 with jax 0.10.2 and libtpu 0.0.42.1 (Qwen3's on 2026-11-25).
@@ -207,7 +207,7 @@ def test_the_closed_form_waits_as_long_as_the_compiled_step(tmp_path, words, par
 
 
 @pytest.mark.pairs
-def test_measured_rates_are_kept_and_used(monkeypatch, capsys):
+def test_measured_rates_are_stored_and_used(monkeypatch, capsys):
     few = {workload.kind: workload for workload in workloads("cpu")}
     smallest = [workload for workload in workloads("cpu") if workload.size < 1e5]
     kinds = {workload.kind for workload in smallest}
@@ -216,32 +216,32 @@ def test_measured_rates_are_kept_and_used(monkeypatch, capsys):
     monkeypatch.setattr(measure, "keep_freed_memory", lambda: False)
     assert calibrate.main([]) == 0
     assert "GB/s" in capsys.readouterr().out
-    rates = store.load("cpu")
+    rates = rates_store.load("cpu")
     assert rates.measured
     for kind in kinds:
         assert 1e7 < rates.curve(kind).rate(1e4) < 1e13, kind
-    product = compiled_product()
-    time = time_of([product], targets.resolve("cpu:1"), product.peak)
+    product = compile_product()
+    time = estimate_compiled_time([product], targets.resolve("cpu:1"), product.peak)
     assert "measured on" in time.basis
     assert calibrate.main(["--show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["device"] == "cpu"
 
 
-def test_a_machine_that_was_never_measured_is_told_how(capsys):
+def test_unmeasured_machine_gets_instructions(capsys):
     assert calibrate.main(["--show"]) == 2
     assert "plimsoll calibrate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"device": "cpu"}', '{"curves": {"memory": 3}}'])
-def test_a_damaged_file_of_rates_counts_as_none(text):
-    path = store.path_of("cpu")
+def test_damaged_rates_file_is_ignored(text):
+    path = rates_store.rates_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert store.load("cpu") is None
+    assert rates_store.load("cpu") is None
 
 
 def test_rates_survive_the_file():
-    rates = DeviceRates("cpu", {"memory": Curve(((1.0, 2.0),))}, measured="2026-11-24", versions={"jax": "0.10.2"})
-    store.save(rates)
-    assert store.load("cpu") == rates
-    assert math.isclose(store.load("cpu").curve("memory").seconds(1), 2.0)
+    rates = DeviceRates("cpu", {"memory": TimeCurve(((1.0, 2.0),))}, measured="2026-11-24", versions={"jax": "0.10.2"})
+    rates_store.save(rates)
+    assert rates_store.load("cpu") == rates
+    assert math.isclose(rates_store.load("cpu").curve("memory").seconds(1), 2.0)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plimsoll as pl
-from plimsoll.framework.plan.function_call import Call
+from plimsoll.framework.plan.function_call import FunctionCall
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
 
@@ -43,7 +43,7 @@ def arguments(width: int = 64, rows: int = 512) -> tuple[Any, Any, Any]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("donate", [(), (0, 1), ("params", "moments")])
-def test_bytes_are_those_of_the_compiler(donate: tuple[Any, ...]):
+def test_bytes_match_the_compiler(donate: tuple[Any, ...]):
     planned = pl.plan_function(train_step, arguments(), "cpu:1", donate=donate)
     positions = (0, 1) if donate else ()
     stats = jax.jit(train_step, donate_argnums=positions).lower(*arguments()).compile().memory_analysis()
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_compiler(donate: tuple[Any, ...]):
     assert planned.report["flops_per_step"] == 2 * 512 * 64 * 256 * 5
 
 
-def test_names_are_the_users():
+def test_names_come_from_the_user():
     planned = pl.plan_function(train_step, arguments(), "cpu:1", donate=(0, 1))
     names = {buffer["name"] for buffer in planned.report["largest"]}
     assert {"params['up']", "moments[0].mu['down']", "batch"} <= names
@@ -81,13 +81,13 @@ def test_a_jitted_function_and_real_arrays_are_the_same():
     assert planned.peak_bytes == pl.plan_function(train_step, arguments(), "cpu:1").peak_bytes
 
 
-def test_a_jitted_function_keeps_what_it_was_told():
+def test_jitted_function_keeps_its_jit_options():
     @functools.partial(jax.jit, static_argnums=2, donate_argnames="weights")
-    def scaled(weights: jax.Array, rows: jax.Array, activation: str) -> jax.Array:
+    def scale(weights: jax.Array, rows: jax.Array, activation: str) -> jax.Array:
         return weights * getattr(jax.nn, activation)(rows)
 
     square = SHAPE((512, 512), jnp.float32)
-    planned = pl.plan_function(scaled, (square, square, "relu"), "cpu:1")
+    planned = pl.plan_function(scale, (square, square, "relu"), "cpu:1")
     assert planned.report["device_alias_bytes"] == 512 * 512 * 4
     assert planned.report["breakdown"]["weights"] == 512 * 512 * 4
     # A partial has no name of its own.
@@ -125,7 +125,7 @@ def test_a_mesh_that_the_function_closes_over_is_taken_as_it_is(is_jitted: bool)
     assert planned.report["device_output_bytes"] == 2**21
 
 
-def test_a_mesh_of_no_devices_is_its_axes():
+def test_abstract_mesh_contributes_only_its_axes():
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     matrix = SHAPE((64, 64), jnp.float32)
 
@@ -139,14 +139,14 @@ def test_a_mesh_of_no_devices_is_its_axes():
     assert planned.report["device_output_bytes"] == 64 * 64 * 4 // 2 + 64 * 64 * 4 // 4 + 16
 
 
-def test_options_of_the_compiler_are_passed_on():
+def test_compiler_options_are_passed_on():
     options = {"xla_cpu_no_such_option": True}
     with pytest.raises(Exception, match="xla_cpu_no_such_option"):
         pl.plan_function(train_step, arguments(), "cpu:1", compiler_options=options)
 
 
 @pytest.mark.parametrize("by_leaves", [True, False])
-def test_shardings_are_of_the_targets_devices(by_leaves: bool):
+def test_shardings_use_the_targets_devices(by_leaves: bool):
     mesh = {"data": 2, "model": 4}
     specs: tuple[Any, ...] = ({"up": P(None, "model"), "down": P("model")}, P("data"))
     params, _, batch = arguments()
@@ -168,7 +168,7 @@ def test_shardings_are_of_the_targets_devices(by_leaves: bool):
     assert planned.report["collective_bytes"]["all-reduce"] > 0
 
 
-def test_bytes_in_host_memory_are_the_hosts():
+def test_offloaded_bytes_count_on_the_host():
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     matrix = SHAPE((256, 256), jnp.float32)
     kept_on_host = NamedSharding(AbstractMesh((1,), ("devices",)), P(), memory_kind="pinned_host")
@@ -176,8 +176,8 @@ def test_bytes_in_host_memory_are_the_hosts():
     def fetch(weight: jax.Array, rows: jax.Array) -> jax.Array:
         return rows @ jax.device_put(weight, jax.memory.Space.Device)
 
-    hosted = SHAPE(matrix.shape, matrix.dtype, sharding=kept_on_host)
-    planned = pl.plan_function(fetch, (hosted, matrix), "v5e-1")
+    offloaded = SHAPE(matrix.shape, matrix.dtype, sharding=kept_on_host)
+    planned = pl.plan_function(fetch, (offloaded, matrix), "v5e-1")
     assert planned.report["host_peak_bytes"] == 256 * 256 * 4
 
 
@@ -208,18 +208,18 @@ def test_a_limit_is_the_verdict():
         ({"target": "h101"}, "unknown target 'h101'; nearest: h100"),
     ],
 )
-def test_mistakes(options: dict[str, Any], said: str):
+def test_user_errors(options: dict[str, Any], said: str):
     params, _, batch = arguments()
     with pytest.raises(ValueError, match=said):
         pl.plan_function(loss, (params, batch), **{"target": "cpu:1", **options})
 
 
-def test_what_cannot_be_traced_names_the_line():
+def test_tracing_error_names_the_line():
     params, _, _ = arguments()
     with pytest.raises(ValueError, match=r"loss cannot be traced: TypeError: dot_general .*test_function.py:\d+\]"):
         pl.plan_function(loss, (params, SHAPE((8, 63), jnp.float32)), "cpu:1")
     with pytest.raises(TypeError, match="expected a function, given int"):
-        Call(3, ())  # pyright: ignore[reportArgumentType]
+        FunctionCall(3, ())  # pyright: ignore[reportArgumentType]
 
 
 STEP = """
@@ -277,6 +277,6 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
         (["--function=step.py:step", "--json=no/plan.json"], "no directory"),
     ],
 )
-def test_mistakes_on_the_command_line(step_file: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture):
+def test_command_line_errors(step_file: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture):
     assert plan.main([*flags, "--target=cpu:1"]) == ExitCode.USAGE
     assert said in capsys.readouterr().err.splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.plan.hlo import Array, Module, arrays
-from plimsoll.framework.plan.hlo.arrays import placed
+from plimsoll.framework.plan.hlo.arrays import parse_stored_arrays
 
 TEXT = """
 HloModule jit_step, is_scheduled=true
@@ -57,7 +57,7 @@ def test_types():
 
 def test_tiles_are_padded_and_memory_spaces_read():
     text = "bf16[3,100,200]{2,1,0:T(8,128)(2,1)S(1)} f32[100,200]{0,1:T(8,128)} f32[100]{0:T(128)S(5)} s32[]{:T(128)}"
-    sizes = [(one.space, one.padded_bytes) for one in placed(text)]
+    sizes = [(one.space, one.padded_bytes) for one in parse_stored_arrays(text)]
     # 100 x 200 in tiles of 8 x 128; in the second array, dimension 0 is the minor one.
     assert sizes == [(1, 3 * 104 * 256 * 2), (0, 128 * 200 * 4), (5, 128 * 4), (0, 4)]
 
@@ -196,7 +196,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("trips", [3, 7])
-def test_a_compiled_loop_of_collectives(trips: int):
+def test_compiled_loop_with_collectives(trips: int):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     split, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
 

@@ -5,17 +5,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from plimsoll.framework.plan.hlo import Module, host
+from plimsoll.framework.plan.hlo import Module, host_transfers
 from plimsoll.framework.plan.hlo.collectives import collectives, group_size
+from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.flops import Flops
-from plimsoll.framework.plan.hlo.traffic import Traffic
-from plimsoll.framework.plan.hlo.walk import executed
-from plimsoll.framework.plan.step_time.categories import category, is_work
+from plimsoll.framework.plan.hlo.memory_traffic import Traffic
+from plimsoll.framework.plan.step_time.work_categories import categorize, is_work
 
 
 def flops(module: Module) -> int:
     counter = Flops(module)
-    return sum(counter.of(instruction) * runs for instruction, runs in executed(module))
+    return sum(counter.look_up(instruction) * runs for instruction, runs in iter_executed(module))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ ENTRY %main (x: bf16[12,64,32], y: bf16[12,32,16]) -> bf16[12,64,16] {
 """
 
 
-def test_a_batch_of_products():
+def test_batched_products():
     assert flops(Module(BATCHED)) == 2 * 12 * 64 * 32 * 16
 
 
@@ -98,7 +98,7 @@ ENTRY %main (stack: bf16[32,256,512], i: s32[], v: f32[8,128]) -> bf16[32,256,51
 """
 
 
-def test_traffic_of_slices_and_updates_is_that_of_the_slice():
+def test_slice_and_update_traffic_counts_only_the_slice():
     module = Module(FUSIONS)
     traffic, row, index = Traffic(module), 256 * 512 * 2, 4
     assert traffic.hbm_bytes(module.instructions["read"]) == row + index  # the result is in VMEM
@@ -167,7 +167,7 @@ def test_a_collective_on_a_sparse_core_runs_beside_the_others():
     assert (one.kind, one.mode, one.bytes_received) == ("all-gather", "async", 3 * 100 * 4)
     assert (one.scheduled.name, one.last.name) == ("start", "end")
     assert [i.name for i in module.computations["main"] if is_work(i)] == ["start", "between"]
-    assert category(module, Flops(module), one.scheduled) == "collective"
+    assert categorize(module, Flops(module), one.scheduled) == "collective"
 
 
 HOSTED = """
@@ -189,7 +189,9 @@ ENTRY %main (h: f32[4,16,128], d: f32[1,16,128], i: s32[]) -> f32[4,16,128] {
 def test_host_transfers():
     module = Module(HOSTED)
     row = 16 * 128 * 4
-    found = {name: host.transfer(module, instruction) for name, instruction in module.instructions.items()}
+    found = {
+        name: host_transfers.find_transfer(module, instruction) for name, instruction in module.instructions.items()
+    }
     assert {name: one for name, one in found.items() if one} == {
         "fetch": ("from host", row, False),
         "store": ("to host", row, False),

@@ -8,8 +8,8 @@ import pytest
 
 from plimsoll.framework import layout
 from plimsoll.framework.devices import accelerators
-from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
-from plimsoll.framework.plan import guard, host_room
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, get_machine_memory_bytes
+from plimsoll.framework.plan import device_budget, host_budget
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.launch import cli
@@ -30,7 +30,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
 def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_LIMIT, "")  # so that monkeypatch restores it afterwards
     monkeypatch.delenv(HOST_LIMIT)
-    monkeypatch.setattr(accelerators, "machine_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(accelerators, "get_machine_memory_bytes", lambda: 2000 * GIB)
     cli.prepare_jax()
     assert cli.os.environ[HOST_LIMIT] == "1800"
     monkeypatch.setenv(HOST_LIMIT, "7")
@@ -39,36 +39,36 @@ def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("said", "bytes_"), [("max\n", 5 * 2**40), ("1073741824\n", GIB), (None, 5 * 2**40)])
-def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, bytes_: int) -> None:
+def test_container_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, bytes_: int) -> None:
     monkeypatch.setattr(accelerators.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 * 2**28}.__getitem__)
     monkeypatch.setattr(accelerators, "Path", lambda path: tmp_path / path.removeprefix("/"))
     if said is not None:
         (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
         (tmp_path / "sys/fs/cgroup/memory.max").write_text(said)
-    assert machine_memory_bytes() == bytes_
+    assert get_machine_memory_bytes() == bytes_
 
 
-def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
-    hosted = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
-    assert hosted == 8 * STATE
+def test_plan_that_exceeds_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
+    offloaded = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
+    assert offloaded == 8 * STATE
     monkeypatch.setenv(HOST_LIMIT, "0")
     text = r"config.memory puts 1.19 MiB into host memory \(optimizer 1.19 MiB\), and "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
-        host_room.check_host(program, "gpu")
-    host_room.check_host(program, "tpu")  # only GPUs have that limit
-    host_room.check_host(program)  # on a CPU, host memory is the device memory
+        host_budget.check_host(program, "gpu")
+    host_budget.check_host(program, "tpu")  # only GPUs have that limit
+    host_budget.check_host(program)  # on a CPU, host memory is the device memory
     monkeypatch.setenv(HOST_LIMIT, "1")
-    host_room.check_host(program, "gpu")
-    for room, fits in ((hosted - 1, False), (hosted, True)):
-        monkeypatch.setattr(host_room, "machine_memory_bytes", lambda room=room: room)
+    host_budget.check_host(program, "gpu")
+    for memory_bytes, fits in ((offloaded - 1, False), (offloaded, True)):
+        monkeypatch.setattr(host_budget, "get_machine_memory_bytes", lambda memory_bytes=memory_bytes: memory_bytes)
         for platform in ("gpu", "tpu"):
             if fits:
-                host_room.check_host(program, platform)
+                host_budget.check_host(program, platform)
                 continue
             with pytest.raises(
                 DoesNotFitError, match=text + "this machine has 1.19 MiB;.* a larger mesh.fsdp.* needs less"
             ):
-                host_room.check_host(program, platform)
+                host_budget.check_host(program, platform)
 
 
 @pytest.mark.pairs
@@ -78,11 +78,11 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setenv("TINY_TEXT", "")
     runs.write_text(tmp_path / "text")
     monkeypatch.setenv(HOST_LIMIT, "0")
-    monkeypatch.setattr(host_room, "check_host", functools.partial(host_room.check_host, platform="gpu"))
-    monkeypatch.setattr(guard, "need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr(host_budget, "check_host", functools.partial(host_budget.check_host, platform="gpu"))
+    monkeypatch.setattr(device_budget, "measure_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
     assert f"and {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
-    monkeypatch.setattr(host_room, "machine_memory_bytes", lambda: 1)
+    monkeypatch.setattr(host_budget, "get_machine_memory_bytes", lambda: 1)
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 4
     assert "and this machine has 1 B; a larger mesh.fsdp" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

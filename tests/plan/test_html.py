@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from plimsoll.framework.plan.page import COLOURS, page
+from plimsoll.framework.plan.page import COLORS, page
 from tests.support.plan_pages import COMPARED, GIB, GROUPS, IN_EFFECT, NONE, TIME, browse, measure, needs_browser, plan
 
 
@@ -55,7 +55,7 @@ def test_bars_are_as_long_as_their_bytes(tmp_path, width):
 
 
 @needs_browser
-def test_the_table_of_two_targets_names_both_and_is_not_cut(tmp_path):
+def test_table_for_two_targets_names_both_and_is_not_cut(tmp_path):
     plans = [plan(host=3.0, time=TIME), plan(host=3.0, time=TIME, target="v5p-8", device_limit_bytes=95 * GIB)]
     text = page(plans)
     assert "llama2-7b on v5e-16, v5p-8<" in text
@@ -69,7 +69,7 @@ def test_the_table_of_two_targets_names_both_and_is_not_cut(tmp_path):
 
 
 @needs_browser
-def test_a_browser_that_finds_fault_is_heard(tmp_path):
+def test_browser_errors_fail_the_test(tmp_path):
     """Make sure that the other tests can fail: a console error and a request are both detected."""
     dom, said = browse(page(COMPARED) + "<img src=missing.png><script>nowhere()</script>", tmp_path)
     assert "missing.png" in dom
@@ -94,8 +94,8 @@ def test_light_and_dark(tmp_path):
         browse(page(COMPARED), tmp_path, 800 + scheme, *flags)
         image = matplotlib.image.imread(shot)
         assert image.shape[:2] == (1500, 800 + scheme)
-        colours = (255 * image[..., :3]).astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
-        assert len(np.unique(colours)) > 50, "an empty page"
+        colors = (255 * image[..., :3]).astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+        assert len(np.unique(colors)) > 50, "an empty page"
         corners.append(image[2, 2, :3].mean())
     assert corners[0] < 0.1
     assert corners[1] > 0.9
@@ -147,13 +147,13 @@ def test_text_is_text_and_nothing_is_fetched():
         (plan(breakdown={f"argument {index}": 2**20 for index in range(300)}), "280 smaller groups", "nan"),
     ],
 )
-def test_what_one_plan_says(one, expected, absent):
+def test_page_for_one_plan(one, expected, absent):
     text = page([one])
     assert expected in text
     assert absent not in text
 
 
-def test_what_several_share_is_said_once():
+def test_shared_facts_are_printed_once():
     text = page(COMPARED[:3])
     assert ">1 of 3 fit" in text
     assert text.count("<p class=soft>mesh.fsdp=<wbr>16</p>") == 1
@@ -162,7 +162,7 @@ def test_what_several_share_is_said_once():
     assert "llama2-7b on v5e-16, llama2-7b on h200" in page([plan(), plan(target="h200")])
 
 
-def test_colours_differ_for_every_kind_of_colour_vision():
+def test_colors_differ_for_all_color_vision_types():
     """Simulates color vision by Machado, Oliveira and Fernandes 2009, severity 1.0.
 
     Distances are in CIELAB (76); 10 is clearly different.
@@ -173,12 +173,12 @@ def test_colours_differ_for_every_kind_of_colour_vision():
         "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
         "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
     }
-    srgb = {group: np.array([int(COLOURS[group][i : i + 2], 16) / 255 for i in (1, 3, 5)]) for group in GROUPS}
+    srgb = {group: np.array([int(COLORS[group][i : i + 2], 16) / 255 for i in (1, 3, 5)]) for group in GROUPS}
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
     for kind, matrix in kinds.items():
         lab = {}
-        for group, colour in srgb.items():
-            linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        for group, color in srgb.items():
+            linear = np.where(color <= 0.04045, color / 12.92, ((color + 0.055) / 1.055) ** 2.4)
             xyz = to_xyz @ np.clip(np.asarray(matrix) @ linear, 0, 1) / [0.9505, 1.0, 1.089]
             x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
             lab[group] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

@@ -9,18 +9,18 @@ import pytest
 
 from plimsoll import configs
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.plan.auto.answer import Answer
-from plimsoll.framework.plan.auto.choice import Choice, Machine
-from plimsoll.framework.plan.largest import shown
-from plimsoll.framework.plan.largest.family import Family, Size, num_parameters
-from plimsoll.framework.plan.largest.frontier import Frontier, Search
+from plimsoll.framework.plan.auto.autotune import TuningResult
+from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
+from plimsoll.framework.plan.largest import frontier_tables
+from plimsoll.framework.plan.largest.size_family import Size, SizeFamily, count_parameters
+from plimsoll.framework.plan.largest.size_frontier import Frontier, FrontierSearch
 from plimsoll.launch import plan
 
 
-def choice(parameters: int, *, compiled: bool = False) -> Choice:
+def choice(parameters: int, *, compiled: bool = False) -> TunedSettings:
     """Return the choice for a size that takes two bytes per parameter."""
     machine = Machine("h100", 1, 80 << 30, None)
-    return Choice(machine, (), (), (), 2 * parameters, 0, 1e-9 * parameters, 0.0, compiled)
+    return TunedSettings(machine, (), (), (), 2 * parameters, 0, 1e-9 * parameters, 0.0, compiled)
 
 
 class Answers:
@@ -30,22 +30,22 @@ class Answers:
         self._most = {True: most, False: most if by_the_compiler is None else by_the_compiler}
         self.asked: list[int] = []
 
-    def __call__(self, config: Config, estimate: bool) -> Answer:
-        parameters = num_parameters(config)
+    def __call__(self, config: Config, estimate: bool) -> TuningResult:
+        parameters = count_parameters(config)
         self.asked.append(parameters)
         if parameters > self._most[estimate]:
-            return Answer(None, failure="too much")
-        return Answer(choice(parameters, compiled=not estimate))
+            return TuningResult(None, failure="too much")
+        return TuningResult(choice(parameters, compiled=not estimate))
 
 
 def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
-    family = Family.of(configs.load("llama3-8b"))
-    return Search(family, answers, compiles, lambda line: None).run("as it is")
+    family = SizeFamily.derive(configs.load("llama3-8b"))
+    return FrontierSearch(family, answers, compiles, lambda line: None).run("as it is")
 
 
 @pytest.mark.pairs
 def test_width_and_depth_grow_together():
-    family = Family.of(configs.load("llama3-8b"))
+    family = SizeFamily.derive(configs.load("llama3-8b"))
     members = family.members(4)
     assert family.known == Size(32, 32)
     assert Size(32, 32) in [member.size for member in members]
@@ -54,28 +54,28 @@ def test_width_and_depth_grow_together():
     gaps = [after / before for before, after in itertools.pairwise(parameters[40:])]
     assert max(gaps) < 1.04, "the largest that fits is known to a few percent"
     for member in members[:: len(members) // 7]:
-        config = family.config_of(member.size)
-        assert num_parameters(config) == member.parameters
+        config = family.scale_config(member.size)
+        assert count_parameters(config) == member.parameters
         assert config.model.dim == 128 * member.size.heads
         config.instantiate()
-    wide = family.config_of(Size(64, 64))
+    wide = family.scale_config(Size(64, 64))
     attention = wide.model.stack.pattern[0].attention
     assert (wide.model.dim, attention.num_heads, attention.num_kv_heads) == (8192, 64, 8)
     assert wide.model.stack.pattern[0].mlp.hidden == 2 * 14336
     # This size is published under another name; its parameter count matches, except for a wider MLP.
-    assert num_parameters(family.config_of(Size(64, 80))) == pytest.approx(70.6e9, rel=0.01)
+    assert count_parameters(family.scale_config(Size(64, 80))) == pytest.approx(70.6e9, rel=0.01)
 
 
-def test_heads_of_keys_grow_where_each_head_has_its_own():
-    family = Family.of(configs.load("gpt2-124m"))
-    config = family.config_of(Size(24, 24))
+def test_key_heads_grow_in_multi_head_attention():
+    family = SizeFamily.derive(configs.load("gpt2-124m"))
+    config = family.scale_config(Size(24, 24))
     config.instantiate()
-    assert num_parameters(family.config_of(family.known)) == num_parameters(configs.load("gpt2-124m"))
+    assert count_parameters(family.scale_config(family.known)) == count_parameters(configs.load("gpt2-124m"))
 
 
-def test_a_family_of_no_blocks_is_refused():
+def test_family_without_blocks_is_refused():
     with pytest.raises(ConfigError, match="--largest is for language models whose layers are Blocks"):
-        Family.of(configs.load("digits-nice"))
+        SizeFamily.derive(configs.load("digits-nice"))
 
 
 @pytest.mark.pairs
@@ -91,7 +91,7 @@ def test_the_largest_that_fits_is_found(most: float):
     assert len(parameters) >= 2
 
 
-def test_the_compiler_has_the_last_word():
+def test_compiler_result_overrides_the_estimate():
     found = frontier(Answers(20e9, by_the_compiler=19e9), compiles=True)
     assert 17.5e9 < found.points[-1].parameters <= 19e9
     assert found.points[-1].choice.compiled
@@ -100,7 +100,7 @@ def test_the_compiler_has_the_last_word():
 def test_nothing_fits():
     found = frontier(Answers(1e6))
     assert (found.points, found.failure) == ([], "too much")
-    rows = shown.sections([found])[-1].rows
+    rows = frontier_tables.frontier_sections([found])[-1].rows
     assert rows[1] == ["as it is", "none", "too much"]
 
 
@@ -145,7 +145,7 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
         (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_conflicting_flags_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert plan.main(["--config=gpt2-124m", "--target=h100", *flags]) == 2
     said = capsys.readouterr().err
     assert message in said

@@ -10,8 +10,8 @@ from plimsoll import configs
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.plan import suggest
-from plimsoll.framework.plan.naming import place
-from plimsoll.framework.plan.plan import plan, quick
+from plimsoll.framework.plan.buffer_names import describe_operation
+from plimsoll.framework.plan.build_report import compile_report, estimate_report
 from plimsoll.framework.plan.suggest import suggestions
 from plimsoll.framework.plan.targets import resolve
 from plimsoll.framework.program.program import Program
@@ -34,7 +34,7 @@ def config(**fields: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return plan("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None)
+    return compile_report("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None)
 
 
 @pytest.mark.pairs
@@ -72,19 +72,19 @@ def test_predicted_arguments_are_the_live_bytes(report: dict[str, Any]):
     assert report["device_argument_bytes"] == live
 
 
-def test_every_gradient_is_there_and_counted_once():
+def test_every_gradient_is_counted_once():
     # With several microbatches, all gradients are accumulated in addition to the state, in the master's dtype.
-    found = plan("small", config(mesh__data=1, learner__accumulate=4), resolve("cpu:1"), None, phases=False)
+    found = compile_report("small", config(mesh__data=1, learner__accumulate=4), resolve("cpu:1"), None, phases=False)
     assert found["breakdown"]["gradients"] >= 0.9 * found["breakdown"]["parameters"]
 
 
 @pytest.mark.pairs
-def test_more_layers_cost_what_they_keep():
+def test_each_layer_adds_its_saved_bytes():
     peaks = {}
     for layers in (4, 8):
         trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64)
         trial.model.stack.num_layers = layers
-        peaks[layers] = plan("small", trial, resolve("cpu:1"), None, phases=False)
+        peaks[layers] = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
     deeper, shallower = peaks[8], peaks[4]
     assert deeper["flops_per_step"] > shallower["flops_per_step"]
     assert deeper["breakdown"]["activations"] > 1.5 * shallower["breakdown"]["activations"]
@@ -92,10 +92,10 @@ def test_more_layers_cost_what_they_keep():
 
 
 @pytest.mark.pairs
-def test_hosted_state_counts_on_the_host():
+def test_offloaded_state_counts_on_the_host():
     trial = config(mesh__data=1, memory__optimizer_state="pinned_host")
     trial.model.vocab_size = 8192  # two tables with state leaves of 1 MiB; smaller leaves stay on the device
-    found = plan("small", trial, resolve("cpu:1"), None, phases=False)
+    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
     layout = Program(trial.instantiate(), jax.devices()[:1]).layout
     assert found["host_argument_bytes"] == layout.bytes_per_device(memory_kind="pinned_host") == 4 << 20
     # The peak is in the update, where offloaded leaves are on the device twice: as fetched, and as written back.
@@ -116,11 +116,11 @@ class Forgetful(MLP):
 
 @pytest.mark.once("1")
 @pytest.mark.parametrize("unroll", [0, 1])
-def test_what_no_gradient_reaches_is_named(unroll: int):
+def test_parameters_without_a_gradient_are_named(unroll: int):
     trial = config(mesh__data=1)
     trial.model.stack.unroll = unroll
     small.block(trial.model).mlp = config_for(Forgetful, hidden=48, gated=True, activation="silu")
-    found = plan("small", trial, resolve("cpu:1"), None, phases=False)
+    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
     assert found["zero_gradients"] == [{"path": "stack/block0/mlp/gate/weight", "bytes": 2 * 32 * 48 * 4}]
 
 
@@ -132,31 +132,31 @@ def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
 def test_too_big_is_a_report_and_what_fits_is_compiled():
     trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
     trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiles fast; the test compiles five times
-    limit = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
-    found = plan("small", trial, resolve("cpu:1"), limit, phases=False)
+    limit = estimate_report("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
+    found = compile_report("small", trial, resolve("cpu:1"), limit, phases=False)
     assert not found["fits"]
     assert found["device_peak_bytes"] > limit
     assert found["suggestions"]
     assert all(one["compiled"] and one["device_peak_bytes"] <= limit for one in found["suggestions"])
     for setting in found["suggestions"][0]["setting"].split():
         trial.override(*setting.removeprefix("--config.").split("="))
-    again = plan("small", trial, resolve("cpu:1"), limit, phases=False)
+    again = compile_report("small", trial, resolve("cpu:1"), limit, phases=False)
     assert again["fits"]
     assert again["device_allocated_bytes"] == found["suggestions"][0]["device_peak_bytes"]
 
 
 def test_nothing_fits_into_less_than_the_state():
     trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatch counts to try
-    peak = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
+    peak = estimate_report("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
-def test_what_is_not_traced_would_not_have_fitted(monkeypatch, update):
+def test_lower_bound_skips_only_configs_that_do_not_fit(monkeypatch, update):
     """The lower bound on a placement's bytes skips only choices that the analytical estimate would have refused."""
     target, trial = resolve("cpu:1"), config(mesh__data=1, memory__update=update, learner__clip=None)
-    peak = quick("small", trial, target, None)["device_peak_bytes"]
+    peak = estimate_report("small", trial, target, None)["device_peak_bytes"]
     limits = [int(share * peak) for share in (0.9, 0.7, 0.5)]
     found = [suggestions(trial, target, limit, peak, seconds=0.0) for limit in limits]
     monkeypatch.setattr(suggest, "least_bytes", lambda *_: 0)
@@ -188,16 +188,16 @@ def test_on_gpus_layer_programs_move_what_is_on_the_host():
         assert "--config.memory.update=layer_programs" in one["setting"]
 
 
-def test_a_batch_that_does_not_divide_is_told_by_the_closed_form_too():
+def test_estimate_also_refuses_an_indivisible_batch():
     with pytest.raises(ValueError, match="nearest global_batch_size"):
-        quick("small", config(mesh__data=8, data__global_batch_size=4), resolve("cpu:8"), None)
+        estimate_report("small", config(mesh__data=8, data__global_batch_size=4), resolve("cpu:8"), None)
 
 
-def test_places():
+def test_operation_descriptions():
     where = "jit(step)/transpose(jvp(stack))/while/body/closed_call/checkpoint/rematted_computation/mlp/up/dot_general"
-    assert place(where) == "stack/mlp/up/dot_general, backward, recomputed"
-    assert place("jit(step)/jvp(jit(_take))/gather") == "gather, forward"
-    assert place("jit(step)/update/vmap()/mul") == "mul, update"
-    assert place("state['optimizer']['embed']['default']['state'][0].nu['token']") == (
+    assert describe_operation(where) == "stack/mlp/up/dot_general, backward, recomputed"
+    assert describe_operation("jit(step)/jvp(jit(_take))/gather") == "gather, forward"
+    assert describe_operation("jit(step)/update/vmap()/mul") == "mul, update"
+    assert describe_operation("state['optimizer']['embed']['default']['state'][0].nu['token']") == (
         "copy of optimizer/embed/default/state/0/nu/token"
     )

@@ -11,26 +11,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices.accelerators import ACCELERATORS, spec_for
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.hlo.collectives import collectives
-from plimsoll.framework.plan.step_time import Rates, StepCount, count
-from plimsoll.framework.plan.step_time.attention import attention
-from plimsoll.framework.plan.step_time.count import Part
-from plimsoll.framework.plan.step_time.timeline import Cost, Span, play
+from plimsoll.framework.plan.step_time import StepCount, TpuRates, count
+from plimsoll.framework.plan.step_time.attention_flops import count_attention
+from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, simulate
+from plimsoll.framework.plan.step_time.step_count import StepProgram
 
-# The program that libtpu 0.0.42.1 compiled from `lowered_step`; each backend_config has only the estimated cycles.
+# The program that libtpu 0.0.42.1 compiled from `lower_step`; each backend_config has only the estimated cycles.
 RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"
 LAYERS, DIM, ROWS, CHIPS = 6, 512, 256, 4
-V5E = Rates.of(spec_for("v5e"))
+V5E = TpuRates.look_up(spec_for("v5e"))
 
 
-def lowered_step() -> jax.stages.Lowered:
+def lower_step() -> jax.stages.Lowered:
     """Lower a loop over layers with weights sharded over four chips, and an update of offloaded state."""
-    targets.environment("v5e-4")
+    targets.set_environment("v5e-4")
     mesh = Mesh(np.array(targets.resolve("v5e-4").devices()), ("fsdp",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in [(None, "fsdp"), ()])
-    hosted, split = rows.with_memory_kind("pinned_host"), NamedSharding(mesh, PartitionSpec("fsdp"))
+    offloaded, split = rows.with_memory_kind("pinned_host"), NamedSharding(mesh, PartitionSpec("fsdp"))
 
     def step(weights: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         def layer(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
@@ -41,58 +41,58 @@ def lowered_step() -> jax.stages.Lowered:
         return h, weights + moments.astype(weights.dtype), jax.device_put(moments, jax.memory.Space.Host)
 
     shape = (LAYERS, DIM, DIM)
-    return jax.jit(step, out_shardings=(split, rows, hosted)).lower(
+    return jax.jit(step, out_shardings=(split, rows, offloaded)).lower(
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows),
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=hosted),
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=offloaded),
         jax.ShapeDtypeStruct((CHIPS * ROWS, DIM), jnp.bfloat16, sharding=split),
     )
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Module:
+def recorded_module() -> Module:
     return Module(RECORDED.read_text())
 
 
-def counted(module: Module) -> StepCount:
-    return count([Part(module, 1)], V5E)
+def count_on_v5e(module: Module) -> StepCount:
+    return count([StepProgram(module, 1)], V5E)
 
 
 # --- a recorded program ----------------------------------------------------------------------------------------------
 
 
-def test_flops_are_those_of_the_layers(recorded: Module):
-    assert counted(recorded).product_flops == LAYERS * 2 * ROWS * DIM * DIM
-    assert counted(recorded).attention_flops == 0
+def test_flops_match_the_layers(recorded_module: Module):
+    assert count_on_v5e(recorded_module).product_flops == LAYERS * 2 * ROWS * DIM * DIM
+    assert count_on_v5e(recorded_module).attention_flops == 0
 
 
-def test_collectives_are_what_a_chip_lacks(recorded: Module):
-    gathers = [one for one in collectives(recorded) if one.kind == "all-gather"]
+def test_collectives_count_only_received_bytes(recorded_module: Module):
+    gathers = [one for one in collectives(recorded_module) if one.kind == "all-gather"]
     assert [(one.mode, one.runs) for one in gathers] == [("sync", LAYERS)]
     assert gathers[0].bytes_received == (CHIPS - 1) / CHIPS * DIM * DIM * 2
-    (reduced,) = (one for one in collectives(recorded) if one.kind == "all-reduce")
+    (reduced,) = (one for one in collectives(recorded_module) if one.kind == "all-reduce")
     assert reduced.bytes_received == 2 * (CHIPS - 1) / CHIPS * 2  # one bfloat16, twice around the ring
 
 
-def test_host_transfers(recorded: Module):
-    timeline = counted(recorded).at_all_links
+def test_host_transfers(recorded_module: Module):
+    timeline = count_on_v5e(recorded_module).at_all_links
     shard = LAYERS * DIM * DIM * 4 // CHIPS
     assert timeline.moved == {"to host": shard, "from host": shard}
     assert timeline.transfers == {"to host": 1, "from host": 1}
     # The write at the end has no computation to overlap with; the read overlaps with the layers.
     assert timeline.exposed["to host"] == pytest.approx(shard / V5E.pcie)
-    assert timeline.exposed["from host"] == pytest.approx(shard / V5E.pcie - layers_seconds(recorded), rel=1e-2)
+    assert timeline.exposed["from host"] == pytest.approx(shard / V5E.pcie - layers_seconds(recorded_module), rel=1e-2)
 
 
 def layers_seconds(module: Module) -> float:
     """Return the seconds from the entry's first operation to the update."""
-    found = counted(module)
+    found = count_on_v5e(module)
     update = [one.seconds for one in found.operations if one.instruction.name == "convert_add_fusion"]
     assert len(update) == 1
     return found.at_all_links.compute + found.at_all_links.collectives - update[0]
 
 
-def test_times(recorded: Module):
-    found = counted(recorded)
+def test_times(recorded_module: Module):
+    found = count_on_v5e(recorded_module)
     operations = {one.instruction.name: one for one in found.operations}
     (product,) = (one for one in found.operations if one.category == "matmul")
     assert product.estimate is not None
@@ -114,23 +114,26 @@ def test_times(recorded: Module):
     assert found.low == pytest.approx(found.high)
 
 
-def test_names_and_lines(recorded: Module):
-    (product,) = (one for one in counted(recorded).operations if one.category == "matmul")
+def test_names_and_lines(recorded_module: Module):
+    (product,) = (one for one in count_on_v5e(recorded_module).operations if one.category == "matmul")
     assert product.op_name == "jit(step)/while/body/closed_call/dot_general"
     assert product.source == ("model.py", 36)
 
 
-def test_programs_of_a_step_add_up(recorded: Module):
-    once, thrice = counted(recorded), count([Part(recorded, 2), Part(recorded, 1)], V5E)
+def test_step_programs_add_up(recorded_module: Module):
+    once, thrice = (
+        count_on_v5e(recorded_module),
+        count([StepProgram(recorded_module, 2), StepProgram(recorded_module, 1)], V5E),
+    )
     assert thrice.product_flops == 3 * once.product_flops
     assert thrice.low == pytest.approx(3 * once.low)
     assert thrice.at_all_links.moved["to host"] == 3 * once.at_all_links.moved["to host"]
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU's compiler is not installed")
-def test_the_compiler_still_writes_what_was_recorded(recorded: Module):
-    compiled = compile_for(lowered_step(), "tpu")  # as a plan does
-    fresh, before = counted(Module(compiled.text)), counted(recorded)
+def test_the_compiler_still_writes_what_was_recorded(recorded_module: Module):
+    compiled = compile_for(lower_step(), "tpu")  # as a plan does
+    fresh, before = count_on_v5e(Module(compiled.text)), count_on_v5e(recorded_module)
     assert fresh.product_flops == before.product_flops
     assert fresh.at_all_links.moved == before.at_all_links.moved
     received = [sum(one.bytes_received * one.runs for one in found.collectives) for found in (fresh, before)]
@@ -143,7 +146,7 @@ def test_the_compiler_still_writes_what_was_recorded(recorded: Module):
     assert "h @ jax.lax.with_sharding_constraint(weight, whole)" in line
     assert compiled.buffers is not None
     with pytest.raises(ValueError, match="no estimated_cycles"):
-        counted(compiled.buffers.module)  # this text is from before code generation
+        count_on_v5e(compiled.buffers.module)  # this text is from before code generation
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -188,8 +191,8 @@ ENTRY %main (a: f32[1000], h: f32[1000]) -> f32[1000] {
 
 def test_transfers_share_the_link():
     """The link moves 1 kB/s: two reads of 4 kB; after 1 s of work, three iterations write 1 kB during 0.5 s of work."""
-    costs = {"before": Cost(1.0, 0.0), "work": Cost(0.5, 0.0), "sum": Cost(0.25, 10.0)}
-    timeline = play(Module(TRANSFERS), costs, received_per_second=100.0, host_per_second=1000.0)
+    costs = {"before": InstructionCost(1.0, 0.0), "work": InstructionCost(0.5, 0.0), "sum": InstructionCost(0.25, 10.0)}
+    timeline = simulate(Module(TRANSFERS), costs, received_per_second=100.0, host_per_second=1000.0)
     assert timeline.moved == {"from host": 8000, "to host": 3000}
     assert timeline.compute == 1.0 + 3 * 0.5 + 0.25
     assert timeline.collectives == pytest.approx(0.1)
@@ -200,7 +203,10 @@ def test_transfers_share_the_link():
     assert timeline.exposed["to host"] == pytest.approx(3 * 0.5)
     assert timeline.exposed["from host"] == pytest.approx(3.0 + 3 * 0.5 + 1.0)
     # Without contention, work hides 1 s of the first read, 1 + 1.5 s of the second, and half a second of each write.
-    assert timeline.hidden_alone == {"from host": pytest.approx(1000 + 2500), "to host": pytest.approx(3 * 500)}
+    assert timeline.hidden_without_contention == {
+        "from host": pytest.approx(1000 + 2500),
+        "to host": pytest.approx(3 * 500),
+    }
 
 
 EXCHANGES = """HloModule step, is_scheduled=true
@@ -231,14 +237,19 @@ def test_asynchronous_collectives_share_the_links():
     """At 400 bytes/s, 400 bytes are sent, and 1,200 bytes are gathered by two fusions of one channel."""
     module = Module(EXCHANGES)
     found = {one.kind: one for one in collectives(module)}
-    spans = [Span(one.scheduled.name, one.last.name, one.bytes_received) for one in found.values()]
+    spans = [AsyncCollective(one.scheduled.name, one.last.name, one.bytes_received) for one in found.values()]
     assert set(spans) == {("send", "sent", 400.0), ("one", "two", 1200.0)}
-    costs = {"one": Cost(0.5, 0.0), "between": Cost(0.25, 0.0), "two": Cost(0.5, 0.0), "end": Cost(1.0, 0.0)}
-    timeline = play(module, costs, spans, received_per_second=400.0, host_per_second=1.0)
+    costs = {
+        "one": InstructionCost(0.5, 0.0),
+        "between": InstructionCost(0.25, 0.0),
+        "two": InstructionCost(0.5, 0.0),
+        "end": InstructionCost(1.0, 0.0),
+    }
+    timeline = simulate(module, costs, spans, received_per_second=400.0, host_per_second=1.0)
     # The send ends at 1 s, 0.75 s of it during work. The gather, queued behind it, ends at 4 s, with 0.5 s more work.
     assert timeline.collective_waits == pytest.approx(0.25 + 2.5)
     assert timeline.seconds == pytest.approx(4.0 + 1.0)
-    hidden = play(module, costs, received_per_second=400.0, host_per_second=1.0)
+    hidden = simulate(module, costs, received_per_second=400.0, host_per_second=1.0)
     assert hidden.seconds == pytest.approx(0.5 + 0.25 + 0.5 + 1.0)
 
 
@@ -267,19 +278,19 @@ def test_attention_kernels(name: str, results: list[str], products: int):
     kernel = module.root(module.entry)
     assert kernel is not None
     flops = products * 2 * 2 * 8 * 1024 * 1024 * 64
-    assert attention(module, kernel) == (flops, 64)
-    (operation,) = (one for one in counted(module).operations if one.category == "attention")
+    assert count_attention(module, kernel) == (flops, 64)
+    (operation,) = (one for one in count_on_v5e(module).operations if one.category == "attention")
     assert operation.seconds == pytest.approx(
         flops / 2 / (V5E.flops / 4)
     )  # causal; heads of 64 run at a quarter of the peak
 
 
-def test_rates_of_every_tpu():
+def test_every_tpu_has_rates():
     for spec in ACCELERATORS:
         if spec.platform == "tpu":
-            rates = Rates.of(spec)
+            rates = TpuRates.look_up(spec)
             assert 0.9e9 < rates.cycles < 2.5e9
             assert rates.two_links < rates.all_links
         else:
             with pytest.raises(ValueError, match="TPUs whose rates are known"):
-                Rates.of(spec)
+                TpuRates.look_up(spec)

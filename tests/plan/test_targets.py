@@ -26,7 +26,7 @@ _MACHINE_GIB = (
 def tpu():
     """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
-    targets.environment("v5e-16")
+    targets.set_environment("v5e-16")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib
     assert resolve(canonical) == target or ":" in name  # names are stable, but do not contain a custom topology
 
 
-def test_the_size_in_every_name_is_what_the_compiler_counts(tpu):
+def test_target_name_size_matches_the_compiler(tpu):
     for family, cores, number in (("v4", 2, 9), ("v5e", 1, 8), ("v5p", 2, 9), ("v6e", 1, 8), ("tpu7x", 2, 9)):
         sizes = [size for size in range(1, 2049) if _is_target(f"{family}-{size}")]
         assert len(sizes) == number
@@ -134,9 +134,9 @@ def test_a_cube_gathers_without_an_all_reduce(tpu: None) -> None:
     ["v100-16", "t4", "a30", "4090", "a6000", "h200", "b200", "5090", "h200x8", "h100x16", "a100-80x2", "gb200x8"],
 )
 def test_compiles_for_gpus(name):
-    if not gpu_description.cuda_here():
+    if not gpu_description.installed_cuda():
         pytest.skip("no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
-    targets.environment(name)
+    targets.set_environment(name)
     check_that_it_compiles(name)
 
 
@@ -196,7 +196,7 @@ def test_every_gpu_can_be_described(spec):
     assert f"core_count: {spec.multiprocessors} " in gpu_description.gpu_description(spec, cuda=13)
 
 
-def test_what_is_not_known_of_a_gpu_is_not_guessed():
+def test_unknown_gpu_facts_are_not_guessed():
     unknown = dataclasses.replace(spec_for("l4"), l2_bytes=None, clock_ghz=None)
     with pytest.raises(
         ValueError, match=r"^l4: no compiler description, as clock_ghz, l2_bytes is not known; .*estimate"
@@ -210,16 +210,16 @@ def test_what_is_not_known_of_a_gpu_is_not_guessed():
 
 
 def test_the_report_says_when_a_newer_architecture_was_compiled_for(monkeypatch):
-    monkeypatch.setattr(targets, "cuda_here", lambda: 13)
+    monkeypatch.setattr(targets, "installed_cuda", lambda: 13)
     note = "compiled for compute capability 7.5, the nearest that CUDA 13 compiles for: v100-16 has 7.0"
     assert resolve("v100-16x8").compiler_notes == [note]
     assert resolve("t4").compiler_notes == resolve("v5e-8").compiler_notes == []
     assert "{ major: 7 minor: 5 }" in gpu_description.gpu_description(spec_for("v100-16"), cuda=13)
-    monkeypatch.setattr(targets, "cuda_here", lambda: 12)
+    monkeypatch.setattr(targets, "installed_cuda", lambda: 12)
     assert resolve("v100-16x8").compiler_notes == []
 
 
-def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
+def test_only_a_fraction_on_gpus_is_usable(monkeypatch):
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     for name in names:  # `plimsoll train` sets one of them if the environment does not
         monkeypatch.delenv(name, raising=False)
@@ -254,7 +254,7 @@ def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
         ("", r"unknown target ''; nearest: v5e-16, v5p-8, h200x8, rtx4090, cpu:8"),
     ],
 )
-def test_mistakes_get_the_nearest_names(name, message):
+def test_unknown_targets_suggest_the_nearest_names(name, message):
     with pytest.raises(ValueError, match=message):
         resolve(name)
 
@@ -275,7 +275,7 @@ def test_missing_compilers_are_named(monkeypatch):
         resolve("h200x8").devices()
 
 
-def test_devices_of_this_machine():
+def test_local_devices():
     here = jax.devices()
     assert resolve("local").devices() == here
     assert (resolve("local").name, resolve("local").num_processes) == (f"cpu-{len(here)}", 1)
@@ -305,13 +305,13 @@ def test_a_target_is_resolved_without_jax():
     assert python(code) == "16 False"
 
 
-def test_the_environment_is_set_where_it_says_nothing_and_libtpu_keeps_quiet():
+def test_unset_environment_gets_defaults_and_libtpu_is_quiet():
     pytest.importorskip("libtpu")
     code = (
-        "import os; from plimsoll.framework.plan.targets import *; environment('v5e-16')\n"
+        "import os; from plimsoll.framework.plan.targets import *; set_environment('v5e-16')\n"
         "import jax; print(len(resolve('v5e-16').devices()), jax.default_backend(), os.environ['TPU_WORKER_HOSTNAMES'])"
     )
     assert python(code, TPU_WORKER_HOSTNAMES="10.0.0.1") == "16 cpu 10.0.0.1"  # nothing on stderr: see python()
     before = dict(os.environ)
-    targets.environment("local")
+    targets.set_environment("local")
     assert dict(os.environ) == before

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from plimsoll.framework import families
 from plimsoll.framework.config import ConfigError
-from plimsoll.framework.weights.checked import checked
+from plimsoll.framework.weights.check_tensors import check_tensors
 from plimsoll.framework.weights.directory import Directory
 from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, LONG, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
@@ -29,15 +29,15 @@ def write(folder: Path, shape: str, **changes: Any) -> Path:
     return folder
 
 
-def tensors_of(shape: str) -> dict[str, np.ndarray]:
-    family = families.family_of(base_facts(shape))()
+def make_tensors(shape: str) -> dict[str, np.ndarray]:
+    family = families.find_family(base_facts(shape))()
     model = family.model(base_facts(shape)).instantiate()
     rng, tensors = np.random.default_rng(0), {}
     for path, sources in family.places(model).items():
         spec = model.base_specs[path]
-        shape_of_layer = spec.shape if spec.num_layers is None else spec.shape[1:]
+        layer_shape = spec.shape if spec.num_layers is None else spec.shape[1:]
         for source in sources:
-            tensors[source.name] = 0.3 * rng.standard_normal(source.shape(shape_of_layer)).astype(np.float32)
+            tensors[source.name] = 0.3 * rng.standard_normal(source.shape(layer_shape)).astype(np.float32)
     return tensors
 
 
@@ -149,22 +149,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(case, tmp_path):
+def test_unsupported_features_are_refused_by_name(case, tmp_path):
     shape, changes, message = REFUSED[case]
     with pytest.raises((ValueError, ConfigError), match=f"{tmp_path}/config.json: .*{message}") as caught:
-        families.model_of(write(tmp_path, shape, **changes))
+        families.load_model_config(write(tmp_path, shape, **changes))
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("config.json: ") == 1
 
 
-def test_a_config_that_is_no_object_is_refused(tmp_path):
+def test_config_that_is_not_an_object_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="expected a JSON object, given list"):
-        families.model_of(tmp_path)
+        families.load_model_config(tmp_path)
 
 
 def windows(folder: Path) -> list[int | None]:
-    model = families.model_of(folder)[0]
+    model = families.load_model_config(folder)[0]
     pattern = [block.attention.window for block in model.stack.pattern]
     return pattern * (model.stack.num_layers // len(pattern))
 
@@ -183,7 +183,7 @@ def windows(folder: Path) -> list[int | None]:
         ("gemma2", {"sliding_window": 5, "layer_types": [FULL] * 3 + [SLIDING]}, [None, None, None, 5]),
     ],
 )
-def test_windows_are_those_of_transformers(shape, changes, expected, tmp_path):
+def test_windows_match_transformers(shape, changes, expected, tmp_path):
     assert windows(write(tmp_path, shape, **changes)) == expected
 
 
@@ -199,59 +199,59 @@ def test_windows_are_those_of_transformers(shape, changes, expected, tmp_path):
     ],
 )
 def test_dtype_goes_before_torch_dtype(fields, expected, tmp_path):
-    model, _ = families.model_of(write(tmp_path, "llama", **fields))
+    model, _ = families.load_model_config(write(tmp_path, "llama", **fields))
     assert str(model.param_dtype) == str(model.compute_dtype) == expected
 
 
-def test_a_second_name_of_a_size_is_read(tmp_path):
+def test_alternative_size_name_is_read(tmp_path):
     write(tmp_path, "gpt2", n_embd=ABSENT, hidden_size=32, n_layer=ABSENT, num_hidden_layers=3)
-    model, _ = families.model_of(tmp_path)
+    model, _ = families.load_model_config(tmp_path)
     assert (model.dim, model.stack.num_layers) == (32, 3)
 
 
-def test_unscaled_attention_comes_in_and_goes_out(tmp_path):
-    model, _ = families.model_of(write(tmp_path, "gpt2", scale_attn_weights=False))
+def test_unscaled_attention_round_trips(tmp_path):
+    model, _ = families.load_model_config(write(tmp_path, "gpt2", scale_attn_weights=False))
     assert model.stack.pattern[0].attention.scale == 1.0
-    assert families.of_model(model)[0]["scale_attn_weights"] is False
+    assert families.export_config(model)[0]["scale_attn_weights"] is False
 
 
 # ---- files
 
 
-def places(folder: Path) -> None:
+def check_headers(folder: Path) -> None:
     """Check all tensor headers, as startup does."""
-    model, family = families.model_of(folder)
-    checked(Directory(folder), family.instantiate(), model.instantiate())
+    model, family = families.load_model_config(folder)
+    check_tensors(Directory(folder), family.instantiate(), model.instantiate())
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):
-    tensors = tensors_of("qwen2-tied")
+    tensors = make_tensors("qwen2-tied")
     table = tensors["model.embed_tokens.weight"]
     write(tmp_path, "qwen2-tied")
     save_file({**tensors, "lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
-    places(tmp_path)
+    check_headers(tmp_path)
     other = table.copy()
     other[-1, -1] += 1e-3
     for head in (other, table[:-1].copy()):
         save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight is another"):
-            places(tmp_path)
+            check_headers(tmp_path)
 
 
 def test_a_head_has_no_prefix(tmp_path):
     """Other tensors may omit the prefix, such as `norm.weight` for `model.norm.weight`, but `weight` is not a head."""
     write(tmp_path, "llama")
-    tensors = {name.removeprefix("model."): array for name, array in tensors_of("llama").items()}
+    tensors = {name.removeprefix("model."): array for name, array in make_tensors("llama").items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    places(tmp_path)
+    check_headers(tmp_path)
     save_file({"weight": tensors.pop("lm_head.weight"), **tensors}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing +lm_head\.weight(.|\n)*unexpected +weight"):
-        places(tmp_path)
+        check_headers(tmp_path)
 
 
 def test_a_single_file_goes_before_an_index(tmp_path):
     """As in transformers: saving a model again leaves the shards of the first save behind."""
-    tensors = tensors_of("llama")
+    tensors = make_tensors("llama")
     write(tmp_path, "llama")
     save_file(tensors, tmp_path / "model.safetensors")
     shard = "model-00001-of-00001.safetensors"
@@ -265,24 +265,24 @@ def test_a_single_file_goes_before_an_index(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
-def test_weights_that_are_no_floats_are_refused(dtype, tmp_path):
+def test_non_float_weights_are_refused(dtype, tmp_path):
     write(tmp_path, "llama")
     save_file(
-        {name: array.astype(dtype) for name, array in tensors_of("llama").items()}, tmp_path / "model.safetensors"
+        {name: array.astype(dtype) for name, array in make_tensors("llama").items()}, tmp_path / "model.safetensors"
     )
     with pytest.raises(ValueError, match=r"dtype +model\.embed_tokens\.weight .*expected one of F32, BF16, F16, F64"):
-        places(tmp_path)
+        check_headers(tmp_path)
 
 
-def test_an_adapter_beside_a_model_is_refused(tmp_path):
+def test_adapter_next_to_a_model_is_refused(tmp_path):
     write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="an adapter beside a model"):
-        families.model_of(tmp_path)
+        families.load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_what_transformers_ignores_is_no_reason_to_refuse(shape, tmp_path):
+def test_fields_ignored_by_transformers_are_accepted(shape, tmp_path):
     harmless = {
         "_name_or_path": "x",
         "unsloth_fixed": True,
@@ -297,5 +297,5 @@ def test_what_transformers_ignores_is_no_reason_to_refuse(shape, tmp_path):
     }
     plain, more = ({**base_facts(shape), **fields} for fields in ({}, harmless))
     (tmp_path / "config.json").write_text(json.dumps(more))
-    model, _ = families.model_of(tmp_path)
-    assert families.of_model(model, plain)[0] == plain
+    model, _ = families.load_model_config(tmp_path)
+    assert families.export_config(model, plain)[0] == plain

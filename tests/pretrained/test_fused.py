@@ -19,9 +19,9 @@ from tools.peers.families import FAMILIES
 QUERY_ROWS, KEY_ROWS = 32, 16
 
 
-def test_queries_keys_and_values_of_unequal_sizes_come_back_bit_for_bit(tmp_path: Path):
+def test_unequal_query_key_and_value_sizes_round_trip(tmp_path: Path):
     facts = FAMILIES["phi3"].facts
-    family = families.family_of(facts)()
+    family = families.find_family(facts)()
     model = family.model(facts).instantiate()
     generator = np.random.default_rng(0)
     tensors = {}
@@ -47,9 +47,9 @@ def test_queries_keys_and_values_of_unequal_sizes_come_back_bit_for_bit(tmp_path
         np.testing.assert_array_equal(written[name], array)
 
 
-def test_peft_cannot_adapt_a_part_of_a_fused_tensor(tmp_path: Path):
+def test_peft_cannot_adapt_half_a_fused_tensor(tmp_path: Path):
     facts = FAMILIES["phi3"].facts
-    family = families.family_of(facts)()
+    family = families.find_family(facts)()
     config = family.model(facts)
     config.lora = config_for(LoRA)
     model = config.instantiate()

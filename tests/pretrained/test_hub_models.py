@@ -65,7 +65,7 @@ def test_a_folder_goes_before_an_id(cache: Path, model: Repository, tmp_path: Pa
 
 
 @pytest.mark.pairs
-def test_a_plan_needs_no_weights_and_a_run_says_so_before_it_compiles(
+def test_plan_needs_no_weights_and_a_run_fails_early(
     cache: Path, model: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     fill_cache(cache, model, SMALL_NAMES)
@@ -106,9 +106,7 @@ def test_a_cache_that_lacks_a_file(
     assert error.count("\n") == 1
 
 
-def test_without_a_dtype_and_without_weights_the_dtype_is_no_guess(
-    cache: Path, model: Repository, capsys: pytest.CaptureFixture[str]
-):
+def test_missing_dtype_is_an_error_without_weights(cache: Path, model: Repository, capsys: pytest.CaptureFixture[str]):
     (model.folder / "config.json").write_text(json.dumps(FAMILIES["llama"].facts))
     fill_cache(cache, model, SMALL_NAMES)
     assert plan.main(["--config=hf:acme/tiny", "--target=cpu:1", "--estimate"]) == 2
@@ -118,7 +116,7 @@ def test_without_a_dtype_and_without_weights_the_dtype_is_no_guess(
     assert configs.load("hf:acme/tiny").model.param_dtype == "float32", "that of the first tensor"
 
 
-def test_mistakes(cache: Path, model: Repository, capsys: pytest.CaptureFixture[str]):
+def test_user_errors(cache: Path, model: Repository, capsys: pytest.CaptureFixture[str]):
     fill_cache(cache, model)
     for spec, message in [
         ("hf:acme/tyni", "error: no folder acme/tyni, and acme/tyni@main is not in the cache of the Hub"),
@@ -134,7 +132,7 @@ def test_mistakes(cache: Path, model: Repository, capsys: pytest.CaptureFixture[
     assert "no folder acme/tyni" in capsys.readouterr().err
 
 
-def test_without_a_list_of_files_it_says_what_it_takes_as_not_there(cache: Path, model: Repository):
+def test_without_a_file_list_assumed_missing_files_are_named(cache: Path, model: Repository):
     fill_cache(cache, model, lists=False)
     lines: list[str] = []
     configs.load("hf:acme/tiny", lines.append)

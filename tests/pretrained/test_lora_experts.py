@@ -16,7 +16,7 @@ from tests.pretrained.test_pretrained import assert_same_tensors, directory, pro
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 
-def moved(state: Any) -> Any:
+def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
@@ -45,7 +45,7 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
 
 
 @pytest.mark.pairs
-def test_adapters_of_experts_are_merged_and_written(tmp_path: Path):
+def test_expert_adapters_are_merged_and_written(tmp_path: Path):
     source = directory(tmp_path / "in", "mixtral", **SIZES)
     fields = {"model__lora__dropout": 0.0, "model__lora__targets": "experts|."}
     adapted = program(f"lora:{source}", **fields)
@@ -54,7 +54,7 @@ def test_adapters_of_experts_are_merged_and_written(tmp_path: Path):
     model = adapted.experiment.model
     export_model(tmp_path / "same", model, adapted.weights(state), published.family, published.facts)
     assert_same_tensors(tmp_path / "same", source)
-    params = adapted.weights(moved(state))
+    params = adapted.weights(perturb_adapters(state))
     export_model(tmp_path / "out", model, params, published.family, published.facts)
     written = tensors(tmp_path / "out")
     experts = params["stack"]["block0"]["mlp"]["experts"]
@@ -74,7 +74,7 @@ def test_adapters_of_experts_are_merged_and_written(tmp_path: Path):
 
 
 @pytest.mark.pairs
-def test_adapters_of_all_but_experts_are_written_for_peft(tmp_path: Path):
+def test_adapters_on_all_but_experts_are_written_for_peft(tmp_path: Path):
     source = directory(tmp_path / "in", "mixtral", **SIZES)
     adapted = program(f"lora:{source}")
     state = adapted.experiment.pretrained.init(adapted)

@@ -19,7 +19,7 @@ from plimsoll.framework.weights.directory import Directory
 from plimsoll.framework.weights.export import export_model
 from plimsoll.framework.weights.mxfp4 import PackedTensor, decode
 from tools.peers.families import FAMILIES
-from tools.peers.packed import FACTS, packed_tensors
+from tools.peers.mxfp4 import FACTS, make_mxfp4_tensors
 
 QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
@@ -28,12 +28,12 @@ def write(folder: Path, quantization=QUANTIZED, drop: str = "", **changed: np.nd
     """Write a small gpt-oss directory in MXFP4, without the tensor `drop` and with `changed` tensors replaced."""
     facts = FACTS if quantization is None else FACTS | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(facts))
-    tensors = packed_tensors() | changed
+    tensors = make_mxfp4_tensors() | changed
     save_file({name: array for name, array in tensors.items() if name != drop}, folder / "model.safetensors")
     return folder
 
 
-def test_every_code_with_every_scale_has_the_value_of_the_specification():
+def test_every_code_and_scale_decodes_as_specified():
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     for scale in range(255):
@@ -68,7 +68,7 @@ class _Reader:
         return self.array[index]
 
 
-def test_a_slice_is_that_of_the_whole():
+def test_slice_matches_the_whole_tensor():
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 10, 4, 16), dtype=np.uint8)
     scales = rng.integers(120, 130, (3, 10, 4), dtype=np.uint8)
@@ -84,7 +84,7 @@ def test_a_slice_is_that_of_the_whole():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_directory_comes_in_as_bfloat16_and_goes_out_as_floats(devices, tmp_path):
+def test_directory_loads_as_bfloat16_and_exports_as_floats(devices, tmp_path):
     """On four devices, each device reads only its own experts and its half of the blocks."""
     (tmp_path / "in").mkdir()
     folder = write(tmp_path / "in")
@@ -106,7 +106,7 @@ def test_a_directory_comes_in_as_bfloat16_and_goes_out_as_floats(devices, tmp_pa
     down = decode(stored[f"{prefix}.down_proj_blocks"], stored[f"{prefix}.down_proj_scales"]).swapaxes(1, 2)
     np.testing.assert_array_equal(experts["down"][0], down)
 
-    facts, family = families.of_model(config.model, config.pretrained.facts)
+    facts, family = families.export_config(config.model, config.pretrained.facts)
     model = program.experiment.language_model
     export_model(tmp_path / "out", model, jax.device_get(weights), family, facts)
     out_facts = json.loads((tmp_path / "out/config.json").read_text())

@@ -27,7 +27,7 @@ def directory(folder: Path, name: str = "gemma2", *, dtype=np.float32, shards: i
     folder.mkdir(exist_ok=True)
     facts = FAMILIES[name].facts | facts
     (folder / "config.json").write_text(json.dumps(facts))
-    family = families.family_of(facts)()
+    family = families.find_family(facts)()
     model = family.model(facts).instantiate()
     rng, tensors = np.random.default_rng(seed), {}
     for path, sources in family.places(model).items():
@@ -66,14 +66,14 @@ def assert_same_tensors(actual: Path, expected: Path) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_comes_in_goes_out(name, tmp_path):
+def test_import_then_export_round_trips(name, tmp_path):
     source = directory(tmp_path / "in", name)
     one = program(f"hf:{source}")
     state = one.experiment.pretrained.init(one)
     one.layout.check(state)
     config = configs.load(f"hf:{source}")
     for published in (config.pretrained.facts, None):  # the published config.json, and our own
-        facts, family = families.of_model(config.model, published)
+        facts, family = families.export_config(config.model, published)
         to = tmp_path / f"out-{published is None}"
         export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=31_000)
         sizes = [sum(x.nbytes for x in load_file(file).values()) for file in sorted(to.glob("*.safetensors"))]
@@ -83,13 +83,13 @@ def test_what_comes_in_goes_out(name, tmp_path):
         # Without the published file, Phi-3's layers are exported as Mistral's, whose files do not fuse tensors.
         if published is not None or name != "phi3":
             assert_same_tensors(to, source)
-        again = families.model_of(to)[0]
-        assert diff(again, families.model_of(source)[0]) == []
+        again = families.load_model_config(to)[0]
+        assert diff(again, families.load_model_config(source)[0]) == []
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("scope", ["unit", "model", "layers"])
-def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
+def test_weights_are_equal_on_any_mesh_and_placement(scope, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks large enough to be offloaded
     source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16", **sizes)
     layers, scope = scope == "layers", "unit" if scope == "layers" else scope
@@ -103,10 +103,10 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     eight = program(f"hf:{source}", 8, mesh__data=2, mesh__fsdp=2, mesh__model=2, **fields)
     alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
     eight.layout.check(together)
-    hosted = {leaf.path for leaf in eight.layout if leaf.spec.memory_kind == "pinned_host"}
-    assert any(path.endswith("master/block0/mlp/up/weight") for path in hosted) == (scope == "unit")
-    assert any(path.startswith("parameter/stack") for path in hosted) == (scope == "unit")
-    alone, together = flatten(one.stored(alone)), flatten(eight.stored(together))
+    offloaded = {leaf.path for leaf in eight.layout if leaf.spec.memory_kind == "pinned_host"}
+    assert any(path.endswith("master/block0/mlp/up/weight") for path in offloaded) == (scope == "unit")
+    assert any(path.startswith("parameter/stack") for path in offloaded) == (scope == "unit")
+    alone, together = flatten(one.to_checkpoint(alone)), flatten(eight.to_checkpoint(together))
     for path in alone:
         np.testing.assert_array_equal(alone[path], together[path], err_msg=path)
     masters = [path for path in alone if "/master/" in path]
@@ -121,7 +121,7 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
+def test_written_dtype_is_the_tensors_dtype(dtype, tmp_path):
     """transformers reads `dtype`, or `torch_dtype` without it: the export keeps neither value of the source."""
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     one = program(f"hf:{directory(tmp_path / 'in', 'llama', torch_dtype=other)}", model__param_dtype=dtype)
@@ -136,7 +136,7 @@ def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
 
 
 @pytest.mark.pairs
-def test_adapters_start_at_nothing_on_a_base_of_any_storage(tmp_path):
+def test_adapters_start_at_zero_on_any_base_storage(tmp_path):
     source = directory(tmp_path / "in", "llama", intermediate_size=64, hidden_size=64)
     weights = {}  # the weights of the first program, equal to the directory's
     for spec, base in (("lora", None), ("qlora", "nf4")):
@@ -218,74 +218,79 @@ def test_published_configs_are_the_named_ones(name, tmp_path):
         if change[0] not in ("vocab_size", "stack.pattern.0.attention.output_bias", "stack.unroll")
     ]
     assert differences == []
-    assert families.of_model(ours)[0]["architectures"] == PUBLISHED[name]["architectures"]
+    assert families.export_config(ours)[0]["architectures"] == PUBLISHED[name]["architectures"]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["stdlib-tiny", "gpt2-1.5b", "llama3-8b", "llama2-70b", "qwen2.5-0.5b"])
 def test_named_configs_can_be_exported(name):
     model = configs.load(name).model
-    facts, family = families.of_model(model)
-    assert families.of_model(family.model(facts))[0] == facts
+    facts, family = families.export_config(model)
+    assert families.export_config(family.model(facts))[0] == facts
 
 
-def test_what_transformers_cannot_have_is_not_exported():
+def test_models_unsupported_by_transformers_are_not_exported():
     model = configs.load("llama2-7b").model
     model.head.softcap = 30.0
     with pytest.raises(ValueError, match=r"no family .* head\.softcap = 30\.0"):
-        families.of_model(model)
+        families.export_config(model)
 
 
-def wrong_config(folder, **facts):
+def write_wrong_config(folder, **facts):
     (folder / "config.json").write_text(
         json.dumps({k: v for k, v in {**FAMILIES["llama"].facts, **facts}.items() if v})
     )
 
 
-def truncated(folder):
+def truncate_shard(folder):
     file = folder / "model-1.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def edited_index(folder, change):
+def edit_index(folder, change):
     file = folder / "model.safetensors.index.json"
     home = json.loads(file.read_text())["weight_map"]
     change(home)
     file.write_text(json.dumps({"weight_map": home}))
 
 
-def replaced(folder, change):
+def replace_tensors(folder, change):
     for file in folder.glob("*.safetensors"):
         arrays = load_file(file)
         change(arrays)
         save_file(arrays, file)
     home = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
-    edited_index(folder, lambda old: (old.clear(), old.update(home)))
+    edit_index(folder, lambda old: (old.clear(), old.update(home)))
 
 
 NORM = "model.norm.weight"
 WRONG = {
     "unknown architecture": (
-        lambda d: wrong_config(d, architectures=["MambaForCausalLM"]),
+        lambda d: write_wrong_config(d, architectures=["MambaForCausalLM"]),
         "unknown .* MambaForCausalLM",
     ),
-    "code of its own": (lambda d: wrong_config(d, auto_map={"AutoModel": "x.Y"}), "never executed"),
-    "a field is missing": (lambda d: wrong_config(d, hidden_size=None), "no field 'hidden_size'"),
-    "an unknown scaling": (lambda d: wrong_config(d, rope_scaling={"rope_type": "dynamic", "factor": 2}), "rope_type"),
-    "an unknown activation": (lambda d: wrong_config(d, hidden_act="xielu"), "hidden_act = 'xielu'"),
+    "code of its own": (lambda d: write_wrong_config(d, auto_map={"AutoModel": "x.Y"}), "never executed"),
+    "a field is missing": (lambda d: write_wrong_config(d, hidden_size=None), "no field 'hidden_size'"),
+    "an unknown scaling": (
+        lambda d: write_wrong_config(d, rope_scaling={"rope_type": "dynamic", "factor": 2}),
+        "rope_type",
+    ),
+    "an unknown activation": (lambda d: write_wrong_config(d, hidden_act="xielu"), "hidden_act = 'xielu'"),
     "no JSON": (lambda d: (d / "config.json").write_text("{"), "is no JSON"),
-    "truncated": (truncated, r"model-1\.safetensors: damaged"),
+    "truncated": (truncate_shard, r"model-1\.safetensors: damaged"),
     "an index of nothing": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "no index of shards"),
-    "an index that lies": (lambda d: edited_index(d, lambda home: home.pop(NORM)), f"disagrees with .* {NORM}"),
-    "a shard elsewhere": (lambda d: edited_index(d, lambda home: home.update(x="../x")), "no file of the directory"),
+    "an index that lies": (lambda d: edit_index(d, lambda home: home.pop(NORM)), f"disagrees with .* {NORM}"),
+    "a shard elsewhere": (lambda d: edit_index(d, lambda home: home.update(x="../x")), "no file of the directory"),
     "a shard is missing": (lambda d: (d / "model-0.safetensors").unlink(), r"model-0\.safetensors"),
-    "a tensor is missing": (lambda d: replaced(d, lambda a: a.pop(NORM, None)), f"missing +{NORM} \\[32\\]"),
+    "a tensor is missing": (lambda d: replace_tensors(d, lambda a: a.pop(NORM, None)), f"missing +{NORM} \\[32\\]"),
     "another shape": (
-        lambda d: replaced(d, lambda a: a.update({NORM: np.zeros(8, np.float32)}) if NORM in a else None),
+        lambda d: replace_tensors(d, lambda a: a.update({NORM: np.zeros(8, np.float32)}) if NORM in a else None),
         f"shape +{NORM} \\[8\\], expected \\[32\\]",
     ),
     "an unexpected one": (
-        lambda d: replaced(d, lambda a: a.update({"model.more": np.zeros(8, np.float32)}) if NORM in a else None),
+        lambda d: replace_tensors(
+            d, lambda a: a.update({"model.more": np.zeros(8, np.float32)}) if NORM in a else None
+        ),
         r"unexpected +model\.more",
     ),
 }

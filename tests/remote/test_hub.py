@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.framework.files import hub
-from plimsoll.framework.files.hub_cache import cache_folder, cached, is_offline
+from plimsoll.framework.files.hub_cache import find_snapshot, get_cache_folder, is_offline
 from plimsoll.framework.files.hub_names import HubRepo, model_named, parse_url
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
@@ -55,7 +55,7 @@ def test_urls(url: str, repo: HubRepo, path: str):
     "url",
     ["hf://acme", "hf://acme/a--b", "hf://spaces/acme/x", "hf://acme/a/../x", "hf://../a/b", "hf://acme/a@..%2Fb"],
 )
-def test_urls_that_name_nothing(url: str):
+def test_invalid_urls_are_refused(url: str):
     with pytest.raises(ValueError, match="hf://"):
         parse_url(url)
 
@@ -77,11 +77,11 @@ def test_the_folder_is_the_librarys(names: tuple[str, ...], monkeypatch: pytest.
         monkeypatch.setenv(name, f"$PLACE/{name}")
     expected = runpy.run_module("huggingface_hub.constants")["HF_HUB_CACHE"]
     # The library does not expand variables in XDG_CACHE_HOME itself, but together with those of HF_HOME around it.
-    assert str(cache_folder()) == expected
+    assert str(get_cache_folder()) == expected
 
 
 @pytest.mark.parametrize("value", ["1", "true", "0", "", None])
-def test_offline_is_what_the_library_takes_for_it(value: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_offline_mode_follows_the_library(value: str | None, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("huggingface_hub")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -93,7 +93,7 @@ def test_offline_is_what_the_library_takes_for_it(value: str | None, monkeypatch
 def test_the_library_reads_the_same_snapshot(cache: Path, repository: Repository):
     library = pytest.importorskip("huggingface_hub")
     folder = fill_cache(cache, repository)
-    snapshot = cached(MODEL)
+    snapshot = find_snapshot(MODEL)
     assert snapshot is not None
     assert snapshot.folder == folder
     assert library.snapshot_download("acme/tiny", cache_dir=cache, local_files_only=True) == str(folder)
@@ -102,23 +102,23 @@ def test_the_library_reads_the_same_snapshot(cache: Path, repository: Repository
     }
 
 
-def test_what_is_known_of_a_part_of_a_snapshot(cache: Path, repository: Repository):
+def test_partial_snapshot_reports_what_is_known(cache: Path, repository: Repository):
     fill_cache(cache, repository, ["config.json"])
-    snapshot = cached(MODEL)
+    snapshot = find_snapshot(MODEL)
     assert snapshot is not None
     assert snapshot.repo == MODEL.at(COMMIT)
     assert snapshot.missing(["*"]) == ["sub/a.txt", "weights[1].bin"]
     assert snapshot.is_known_complete(["config.json", "tokenizer.json"]), "the commit has no tokenizer.json"
-    assert cached(MODEL.at("other")) is None
-    assert cached(MODEL.at(COMMIT)) == snapshot
+    assert find_snapshot(MODEL.at("other")) is None
+    assert find_snapshot(MODEL.at(COMMIT)) == snapshot
 
 
-def test_without_a_list_of_the_files_what_is_not_there_may_be(cache: Path, repository: Repository):
+def test_without_a_file_list_missing_files_may_exist(cache: Path, repository: Repository):
     folder = fill_cache(cache, repository, ["config.json"], lists=False)
     absent = folder.parents[1] / ".no_exist" / COMMIT
     absent.mkdir(parents=True)
     (absent / "generation_config.json").touch()
-    snapshot = cached(MODEL)
+    snapshot = find_snapshot(MODEL)
     assert snapshot is not None
     assert snapshot.missing(["config.json", "generation_config.json", "tokenizer.json"]) == ["tokenizer.json"]
 
@@ -126,12 +126,12 @@ def test_without_a_list_of_the_files_what_is_not_there_may_be(cache: Path, repos
 def test_a_link_without_its_content_is_no_file(cache: Path, repository: Repository):
     folder = fill_cache(cache, repository)
     (folder / "config.json").resolve().unlink()
-    snapshot = cached(MODEL)
+    snapshot = find_snapshot(MODEL)
     assert snapshot is not None
     assert snapshot.missing(["config.json"]) == ["config.json"]
 
 
-def test_paths_are_those_of_the_cache(cache: Path, repository: Repository):
+def test_paths_match_the_cache(cache: Path, repository: Repository):
     folder = fill_cache(cache, repository)
     paths = ["/local/a", "hf://acme/tiny/config.json", "hf://acme/tiny/weights[1].bin", "hf://acme/tiny/sub/*.txt"]
     assert hub.local_paths(paths) == [
@@ -142,7 +142,7 @@ def test_paths_are_those_of_the_cache(cache: Path, repository: Repository):
         hub.local_paths(["hf://acme/tiny/confg.json"])
 
 
-def test_what_is_not_there_is_told_with_the_reason(
+def test_missing_files_are_reported_with_the_reason(
     cache: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ):
     fill_cache(cache, repository, ["config.json"])
@@ -161,7 +161,7 @@ def test_what_is_not_there_is_told_with_the_reason(
     assert hub.local_paths(["hf://acme/tiny/config.json"]), "what is there needs no library"
 
 
-def test_too_little_room_is_told_before_a_download(
+def test_insufficient_disk_space_fails_before_download(
     cache: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("huggingface_hub")

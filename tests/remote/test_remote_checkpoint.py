@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.checkpoint import directory as checkpoint_directory
-from plimsoll.framework.checkpoint import objects as checkpoint_objects
+from plimsoll.framework.checkpoint import object_store as checkpoint_objects
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe
 from plimsoll.framework.files.remote import connect
@@ -21,18 +21,18 @@ ROOT = Path(__file__).parents[2]
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int4", "int8", "uint32", "bool", "float16", "complex64"]
 
 
-def placed(value, count, *axes, memory=None):
+def put_on_mesh(value, count, *axes, memory=None):
     mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count])
     return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes), memory_kind=memory))
 
 
 def make(seed, count=2, memory=None):
     rng = np.random.default_rng(seed)
-    state = {dtype: placed(jnp.asarray(rng.integers(0, 2, (8, 6)), dtype), count, "x") for dtype in DTYPES}
-    state["host"] = placed(jnp.asarray(rng.random((8, 3)), "float32"), count, "x", memory=memory)
-    state["scalar"] = placed(jnp.float32(rng.random()), count)
-    state["none"] = placed(jnp.zeros((0, 3)), count)
-    state["zeros"] = placed(jnp.zeros((4, 3)), count)
+    state = {dtype: put_on_mesh(jnp.asarray(rng.integers(0, 2, (8, 6)), dtype), count, "x") for dtype in DTYPES}
+    state["host"] = put_on_mesh(jnp.asarray(rng.random((8, 3)), "float32"), count, "x", memory=memory)
+    state["scalar"] = put_on_mesh(jnp.float32(rng.random()), count)
+    state["none"] = put_on_mesh(jnp.zeros((0, 3)), count)
+    state["zeros"] = put_on_mesh(jnp.zeros((4, 3)), count)
     return {"parameter": state}
 
 
@@ -49,7 +49,7 @@ def check(found, expected):
 @pytest.fixture
 def small(s3):
     """(URL of a checkpoint directory with steps 1 and 2, the state in step 2)."""
-    url, state = f"{s3}/run/checkpoints", {"parameter": {"w": placed(jnp.arange(32.0) + 1, 2, "x")}}
+    url, state = f"{s3}/run/checkpoints", {"parameter": {"w": put_on_mesh(jnp.arange(32.0) + 1, 2, "x")}}
     with Checkpointer(directory=url) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.save(2, jax.tree.map(lambda x: 2 * x, state), {})
@@ -62,7 +62,7 @@ def names(url):
 
 
 @pytest.mark.pairs
-def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
+def test_checkpoint_restores_on_any_mesh_and_memory_kind(store):
     url = f"{store}/run/checkpoints"
     with Checkpointer(directory=url, keep=2) as checkpointer:
         for step in (1, 2, 3):
@@ -83,10 +83,13 @@ def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
 
 
 @pytest.mark.pairs
-def test_pieces_are_cut_and_put_together(s3, monkeypatch):
-    monkeypatch.setattr(checkpoint_objects, "_PIECE_BYTES", 64)
+def test_parts_are_split_and_joined(s3, monkeypatch):
+    monkeypatch.setattr(checkpoint_objects, "_CHUNK_BYTES", 64)
     state = {
-        "parameter": {"w": placed(jnp.arange(8 * 9 * 5.0).reshape(8, 9, 5), 2, "x"), "v": placed(jnp.arange(7.0), 1)}
+        "parameter": {
+            "w": put_on_mesh(jnp.arange(8 * 9 * 5.0).reshape(8, 9, 5), 2, "x"),
+            "v": put_on_mesh(jnp.arange(7.0), 1),
+        }
     }
     with Checkpointer(directory=f"{s3}/c") as checkpointer:
         checkpointer.save(1, state, {})
@@ -116,18 +119,18 @@ def test_a_save_that_failed_leaves_the_old_ones_and_is_cleaned(small):
 
 
 @pytest.mark.pairs
-def test_a_store_out_of_reach_is_a_save_that_failed(small, monkeypatch):
+def test_unreachable_store_fails_the_save(small, monkeypatch):
     url, state = small
 
-    def out_of_reach(*_, **__):
+    def fail_to_connect(*_, **__):
         raise ConnectionError("no route")
 
     with Checkpointer(directory=url) as checkpointer:
         assert checkpointer.steps() == [1, 2]
         with monkeypatch.context() as outage:
             for name in ("scan", "remove_leftovers", "delete_step"):
-                outage.setattr(checkpoint_directory, name, out_of_reach)
-            outage.setattr(checkpoint_objects, "_open", out_of_reach)
+                outage.setattr(checkpoint_directory, name, fail_to_connect)
+            outage.setattr(checkpoint_objects, "_open", fail_to_connect)
             checkpointer.save(3, state, {})
             with pytest.raises(
                 CheckpointSaveError, match=r"step 3 was not saved: .*no route; still there: steps \[1, 2\]"
@@ -140,7 +143,7 @@ def test_a_store_out_of_reach_is_a_save_that_failed(small, monkeypatch):
 
 
 @pytest.mark.pairs
-def test_what_a_killed_save_left_is_ignored_and_removed(small):
+def test_leftovers_from_a_killed_save_are_removed(small):
     url, state = small
     fs, path = connect(url)
     (arrays,) = {name.split("/")[1] for name in names(url) if name.startswith("00000002/state-")}
@@ -167,7 +170,7 @@ def test_a_step_is_replaced_as_a_whole(small):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("harm", ["flip", "drop", "cut"])
-def test_harm_is_found_and_the_step_before_is_taken(small, harm):
+def test_corruption_falls_back_to_the_previous_step(small, harm):
     url, state = small
     fs, path = connect(url)
     (piece, *_) = [name for name in fs.find(f"{path}/00000002") if name.endswith("/c/0")]
@@ -181,8 +184,8 @@ def test_harm_is_found_and_the_step_before_is_taken(small, harm):
 
 
 def test_frozen_arrays_are_written_once(s3):
-    url, learning = f"{s3}/c", {"w": placed(jnp.arange(4.0), 1)}
-    state = {"parameter": learning, "frozen": {"base": placed(jnp.arange(6.0), 1)}}
+    url, learning = f"{s3}/c", {"w": put_on_mesh(jnp.arange(4.0), 1)}
+    state = {"parameter": learning, "frozen": {"base": put_on_mesh(jnp.arange(6.0), 1)}}
     with Checkpointer(directory=url) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.save(2, state, {})
@@ -239,12 +242,12 @@ def test_two_processes_write_their_parts(s3, tmp_path, environment):
     for process in running:
         out, _ = process.communicate(timeout=100)
         assert process.returncode == 0, out
-    state = {"parameter": {"w": placed(jnp.arange(32.0), 1), "v": placed(jnp.arange(5.0), 1)}}
+    state = {"parameter": {"w": put_on_mesh(jnp.arange(32.0), 1), "v": put_on_mesh(jnp.arange(5.0), 1)}}
     check(Checkpointer(directory=f"{s3}/c", read_only=True).restore(2, like(state)).state, state)
 
 
 @pytest.mark.pairs
-def test_the_manifest_alone_commits(small):
+def test_only_the_manifest_commits_a_step(small):
     url, _ = small
     fs, path = connect(url)
     manifest = json.loads(fs.cat_file(f"{path}/00000002/manifest/data.json"))

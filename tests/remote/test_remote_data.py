@@ -84,7 +84,7 @@ def test_without_a_cache_dir_copies_are_in_the_users_cache(s3, texts, tmp_path, 
 
 
 @pytest.mark.pairs
-def test_what_is_missing_is_named(store, texts, tmp_path):
+def test_missing_files_are_named(store, texts, tmp_path):
     upload(texts / "a.txt", f"{store}/text/a.txt")
     for path, message in [
         (f"{store}/text/aa.txt", f"data.source: {store}/text/aa.txt does not exist.*a.txt"),

@@ -61,14 +61,14 @@ def both(workdir, *flags, outs):
     return [start(workdir(i), *where, f"--process_id={i}", *flags, out=outs[i]) for i in range(2)]
 
 
-def run_of(*argv):
+def run_command(*argv):
     return subprocess.run(
         argv, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200
     )
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_equals_a_local_one(store, text, tmp_path):
+def test_killed_run_resumes_and_equals_a_local_one(store, text, tmp_path):
     plain = start(tmp_path / "plain", *STEPS)
     url, out = f"{store}/run", tmp_path / "out"
     run = start(url, *STEPS, *text, out=out)
@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_and_equals_a_local_one(store, text, tmp_path):
 
 
 @pytest.mark.pairs
-def test_mistakes_end_with_exit_code_2_before_any_compile(s3, tmp_path):
+def test_user_errors_exit_with_2_before_compilation(s3, tmp_path):
     write_text(tmp_path / "text")
     bucket = s3.removeprefix("s3://")
     for flags, message in [
@@ -101,7 +101,7 @@ def test_mistakes_end_with_exit_code_2_before_any_compile(s3, tmp_path):
         (("s3://nosuchbucket/run",), "s3://nosuchbucket/run does not exist, or its bucket does not"),
         (("s3://me:hush@bucket/run",), "credentials in a URL are refused"),
     ]:
-        done = run_of(*command(*flags))
+        done = run_command(*command(*flags))
         assert done.returncode == 2, done.stderr
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert message.split(".*")[0] in line
@@ -121,7 +121,7 @@ def test_two_processes_share_a_workdir_in_a_store(s3, tmp_path):
 
 
 @pytest.mark.slow
-def test_hosts_whose_folders_differ_are_told(tmp_path):
+def test_differing_folders_between_hosts_are_reported(tmp_path):
     write_text(tmp_path / "text")
     outs = [tmp_path / "0", tmp_path / "1"]
     codes = [run.wait(timeout=300) for run in both(lambda i: tmp_path / f"host{i}", *STEPS, outs=outs)]

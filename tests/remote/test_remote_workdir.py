@@ -44,7 +44,7 @@ def put(url, data: bytes):
 
 
 @pytest.mark.pairs
-def test_what_is_written_comes_back(url):
+def test_written_files_read_back(url):
     with Workdir(url) as workdir:
         workdir.metrics.write_text('{"step": 1}\n')
         workdir.tensorboard.mkdir()
@@ -71,7 +71,7 @@ def test_what_is_written_comes_back(url):
         assert not again.tensorboard.exists()  # event files are only written, so they are not downloaded
 
 
-def test_others_look_at_it_without_a_claim(url):
+def test_readers_need_no_claim(url):
     with Workdir(url) as workdir:
         workdir.config.write_text("{}")
         workdir.sync()
@@ -81,7 +81,7 @@ def test_others_look_at_it_without_a_claim(url):
 
 
 @pytest.mark.pairs
-def test_uploads_in_the_background_and_only_what_changed(url, quick):
+def test_uploads_only_changes_in_the_background(url, quick):
     with Workdir(url) as workdir:
         sent = []
         put_file = workdir.mirror.fs.put_file
@@ -99,7 +99,7 @@ def test_uploads_in_the_background_and_only_what_changed(url, quick):
         assert len(sent) == 2
 
 
-def test_a_failing_upload_is_told_once_and_at_the_end_names_the_folder(url, quick, monkeypatch, caplog):
+def test_failed_upload_is_reported_once_and_at_the_end(url, quick, monkeypatch, caplog):
     workdir = Workdir(url)
     workdir.claim()
 
@@ -109,12 +109,12 @@ def test_a_failing_upload_is_told_once_and_at_the_end_names_the_folder(url, quic
     monkeypatch.setattr(workdir.mirror.fs, "put_file", refuse)
     workdir.log.write_text("precious")
 
-    def told() -> list[str]:
+    def find_messages() -> list[str]:
         return [record.getMessage() for record in caplog.records if "no route" in record.getMessage()]
 
-    wait_for(told)
+    wait_for(find_messages)
     threading.Event().wait(5 * remote.INTERVAL)
-    (line,) = told()
+    (line,) = find_messages()
     assert url in line
     with pytest.raises(OSError, match=str(workdir.path)):
         workdir.release()
@@ -149,7 +149,7 @@ def test_a_lock_that_holds_anything_else_is_taken_over_too(url, ending, body: by
     workdir.release()
 
 
-def test_of_an_ended_process_of_this_host_at_once(url, quick):
+def test_lock_from_an_ended_local_process_is_taken_at_once(url, quick):
     here = {"host": os.uname().nodename, "pid": 2**22 + 1, "pid_namespace": os.readlink("/proc/self/ns/pid")}
     put(f"{url}/lock.json", json.dumps({**OTHER, **here}).encode())
     message = (workdir := Workdir(url)).claim()
@@ -157,7 +157,7 @@ def test_of_an_ended_process_of_this_host_at_once(url, quick):
     workdir.release()
 
 
-def test_who_lost_its_lease_writes_nothing_more(url, quick):
+def test_lost_lease_stops_all_writes(url, quick):
     workdir = Workdir(url)
     workdir.claim()
     put(f"{url}/lock.json", json.dumps(OTHER).encode())
@@ -171,7 +171,7 @@ def test_who_lost_its_lease_writes_nothing_more(url, quick):
 
 
 @pytest.mark.pairs
-def test_of_many_at_once_one_wins(url, quick):
+def test_only_one_concurrent_claim_wins(url, quick):
     won, lost = [], []
 
     def job():
@@ -221,7 +221,7 @@ def test_a_missing_package_is_named(monkeypatch):
         connect("s3://bucket/x")
 
 
-def test_secrets_are_cut_out():
+def test_secrets_are_redacted():
     assert without_secrets("--workdir=s3://a:b@c/d x") == "--workdir=s3://...@c/d x"
     assert "abc" not in without_secrets("https://h/x?X-Amz-Signature=abc&y=1")
     for url in ("s3://key:secret@bucket/x", "https://h/x.txt?X-Amz-Credential=abc"):

@@ -14,7 +14,7 @@ from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.objectives.preferences import DPO
 from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
-from tests.support import scored, small
+from tests.support import score_heads, small
 
 D = 8
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 0, 0], [1, 1, 2, 2, 2, 2, 0, 0, 0, 0]], np.int32)
@@ -23,7 +23,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(*SEGMENTS.shape, D))
 
 
-def loss_of(
+def compute_loss(
     objective: Config, num_labels: int, labels: Any = None, bias: bool = False
 ) -> tuple[float, dict, np.ndarray]:
     """Return (loss, metrics, scores of all positions) in float64; the norm's scale is one."""
@@ -48,7 +48,7 @@ def loss_of(
 @pytest.mark.pairs
 @pytest.mark.parametrize(("margin", "centering"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.1)])
 def test_pairs(margin: float, centering: float):
-    loss, metrics, scores = loss_of(config_for(PairwiseReward, margin=margin, centering=centering), 1)
+    loss, metrics, scores = compute_loss(config_for(PairwiseReward, margin=margin, centering=centering), 1)
     rewards = scores[ENDS > 0][:, 0]
     chosen, rejected = rewards[0::2], rewards[1::2]
     losses = -np.log(expit(chosen - rejected - margin)) + centering * (chosen + rejected) ** 2
@@ -64,7 +64,7 @@ def test_classes(bias: bool):
     classes = np.array([2, 0, 1, 1, 0, 2])
     labels = np.zeros(SEGMENTS.shape, np.float32)
     labels[ENDS > 0] = classes
-    loss, metrics, scores = loss_of(config_for(Classification), 3, labels, bias=bias)
+    loss, metrics, scores = compute_loss(config_for(Classification), 3, labels, bias=bias)
     log_probs = log_softmax(scores[ENDS > 0], axis=-1)
     assert loss == pytest.approx(-log_probs[np.arange(6), classes].mean(), rel=1e-12)
     assert metrics["accuracy"] == pytest.approx((log_probs.argmax(-1) == classes).mean())
@@ -79,27 +79,27 @@ def test_classes(bias: bool):
         (config_for(LMHead, objective=config_for(PairwiseReward)), "objective = PairwiseReward is for a ScoreHead"),
     ],
 )
-def test_heads_and_objectives_that_do_not_go_together(head: Config, message: str):
+def test_incompatible_heads_and_objectives_are_refused(head: Config, message: str):
     with pytest.raises((ValueError, ConfigError), match=message):
         head.instantiate(dim=D, vocab_size=4)
 
 
-def test_data_of_next_tokens_is_refused():
-    config = scored.experiment("reward")
+def test_next_token_data_is_refused():
+    config = score_heads.experiment("reward")
     config.data.source = small.experiment().data.source
     with pytest.raises(ValueError, match=r"data.source is a TokenMemmap, but model.head is a ScoreHead"):
         small.program(config)
 
 
 def test_other_classes_than_labels_are_refused():
-    config = scored.experiment("classify")
+    config = score_heads.experiment("classify")
     config.model.head.num_labels = 4
     with pytest.raises(ValueError, match=r"model.head.num_labels = 4, but the data has 3 classes \(a, b, c\)"):
         small.program(config)
 
 
 def test_a_score_head_without_an_objective_does_not_train():
-    config = scored.experiment("classify")
+    config = score_heads.experiment("classify")
     config.model.head.objective = None
     with pytest.raises(ValueError, match=r"model.head.objective is None"):
         small.program(config)

@@ -90,13 +90,13 @@ def test_adapters_on_a_published_classifier(tmp_path: Path):
     assert "score" in config.instantiate().learner.specs["head"]
 
 
-def test_what_transformers_has_not_is_no_directory():
+def test_models_unknown_to_transformers_are_not_exported():
     model = small.llama()
     scored = scores.with_score_head(model, 2)
-    facts, _ = families.of_model(scored)
+    facts, _ = families.export_config(scored)
     assert facts["architectures"] == ["LlamaForSequenceClassification"]
     scored.head.bias = True
     with pytest.raises(ValueError, match=r"head\.bias = True"):
-        families.of_model(scored)
+        families.export_config(scored)
     with pytest.raises(ValueError, match="no OlmoeForCausalLM that scores"):
-        scores.scored_facts({"architectures": ["OlmoeForCausalLM"]}, 2)
+        scores.add_score_head_facts({"architectures": ["OlmoeForCausalLM"]}, 2)

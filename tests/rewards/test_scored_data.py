@@ -14,7 +14,7 @@ from plimsoll.configs.data_flag import with_data
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-from plimsoll.framework.data.scored import LabelledSource, RankedSource, class_names
+from plimsoll.framework.data.scored import LabelledSource, RankedSource, collect_class_names
 from plimsoll.framework.data.sources import TextFiles
 from plimsoll.framework.data.tokenizers import ByteTokenizer
 from tests.support import pretrained
@@ -22,7 +22,7 @@ from tests.support import pretrained
 SEPARATOR = 256
 
 
-def written(path: Path, *rows: Any) -> Path:
+def write_rows(path: Path, *rows: Any) -> Path:
     """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -36,7 +36,7 @@ def pipeline(tmp_path: Path, source: Config, **fields: Any) -> DataPipeline:
     return data
 
 
-def sequences_of(data: DataPipeline) -> list[tuple[list[int], float]]:
+def get_sequences(data: DataPipeline) -> list[tuple[list[int], float]]:
     """Return (tokens, label) of each sequence of all rows, in order, after checking positions, weights and targets."""
     found = []
     rows = data.train_leaves[0].rows
@@ -60,28 +60,28 @@ def sequences_of(data: DataPipeline) -> list[tuple[list[int], float]]:
 
 
 def test_labels_by_name_and_number_with_the_whole_text_as_input(tmp_path: Path):
-    file = written(tmp_path / "a.jsonl", {"text": "abc", "label": "no"}, {"text": "defg", "label": 1})
+    file = write_rows(tmp_path / "a.jsonl", {"text": "abc", "label": "no"}, {"text": "defg", "label": 1})
     source = config_for(LabelledSource, paths=[str(file)], classes=["no", "yes"])
     expected = [([SEPARATOR, *b"abc"], 0.0), ([SEPARATOR, *b"defg"], 1.0)]
-    assert sorted(sequences_of(pipeline(tmp_path, source))) == sorted(expected)
+    assert sorted(get_sequences(pipeline(tmp_path, source))) == sorted(expected)
 
 
 def test_a_long_text_is_cut_and_counted(tmp_path: Path):
-    file = written(tmp_path / "a.jsonl", {"text": "a" * 30, "label": "x"}, {"text": "b", "label": "y"})
+    file = write_rows(tmp_path / "a.jsonl", {"text": "a" * 30, "label": "x"}, {"text": "b", "label": "y"})
     data = pipeline(tmp_path, config_for(LabelledSource, paths=[str(file)], classes=["x", "y"]))
-    assert sorted(sequences_of(data)) == [([SEPARATOR, *b"a" * 15], 0.0), ([SEPARATOR, *b"b"], 1.0)]
+    assert sorted(get_sequences(data)) == [([SEPARATOR, *b"a" * 15], 0.0), ([SEPARATOR, *b"b"], 1.0)]
     assert "1 sequences cut at 16 tokens" in data.source_report()[0].note
 
 
-def test_pairs_stand_in_one_row_the_chosen_one_first_and_long_ones_are_left_out(tmp_path: Path):
+def test_pairs_share_a_row_and_long_ones_are_skipped(tmp_path: Path):
     rows = [
         {"prompt": "p", "chosen": "c1", "rejected": "r1"},
         {"prompt": "p", "chosen": "c" * 9, "rejected": "r" * 9},
         {"chosen": "xa", "rejected": "xb"},
     ]
-    file = written(tmp_path / "a.jsonl", *rows)
+    file = write_rows(tmp_path / "a.jsonl", *rows)
     data = pipeline(tmp_path, config_for(RankedSource, paths=[str(file)]))
-    found = [tokens for tokens, _ in sequences_of(data)]
+    found = [tokens for tokens, _ in get_sequences(data)]
     # As in TRL, a text ends with the end-of-text token, which is not added twice.
     texts = ["pc1", "pr1", "xa", "xb"]
     assert sorted(found) == sorted([[SEPARATOR, *text.encode(), SEPARATOR] for text in texts])
@@ -91,26 +91,26 @@ def test_pairs_stand_in_one_row_the_chosen_one_first_and_long_ones_are_left_out(
 
 
 def test_padding_at_the_end_is_not_scored_as_in_transformers(tmp_path: Path):
-    file = written(tmp_path / "a.jsonl", {"chosen": "abb", "rejected": "acb"})
+    file = write_rows(tmp_path / "a.jsonl", {"chosen": "abb", "rejected": "acb"})
     source = config_for(RankedSource, paths=[str(file)], append_eos=False, pad_token_id=ord("b"))
     data = pipeline(tmp_path, source)
-    assert [tokens for tokens, _ in sequences_of(data)] == [[SEPARATOR, *b"a"], [SEPARATOR, *b"ac"]]
+    assert [tokens for tokens, _ in get_sequences(data)] == [[SEPARATOR, *b"a"], [SEPARATOR, *b"ac"]]
 
 
 def test_conversations_are_rendered_whole_and_texts_encoded_as_transformers_does(tmp_path: Path):
     folder = pretrained.write(tmp_path / "llama3", "llama3")
     tokenizer = config_for(PretrainedTokenizer, path=str(folder), vocab_size=512)
     messages = [{"role": "user", "content": "who are you"}, {"role": "assistant", "content": "a model"}]
-    file = written(tmp_path / "a.jsonl", {"messages": messages, "label": 0}, {"text": "the fox", "label": 1})
+    file = write_rows(tmp_path / "a.jsonl", {"messages": messages, "label": 0}, {"text": "the fox", "label": 1})
     source = config_for(LabelledSource, paths=[str(file)], classes=["0", "1"])
     data = pipeline(tmp_path, source, tokenizer=tokenizer, seq_len=64)
     rendered, _ = data.tokenizer.render(messages)
     (encoding,) = data.tokenizer.encode_rendered([rendered])
     expected = [(encoding.ids, 0.0), (data.tokenizer.encode_prompt("the fox"), 1.0)]
-    assert sorted(sequences_of(data)) == sorted(expected)
+    assert sorted(get_sequences(data)) == sorted(expected)
 
 
-def test_both_parts_are_disjoint_and_parquet_is_read(tmp_path: Path):
+def test_splits_are_disjoint_and_parquet_is_read(tmp_path: Path):
     rows = [{"text": f"text {number}", "label": number % 2} for number in range(60)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     parts = []
@@ -124,9 +124,9 @@ def test_both_parts_are_disjoint_and_parquet_is_read(tmp_path: Path):
     assert all(parts)
 
 
-def test_pairs_of_one_prompt_are_in_one_part(tmp_path: Path):
+def test_pairs_with_one_prompt_are_in_the_same_split(tmp_path: Path):
     rows = [{"prompt": f"{n % 20} ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(100)]
-    file = written(tmp_path / "a.jsonl", *rows)
+    file = write_rows(tmp_path / "a.jsonl", *rows)
     prompts = []
     for split in ("train", "validation"):
         source = RankedSource(paths=[str(file)], split=split, validation_fraction=0.3)
@@ -136,11 +136,11 @@ def test_pairs_of_one_prompt_are_in_one_part(tmp_path: Path):
     assert all(prompts)
 
 
-def test_classes_are_the_sorted_names_of_a_file(tmp_path: Path):
-    by_name = written(tmp_path / "a.jsonl", *({"text": "x", "label": label} for label in ("b", "a", "b")))
-    assert class_names([str(by_name)]) == ["a", "b"]
-    by_number = written(tmp_path / "b.jsonl", *({"text": "x", "label": label} for label in (10, 2, 0)))
-    assert class_names([str(by_number)]) == ["0", "2", "10"]
+def test_classes_are_a_files_sorted_names(tmp_path: Path):
+    by_name = write_rows(tmp_path / "a.jsonl", *({"text": "x", "label": label} for label in ("b", "a", "b")))
+    assert collect_class_names([str(by_name)]) == ["a", "b"]
+    by_number = write_rows(tmp_path / "b.jsonl", *({"text": "x", "label": label} for label in (10, 2, 0)))
+    assert collect_class_names([str(by_number)]) == ["0", "2", "10"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_classes_are_the_sorted_names_of_a_file(tmp_path: Path):
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str):
-    file = written(tmp_path / "a.jsonl", {"text": "x", "label": "a"}, row)
+    file = write_rows(tmp_path / "a.jsonl", {"text": "x", "label": "a"}, row)
     with pytest.raises(ValueError, match=rf"data.source: .*a.jsonl, {message}"):
         pipeline(tmp_path, config_for(LabelledSource, paths=[str(file)], classes=["a", "b"]))
 
@@ -177,7 +177,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str):
     ],
 )
 def test_a_bad_pair_is_named(tmp_path: Path, row: Any, message: str):
-    file = written(tmp_path / "a.jsonl", row)
+    file = write_rows(tmp_path / "a.jsonl", row)
     with pytest.raises(ValueError, match=rf"data.source: .*a.jsonl, {message}"):
         pipeline(tmp_path, config_for(RankedSource, paths=[str(file)]))
 
@@ -204,7 +204,7 @@ def test_sources_that_do_not_go_together_are_refused(tmp_path: Path):
 
 def test_data_on_the_command_line_gives_a_classifier_its_classes(tmp_path: Path):
     rows = [{"text": f"text {number}", "label": "xyzw"[number % 4]} for number in range(400)]
-    file = written(tmp_path / "a.jsonl", *rows)
+    file = write_rows(tmp_path / "a.jsonl", *rows)
     config, lines = with_data(configs.load("classify-tiny"), str(file), [])
     assert config.data.source.classes == ["w", "x", "y", "z"]
     assert config.model.head.num_labels == 4
@@ -221,7 +221,7 @@ def test_data_on_the_command_line_gives_a_classifier_its_classes(tmp_path: Path)
         ("classify-tiny", {"text": "x", "label": "a"}, "field 'label' is a everywhere; expected two classes or more"),
     ],
 )
-def test_data_of_another_kind_is_refused(tmp_path: Path, name: str, row: Any, message: str):
-    file = written(tmp_path / "a.jsonl", row)
+def test_data_in_another_format_is_refused(tmp_path: Path, name: str, row: Any, message: str):
+    file = write_rows(tmp_path / "a.jsonl", row)
     with pytest.raises(ValueError, match=message):
         with_data(configs.load(name), str(file), [])

@@ -19,7 +19,7 @@ SMALL = [
 ]
 
 
-def written(path: Path, *rows: object) -> Path:
+def write_rows(path: Path, *rows: object) -> Path:
     """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "model"
     config = small.llama(vocab_size=400)
     program = small.program(small.experiment(config))
-    facts, family = families.of_model(config)
+    facts, family = families.export_config(config)
     facts |= {"max_position_embeddings": 128}
     export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
     return pretrained.write(folder, "llama3")
@@ -48,7 +48,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     for number in range(60):
         for label, text in TEXTS.items():
             rows.append({"text": text[: 12 + number % 8], "label": label})
-    file = written(folder / "rows.jsonl", *rows)
+    file = write_rows(folder / "rows.jsonl", *rows)
     arguments = [f"--config=lora-classify:{base}", f"--data={file}", f"--workdir={folder / 'run'}", *SMALL]
     rate = "--config.learner.optimizer.learning_rate.peak_value=0.01"
     assert train.main([*arguments, rate, "--config.trainer.max_steps=30"]) == 0
@@ -56,7 +56,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.mark.pairs
-def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
+def test_classifier_learns_and_scores_texts(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     workdir, file = trained
     assert score.main([f"--workdir={workdir}", f"--texts={file}"]) == 0
     captured = capsys.readouterr()
@@ -76,7 +76,7 @@ def test_a_label_that_is_no_class_is_not_scored(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     workdir, _ = trained
-    file = written(tmp_path / "a.jsonl", {"text": "the fox", "label": 1}, {"text": "x", "label": "poem"})
+    file = write_rows(tmp_path / "a.jsonl", {"text": "the fox", "label": 1}, {"text": "x", "label": "poem"})
     assert score.main([f"--workdir={workdir}", f"--texts={file}"]) == 2
     captured = capsys.readouterr()
     assert re.search(
@@ -86,7 +86,7 @@ def test_a_label_that_is_no_class_is_not_scored(
 
 
 @pytest.mark.pairs
-def test_what_goes_out_comes_in_with_its_names(
+def test_exported_classifier_reloads_with_its_label_names(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     workdir, file = trained
@@ -106,10 +106,10 @@ def test_what_goes_out_comes_in_with_its_names(
 
 
 @pytest.mark.pairs
-def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_reward_model_from_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # The prompts differ, because all pairs of one prompt would be in one part of the split.
     rows = [{"prompt": f"def {n}", "chosen": "f(x): return 1", "rejected": "the fox"} for n in range(80)]
-    file = written(tmp_path / "rows.jsonl", *rows)
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
     rate = "--config.learner.optimizer.learning_rate.peak_value=0.003"
     arguments = [f"--config=reward:{base}", f"--data={file}", f"--workdir={tmp_path / 'run'}", rate, *SMALL]
     assert train.main([*arguments, "--config.trainer.max_steps=20"]) == 0
@@ -119,20 +119,20 @@ def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(result["margin"] == pytest.approx(result["chosen"] - result["rejected"]) for result in results)
     assert "80 pairs: accuracy 1.0000" in capsys.readouterr().err
-    text = written(tmp_path / "text.jsonl", {"text": "def 0f(x): return 1"})
+    text = write_rows(tmp_path / "text.jsonl", {"text": "def 0f(x): return 1"})
     assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={text}"]) == 0
     # This is the chosen answer of row 0, as one text.
     assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
 
 
 @pytest.mark.pairs
-def test_what_a_model_cannot_do_is_one_line(
+def test_unsupported_verbs_are_one_line(
     base: Path, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     workdir, _ = trained
-    pair = written(tmp_path / "pair.jsonl", {"chosen": "a", "rejected": "b"})
-    bad = written(tmp_path / "bad.jsonl", {"text": "a"}, {"txt": "a"})
-    text = written(tmp_path / "text.jsonl", {"text": "a"})
+    pair = write_rows(tmp_path / "pair.jsonl", {"chosen": "a", "rejected": "b"})
+    bad = write_rows(tmp_path / "bad.jsonl", {"text": "a"}, {"txt": "a"})
+    text = write_rows(tmp_path / "text.jsonl", {"text": "a"})
     three = "--config.model.head.num_labels=3"
     for verb, arguments, message in [
         (score, [f"--workdir={workdir}", f"--texts={pair}"], "line 1 (byte 0): a pair, for a classifier"),

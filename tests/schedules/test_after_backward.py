@@ -74,7 +74,7 @@ def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
 
 
 @pytest.mark.pairs
-def test_metrics_of_a_step(program, three_steps):
+def test_step_metrics(program, three_steps):
     _, _, metrics = three_steps
     assert set(metrics[0]) == {
         "loss", "head/nll", "stack/block1/penalty", "grad_norm", "skipped", "learning_rate"
@@ -101,7 +101,7 @@ def test_the_model_learns_a_batch(program):
 # --- nonfinite steps -------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, three_steps):
+def test_nonfinite_step_changes_only_two_counters(program, three_steps):
     first, _, _ = three_steps
     state, _ = small.run(program, 1, put(program, first))
     before = jax.device_get(state)
@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_two_counters(program, thr
 
 
 @pytest.mark.pairs
-def test_frozen_leaves_cost_their_own_bytes_and_keep_their_bits(program, three_steps):
+def test_frozen_leaves_cost_only_their_bytes_and_never_change(program, three_steps):
     first, last, _ = three_steps
     frozen = {"embed/position", "stack/block0/mlp/up/weight", "stack/block0/mlp/up/bias"}
     assert set(flatten(last["frozen"])) == frozen
@@ -150,7 +150,7 @@ def batch(program: Program):
 
 def program_gradients(program: Program, state, batch):
     ctx = small.training_context(batch, state["counter"], program.experiment.model, program.layout, "none")
-    return small.accumulated_gradients(program.experiment.model, program.experiment.learner, state, ctx)[1]
+    return small.accumulate_gradients(program.experiment.model, program.experiment.learner, state, ctx)[1]
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------
@@ -163,14 +163,14 @@ def by_hand(program: Program, state, batch, buffers):
     ctx = Context(batch=batch, num_targets=jnp.sum(batch["weights"]), training=False)
     x, _ = model.embed.apply(model.embed.prepare(params["embed"], ctx), None, ctx, {})
     units = []
-    for index in range(model.stack.num_units):
+    for index in range(model.stack.num_repeats):
         weights, buffer = (jax.tree.map(lambda a, i=index: a[i], tree) for tree in (params["stack"], buffers["stack"]))
-        x, out = model.stack.unit.apply(weights, x, ctx, buffer)
+        x, out = model.stack.pattern.apply(weights, x, ctx, buffer)
         units.append(out.layer_state)
     return {"stack": jax.tree.map(lambda *leaves: jnp.stack(leaves), *units)}
 
 
-def test_buffers_thread_through_the_loop_unit_by_unit(program, three_steps):
+def test_buffers_thread_through_the_loop_layer_by_layer(program, three_steps):
     first, last, _ = three_steps
     assert last["buffer"]["stack"]["block1"]["count"].tolist() == [3, 3]
     state, _ = small.run(program, 1, put(program, first))
@@ -200,7 +200,7 @@ def test_buffers_thread_through_microbatches(program, three_steps):
 # --- the compiled step -----------------------------------------------------------------------------------------------
 
 
-def test_every_byte_of_the_state_is_updated_in_place(program):
+def test_every_state_byte_is_updated_in_place(program):
     aliased = program.compiled_step.memory_analysis().alias_size_in_bytes
     assert aliased == program.layout.bytes_per_device()
     assert program.layout.bytes_per_device("frozen") > 0
@@ -212,7 +212,7 @@ def test_every_byte_is_updated_in_place_on_a_mesh():
     assert program.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
 
 
-def test_the_old_state_is_gone_after_a_step(program, three_steps):
+def test_old_state_is_deleted_after_a_step(program, three_steps):
     state = put(program, three_steps[0])
     program.step(state, program.put(small.host_batch(program)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -233,7 +233,7 @@ def test_no_tracer_leaks(unroll):
 
 
 @pytest.mark.pairs
-def test_evaluation_goes_by_microbatches_and_adds_up():
+def test_evaluation_sums_over_microbatches():
     whole, parts = small.program(small.experiment()), small.program(small.experiment(accumulate=4))
     batch = small.host_batch(whole)
     state = whole.init()

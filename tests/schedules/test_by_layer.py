@@ -9,43 +9,43 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.config.config import Config as StoredConfig
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.sections import sections_of
 from tests.support import exact, small
-from tests.support.exact import Case
+from tests.support.exact import ExactnessCase
 
 PLACED = ("optimizer_state", "gradients", "parameters", "activations")
 UNITS = 4
 
 
-def sections(memory: dict[str, Any], model: Config | None = None) -> list[tuple[str, str, bool]]:
+def layer_ranges(memory: dict[str, Any], model: Config | None = None) -> list[tuple[str, str, bool]]:
     """Return (stage, remat policy, whether activations are offloaded) for each layer range of a four-layer stack."""
     model = model or exact.tied(None)
-    found = sections_of(model.instantiate(), Memory(**memory))
-    return [(section.name, section.remat, section.offloads) for section in found]
+    found = split_stacks(model.instantiate(), Memory(**memory))
+    return [(layer_range.name, layer_range.remat, layer_range.offloads) for layer_range in found]
 
 
-def test_a_stack_is_cut_where_memory_says_another_thing():
-    assert sections({"remat": "full"}) == []
-    assert sections({"optimizer_state": "pinned_host"}) == []
-    assert sections({"optimizer_state": "pinned_host:4"}) == [], "all layers alike: nothing is cut"
-    assert sections({"optimizer_state": "pinned_host:0.5"}) == [
+def test_stack_is_split_where_memory_settings_change():
+    assert layer_ranges({"remat": "full"}) == []
+    assert layer_ranges({"optimizer_state": "pinned_host"}) == []
+    assert layer_ranges({"optimizer_state": "pinned_host:4"}) == [], "all layers alike: nothing is cut"
+    assert layer_ranges({"optimizer_state": "pinned_host:0.5"}) == [
         ("stack.0-1", "none", False),
         ("stack.2-3", "none", False),
     ]
-    assert sections({"remat": "full:1,save:query,key:2,none"}) == [
+    assert layer_ranges({"remat": "full:1,save:query,key:2,none"}) == [
         ("stack.0-0", "full", False),
         ("stack.1-2", "save:query,key", False),
         ("stack.3-3", "none", False),
     ]
     both = {"update": "streamed", "remat": "sqrt:2:2,full:2", "activations": "pinned_host:3"}
-    assert sections(both) == [
+    assert layer_ranges(both) == [
         ("stack.0-1", "sqrt:2", True),
         ("stack.2-2", "full", True),
         ("stack.3-3", "full", False),
     ]
     # A pattern's layers stay together: the loop over 8 layers has 4 iterations.
-    assert sections({"optimizer_state": "pinned_host:2"}, exact.tied(None, None))[0][0] == "stack.0-0"
+    assert layer_ranges({"optimizer_state": "pinned_host:2"}, exact.tied(None, None))[0][0] == "stack.0-0"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_a_stack_is_cut_where_memory_says_another_thing():
         ({"update": "layer_programs", "remat": "invert:2,full"}, "it inverts all layers or none"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(memory: dict[str, Any], message: str):
+def test_conflicting_settings_are_refused_in_one_line(memory: dict[str, Any], message: str):
     config = small.experiment(exact.tied(None), memory=memory)
     with pytest.raises(ValueError, match=message):
         small.program(config)
 
 
-def test_numbers_that_cut_a_pattern_and_optimizers_of_the_whole_model_are_refused():
+def test_split_patterns_and_model_scope_are_refused():
     with pytest.raises(
         ValueError, match=r"pinned_host:3: the pattern has 2 layers, which stay together; nearest: \[2, 4\]"
     ):
@@ -82,33 +82,33 @@ def test_numbers_that_cut_a_pattern_and_optimizers_of_the_whole_model_are_refuse
         small.program(small.experiment(exact.tied(None), memory={"remat": "full:2,none"}, scope="model"))
 
 
-def program_of(case: Case) -> Program:
-    with exact.conditions():
+def build_program(case: ExactnessCase) -> Program:
+    with exact.enable_exact_numerics():
         return case.program()
 
 
 @pytest.mark.pairs
-def test_first_values_and_checkpoints_do_not_show_it():
+def test_init_and_checkpoints_do_not_depend_on_the_split():
     """The initial state has the same bits as without layer ranges, and a stored state can be restored and trained."""
-    plain = program_of(Case(memory="streamed", precision="float32"))
-    cut = program_of(Case(memory="hosted_gradients", placement="all", layers="unlike", precision="float32"))
-    with exact.conditions():
+    plain = build_program(ExactnessCase(memory="streamed", precision="float32"))
+    cut = build_program(ExactnessCase(memory="hosted_gradients", placement="all", layers="unlike", precision="float32"))
+    with exact.enable_exact_numerics():
         state = cut.init()
         cut.layout.check(state)
         stages = [stage for stage in state["parameter"] if stage.startswith("stack")]
         assert len(stages) > 2
         first = jax.device_get(plain.init())
-        small.assert_same_bits(jax.device_get(cut.stored(state)), first)
-        assert cut.stored(state)["parameter"].keys() == first["parameter"].keys()
-        stored = cut.stored(state)
-        again = cut.restored(stored)
+        small.assert_same_bits(jax.device_get(cut.to_checkpoint(state)), first)
+        assert cut.to_checkpoint(state)["parameter"].keys() == first["parameter"].keys()
+        stored = cut.to_checkpoint(state)
+        again = cut.from_checkpoint(stored)
         cut.layout.check(again)
         again, metrics = cut.step(again, cut.put(small.host_batch(cut)))
         cut.layout.check(again)
         plain_state = plain.init()
         plain_state, plain_metrics = plain.step(plain_state, plain.put(small.host_batch(plain)))
         assert metrics.keys() == plain_metrics.keys()
-        whole = cut.joined(again)
+        whole = cut.join_stacks(again)
         assert whole["parameter"].keys() == first["parameter"].keys()
         for path, leaf in flatten(whole["parameter"]).items():
             spec = flatten(cut.checkpoint_layout.specs["parameter"])[path]
@@ -117,26 +117,26 @@ def test_first_values_and_checkpoints_do_not_show_it():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("field", PLACED)
-def test_the_bytes_moved_by_layer_programs_are_as_many_as_the_layers(field: str):
+def test_moved_bytes_are_proportional_to_offloaded_layers(field: str):
     """The dry-run step counts the moved bytes at every call.
 
     No placement here offloads the last layer, since its arrays stay on the device from its forward to its backward
     program.
     """
     moved = {}
-    with exact.conditions():
+    with exact.enable_exact_numerics():
         for place in ("pinned_host:0.75", "pinned_host:0.5", "pinned_host:1"):
             memory = {"update": "layer_programs", "remat": "full", field: place}
             program = small.program(small.experiment(exact.tied(None), memory=memory))
-            moved[place] = program.execution.rehearse_step(program.execution.compile_here).moved
-    one_unit = moved["pinned_host:1"]
-    assert one_unit > 0
-    assert moved == {"pinned_host:0.75": 3 * one_unit, "pinned_host:0.5": 2 * one_unit, "pinned_host:1": one_unit}
+            moved[place] = program.backend.dry_run_step(program.backend.compile_here).moved
+    one_layer = moved["pinned_host:1"]
+    assert one_layer > 0
+    assert moved == {"pinned_host:0.75": 3 * one_layer, "pinned_host:0.5": 2 * one_layer, "pinned_host:1": one_layer}
 
 
-def test_only_hosted_gradients_are_part_of_the_state():
+def test_only_offloaded_gradients_are_in_the_state():
     for memory in ("hosted_gradients", "layers_hosted_gradients"):
-        program = program_of(Case(memory=memory, layers="unlike"))
+        program = build_program(ExactnessCase(memory=memory, layers="unlike"))
         leaves = [leaf for leaf in program.layout if leaf.group == "gradient"]
         assert leaves
         paths = {leaf.path for leaf in leaves}
@@ -145,7 +145,7 @@ def test_only_hosted_gradients_are_part_of_the_state():
         assert all(path.startswith("stack/") for path in whole)
 
 
-def test_a_stored_number_of_hosted_layers_is_read_as_a_placement():
+def test_stored_offloaded_layer_count_loads_as_a_placement():
     config = small.experiment(exact.tied(None))
     fields = config.to_dict()
     fields["memory"] |= {"update": "layer_programs", "parameters": "pinned_host", "hosted_layers": 3}

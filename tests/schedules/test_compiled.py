@@ -7,7 +7,7 @@ from plimsoll.configs import load
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.plan import hlo, targets
-from plimsoll.framework.plan.plan import Report, plan
+from plimsoll.framework.plan.build_report import Report, compile_report
 from plimsoll.framework.program.program import Program
 from plimsoll.launch.cli import apply_overrides
 from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, ROUNDED, STREAMED
@@ -20,10 +20,10 @@ TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.att
 def tpu():
     """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    targets.environment("v5e-1")
+    targets.set_environment("v5e-1")
 
 
-def resolved(name: str, fields: dict):
+def load_config(name: str, fields: dict):
     config = load(name)
     apply_overrides(config, [(path, str(value)) for path, value in fields.items()])
     return config
@@ -31,10 +31,10 @@ def resolved(name: str, fields: dict):
 
 def report(**fields) -> Report:
     """Return the plan of a toy model's step on one chip."""
-    return plan("toy", resolved("gpt2-124m", TOY | fields), targets.resolve("v5e-1"), None, phases=False)
+    return compile_report("toy", load_config("gpt2-124m", TOY | fields), targets.resolve("v5e-1"), None, phases=False)
 
 
-def test_streamed_state_is_one_units():
+def test_streamed_state_holds_one_layer():
     """12 layers with 12 MiB of f32 state each: a whole update fetches all 144 MiB, a streamed one two layers' worth."""
     fields = {
         "data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 12,
@@ -63,22 +63,22 @@ def test_offloaded_inputs_are_on_the_host():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("fields", [{}, {"memory.update": "in_backward", "memory.gradients": "device"}], ids=str)
-def test_hosted_stacks_are_never_on_the_device(fields):
+def test_offloaded_stacks_are_never_whole_on_the_device(fields):
     """12 layers: weights, gradients (or none), state and inputs are in host memory exactly once, as is the table."""
     fields = {
         "data.seq_len": 256, "data.global_batch_size": 8, "model.embed.max_positions": 256, "learner.clip": "None",
         "model.stack.num_layers": 12, "model.stack.pattern.0.mlp.hidden": 1024, **EVERYTHING, **fields,
         "model.vocab_size": 16384, "data.tokenizer.vocab_size": 16384,
     }  # fmt: skip
-    program = Program(resolved("gpt2-124m", TOY | fields).instantiate(), targets.resolve("v5e-1").devices())
+    program = Program(load_config("gpt2-124m", TOY | fields).instantiate(), targets.resolve("v5e-1").devices())
     layout, stats = program.layout, program.compiled_step.memory_analysis()
-    hosted, inputs = layout.bytes_per_device(memory_kind="pinned_host"), 12 * 8 * 256 * 256 * 2
+    offloaded, inputs = layout.bytes_per_device(memory_kind="pinned_host"), 12 * 8 * 256 * 256 * 2
     away = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
     assert {"parameter/embed/token", "parameter/stack/block0/mlp/up/weight"} <= away
-    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == hosted
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == offloaded
     assert inputs <= stats.host_temp_size_in_bytes <= 1.01 * inputs
     module = hlo.Module(program.compiled_step.as_text())
-    fused = {i.called("calls") for i in module.instructions.values() if i.opcode == "fusion"}
+    fused = {i.get_called_computation("calls") for i in module.instructions.values() if i.opcode == "fusion"}
     here = [
         f"{instruction.opcode} {array}"
         for instruction in module.instructions.values()
@@ -87,12 +87,12 @@ def test_hosted_stacks_are_never_on_the_device(fields):
         if array.dims[:1] in [(12,), (12 * 8,)] and array.num_bytes >= 1 << 20 and not array.on_host
     ]
     assert not here
-    assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.8 * hosted
+    assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.8 * offloaded
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("schedule", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
-def test_half_of_the_layers_move_half_of_the_bytes(schedule):
+def test_half_the_layers_move_half_the_bytes(schedule):
     """All or half of 16 layers have weights, state, inputs (and gradients) in host memory.
 
     With half of the layers, the final program's arguments, inputs and transfers there are half as large.
@@ -106,8 +106,8 @@ def test_half_of_the_layers_move_half_of_the_bytes(schedule):
     }  # fmt: skip
     found = {}
     for share in ("1.0", "0.5"):
-        hosted = dict.fromkeys(places, f"pinned_host:{share}")
-        found[share] = report(**fields, **hosted)
+        offloaded = dict.fromkeys(places, f"pinned_host:{share}")
+        found[share] = report(**fields, **offloaded)
     whole, half = found["1.0"], found["0.5"]
     assert half["host_argument_bytes"] == pytest.approx(0.5 * whole["host_argument_bytes"], rel=1e-3)
     inputs = {share: one["host_breakdown"]["activations"] for share, one in found.items()}
@@ -132,10 +132,10 @@ def test_no_stack_is_copied(target, fields):
     """This uses the sizes of llama2-7b, because the compiler treats small stacks differently."""
     fields = {"data.seq_len": 512, "memory.remat": "full"} | fields
     target = targets.resolve(target)
-    config = resolved("llama2-7b", {"data.global_batch_size": target.num_devices, **fields})
+    config = load_config("llama2-7b", {"data.global_batch_size": target.num_devices, **fields})
     program = Program(config.instantiate(), target.devices())
     module = hlo.Module(program.compiled_step.as_text())
-    fused = {i.called("calls") for i in module.instructions.values() if i.opcode == "fusion"}
+    fused = {i.get_called_computation("calls") for i in module.instructions.values() if i.opcode == "fusion"}
     moved = [
         f"{instruction.opcode} {array}"
         for instruction in module.instructions.values()
@@ -150,7 +150,7 @@ def test_no_stack_is_copied(target, fields):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
-def test_moments_of_8_bits_are_streamed(update):
+def test_8bit_moments_are_streamed(update):
     """Each byte of the state is fetched once per step and written back once: no layer moves a whole stack."""
     fields = {"data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 8,
               "model.stack.pattern.0.mlp.hidden": 1024, "memory.optimizer_state": "pinned_host",
@@ -163,14 +163,14 @@ def test_moments_of_8_bits_are_streamed(update):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_quantized_weights_come_once_forward_and_once_backward(base):
+def test_quantized_weights_are_fetched_once_per_pass(base):
     """Each byte of the offloaded weights is fetched twice per step and never written back, because they are frozen."""
     fields = {"data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 8,
               "model.stack.pattern.0.mlp.hidden": 1024, "memory.parameters": "pinned_host",
               "memory.update": "streamed", "learner.rules": "[]"}  # fmt: skip
-    config = resolved("gpt2-124m", TOY | fields)
+    config = load_config("gpt2-124m", TOY | fields)
     config.model.lora = config_for(LoRA, base=base)
-    found = plan("toy", config, targets.resolve("v5e-1"), None, phases=False)
+    found = compile_report("toy", config, targets.resolve("v5e-1"), None, phases=False)
     matrices = 8 * 2 * 256 * 1024  # those of the MLPs; in nf4, attention's are under 1 MiB
     assert found["host_argument_bytes"] >= (matrices // 2 if base == "nf4" else matrices)
     # Weights are fetched one layer ahead, so the last iteration of both loops fetches a layer that is not used.
@@ -180,11 +180,11 @@ def test_quantized_weights_come_once_forward_and_once_backward(base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adalomo", "apollo_mini"])
-def test_a_model_is_trained_in_the_memory_of_its_weights(optimizer):
+def test_model_trains_in_the_memory_for_its_weights(optimizer):
     """Llama 2 7B on one chip: all weights train in bf16 with stochastic rounding, updated in the backward pass."""
     fields = {"learner.optimizer": optimizer, **ROUNDED, "memory.remat": "full"}
     fields |= {"data.seq_len": 128, "data.global_batch_size": 1}
-    found = plan("7b", resolved("llama2-7b", fields), targets.resolve("v5e-1"), None, phases=False)
+    found = compile_report("7b", load_config("llama2-7b", fields), targets.resolve("v5e-1"), None, phases=False)
     weights = 2 * sum(spec.size for spec in jax.tree.leaves(load("llama2-7b").instantiate().model.parameter_specs()))
     assert found["device_peak_bytes"] <= 1.05 * weights
     assert found["host_argument_bytes"] == 0

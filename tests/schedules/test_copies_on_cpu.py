@@ -27,7 +27,7 @@ STREAMED = {"memory.update": "streamed", "memory.optimizer_state": "pinned_host"
     ],
     ids=["in backward", "averages", "full remat", "state ahead", "streamed", "all hosted"],
 )
-def test_no_stack_of_matrices_is_copied(fields: dict[str, str]) -> None:
+def test_matrix_stacks_are_not_copied(fields: dict[str, str]) -> None:
     config = configs.load("nanogpt-cpu")
     sizes = {"model.stack.num_layers": str(LAYERS), "model.stack.unroll": "1", "data.global_batch_size": "4"}
     for path, value in (sizes | fields).items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import exact
-from tests.support.exact import Case
+from tests.support.exact import ExactnessCase
 from tests.support.selection import slow
 
 AXES = {
@@ -19,42 +19,48 @@ AXES = {
     "remat": exact.REMATS,
     "mesh": exact.MESHES,
 }
-EVERY = exact.every(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2))
+EVERY = exact.list_cases(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2))
 # Prefetching a layer's state is a separate schedule only with offloaded optimizer state.
 AHEAD = [
     case
-    for case in exact.every(**{**AXES, "memory": exact.AHEAD}, precision=exact.PRECISIONS)
+    for case in exact.list_cases(**{**AXES, "memory": exact.AHEAD}, precision=exact.PRECISIONS)
     if "optimizer_state" in exact.PLACEMENTS[case.placement]
 ]
-ONCE = exact.each_value_of([*EVERY, *AHEAD])
+ONCE = exact.cover_each_value([*EVERY, *AHEAD])
 PAIRS = [
-    *exact.covering(EVERY, chosen=ONCE),
-    Case(memory="two_pass_ahead", placement="all", remat="sqrt", mesh="eight"),
-    Case(model="shared", memory="in_backward_ahead", placement="state"),
-    Case(memory="in_backward_ahead", placement="state"),
-    Case(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
-    Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
-    Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
-    Case(model="experts", memory="two_pass_ahead", placement="all", remat="none", mesh="eight"),
-    Case(model="experts", memory="in_backward", placement="state", remat="save:attention", mesh="eight"),
-    Case(model="experts", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
-    Case(model="latent", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
-    Case(model="latent", memory="in_backward", placement="state", remat="full"),
-    Case(model="latent", memory="two_pass_ahead", placement="state"),
+    *exact.cover_value_pairs(EVERY, chosen=ONCE),
+    ExactnessCase(memory="two_pass_ahead", placement="all", remat="sqrt", mesh="eight"),
+    ExactnessCase(model="shared", memory="in_backward_ahead", placement="state"),
+    ExactnessCase(memory="in_backward_ahead", placement="state"),
+    ExactnessCase(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
+    ExactnessCase(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
+    ExactnessCase(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
+    ExactnessCase(model="experts", memory="two_pass_ahead", placement="all", remat="none", mesh="eight"),
+    ExactnessCase(model="experts", memory="in_backward", placement="state", remat="save:attention", mesh="eight"),
+    ExactnessCase(model="experts", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
+    ExactnessCase(model="latent", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
+    ExactnessCase(model="latent", memory="in_backward", placement="state", remat="full"),
+    ExactnessCase(model="latent", memory="two_pass_ahead", placement="state"),
 ]
 UNLIKE = [
-    Case(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
-    Case(placement="state", layers="unlike"),
-    Case(memory="streamed", placement="all", remat="sqrt", layers="unlike", mesh="eight", precision="bfloat16"),
-    Case(model="shared", memory="in_backward", placement="all", remat="full", layers="unlike"),
-    Case(model="streams", memory="two_pass", placement="state+weights", remat="invert", layers="unlike"),
-    Case(model="twins", memory="in_backward_ahead", placement="all", remat="full", layers="unlike", mesh="eight"),
-    Case(model="recurrent", memory="streamed", placement="weights", layers="unlike"),
-    Case(optimizer="muon", memory="streamed", placement="state", layers="unlike", precision="float32"),
-    Case(model="experts", memory="hosted_gradients", placement="all", remat="full", layers="unlike", mesh="eight"),
-    Case(model="latent", memory="hosted_gradients", placement="all", remat="full", layers="unlike"),
+    ExactnessCase(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
+    ExactnessCase(placement="state", layers="unlike"),
+    ExactnessCase(
+        memory="streamed", placement="all", remat="sqrt", layers="unlike", mesh="eight", precision="bfloat16"
+    ),
+    ExactnessCase(model="shared", memory="in_backward", placement="all", remat="full", layers="unlike"),
+    ExactnessCase(model="streams", memory="two_pass", placement="state+weights", remat="invert", layers="unlike"),
+    ExactnessCase(
+        model="twins", memory="in_backward_ahead", placement="all", remat="full", layers="unlike", mesh="eight"
+    ),
+    ExactnessCase(model="recurrent", memory="streamed", placement="weights", layers="unlike"),
+    ExactnessCase(optimizer="muon", memory="streamed", placement="state", layers="unlike", precision="float32"),
+    ExactnessCase(
+        model="experts", memory="hosted_gradients", placement="all", remat="full", layers="unlike", mesh="eight"
+    ),
+    ExactnessCase(model="latent", memory="hosted_gradients", placement="all", remat="full", layers="unlike"),
 ]
-SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
+SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
 
 
 @pytest.mark.once(
@@ -73,11 +79,11 @@ SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
         *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *UNLIKE[1:]]),
         *slow(sorted(SLOW)),
     ],
-    ids=exact.name_of,
+    ids=exact.get_case_id,
 )
-def test_twenty_steps_equal_plain_optax(case: Case):
+def test_twenty_steps_equal_plain_optax(case: ExactnessCase):
     """The models have buffers, layer losses, random streams and shared parameters, which every schedule must handle."""
-    with exact.conditions():
+    with exact.enable_exact_numerics():
         found, losses, norms, weights = exact.train(case)
         known = case.model, case.optimizer, case.precision, case.clip()
         _, master, tolerance = exact.PRECISIONS[case.precision]
@@ -92,7 +98,7 @@ def test_twenty_steps_equal_plain_optax(case: Case):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("case", [*ONCE, *UNLIKE[:1]], ids=exact.name_of)
-def test_no_tracer_leaks(case: Case):
-    with exact.conditions():
+@pytest.mark.parametrize("case", [*ONCE, *UNLIKE[:1]], ids=exact.get_case_id)
+def test_no_tracer_leaks(case: ExactnessCase):
+    with exact.enable_exact_numerics():
         exact.check_leaks(case)

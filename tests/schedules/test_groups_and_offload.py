@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.layers import remat
-from plimsoll.framework.plan.suggest import closed_form
+from plimsoll.framework.plan.suggest import estimate_for_target
 from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 
@@ -22,7 +22,7 @@ def config(policy: str, layers: int = 6, dtype: str = "float32", **fields):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 8}], ids=["one device", "fsdp"])
-def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
+def test_float64_gradients_equal_those_without_remat(mesh):
     with jax.enable_x64(True):
         loss, expected = small.loss_and_grads(small.program(config("none", dtype="float64", mesh=mesh)))
         for policy in ("sqrt:3", "offload", "save:query;offload:input,mlp_up"):
@@ -62,33 +62,33 @@ def test_group_sizes():
     [("full", []), ("offload", [(6, 8, 16, 32)]), ("offload:mlp_up", [(6, 8, 16, 128)])]
     + [("save:mlp_up;offload:query,input", [(6, 8, 16, 4, 8), (6, 8, 16, 32)])],
 )
-def test_what_is_offloaded_is_in_host_memory_between_the_passes(policy, shapes):
+def test_offloaded_inputs_are_on_the_host_between_passes(policy, shapes):
     """The test reads the jaxpr, because XLA for CPU has only one memory."""
     jaxpr = small.program(config(policy)).traced_step.jaxpr.jaxpr
     loops = [var.aval for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
-    hosted = [aval.shape for aval in loops if aval.memory_space == jax.memory.Space.Host]
-    assert sorted(hosted) == sorted(shapes)
+    offloaded = [aval.shape for aval in loops if aval.memory_space == jax.memory.Space.Host]
+    assert sorted(offloaded) == sorted(shapes)
 
 
 def test_gpus_refuse_by_name(monkeypatch):
     program = small.program(config("save:query;offload:input"))
-    monkeypatch.setattr(program.execution, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
+    monkeypatch.setattr(program.backend, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
     with pytest.raises(ValueError, match=r"memory\.remat = save:query;offload:input: .*openxla/xla#46231.*on GPU exp"):
         program.step_jit  # noqa: B018
     with pytest.raises(ValueError, match="on GPU expected"):
-        closed_form(config("offload").instantiate(), resolve("h200"))
-    closed_form(config("sqrt").instantiate(), resolve("h200"))
+        estimate_for_target(config("offload").instantiate(), resolve("h200"))
+    estimate_for_target(config("sqrt").instantiate(), resolve("h200"))
 
 
 @pytest.mark.pairs
-def test_the_closed_form_counts_both_memories():
+def test_estimate_counts_host_and_device_memory():
     @cache
-    def of(policy, layers):
-        found = closed_form(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
+    def estimate_activations(policy, layers):
+        found = estimate_for_target(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
         return found.breakdown["activations"], found.host_breakdown["activations"]
 
     unit = 64 * 16 * 128 * 4  # rows of 32 are padded to the TPU's register width of 128
-    assert of("offload", 36)[0] - of("offload", 18)[0] < 1024  # the layers' indices
-    assert of("offload", 36)[1] - of("offload", 18)[1] == 18 * unit
-    assert of("full", 36)[1] == of("sqrt", 36)[1] == 0
-    assert 20 * unit < of("full", 36)[0] - of("sqrt", 36)[0] <= 24 * unit
+    assert estimate_activations("offload", 36)[0] - estimate_activations("offload", 18)[0] < 1024  # the layers' indices
+    assert estimate_activations("offload", 36)[1] - estimate_activations("offload", 18)[1] == 18 * unit
+    assert estimate_activations("full", 36)[1] == estimate_activations("sqrt", 36)[1] == 0
+    assert 20 * unit < estimate_activations("full", 36)[0] - estimate_activations("sqrt", 36)[0] <= 24 * unit

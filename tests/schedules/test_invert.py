@@ -32,7 +32,7 @@ def trace(config: Config, steps: int = 12) -> list[float]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
-def test_the_training_trace_is_that_of_linear_memory(update: str):
+def test_training_trace_matches_linear_memory(update: str):
     """This runs in float64, because AdamW scales up even a gradient that is only rounding error."""
     with jax.enable_x64(True):
         plain, inverted = trace(experiment(remat="none", update=update)), trace(experiment(update=update))
@@ -42,7 +42,7 @@ def test_the_training_trace_is_that_of_linear_memory(update: str):
 
 @pytest.mark.once("in_backward")
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
-def test_what_is_kept_of_the_layers_is_gone(update: str):
+def test_layer_residuals_are_eliminated(update: str):
     """On CPU, loops copy the stack that they change, so only the difference of two policies measures activations.
 
     For TPU and GPU see tests/tools/test_memory_vs_depth.py.

@@ -13,32 +13,34 @@ import pytest
 from plimsoll.framework import layout
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.base import BATCH_AXES
-from plimsoll.framework.plan import guard
+from plimsoll.framework.plan import device_budget
+from plimsoll.framework.schedules.layer_computation import LayerResiduals
 from plimsoll.framework.schedules.layerwise import programs
-from plimsoll.framework.schedules.layerwise.keeping import Keeping
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
-from plimsoll.framework.schedules.unit import UnitResiduals
+from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
-from tests.support.exact import Case
+from tests.support.exact import ExactnessCase
 from tests.support.selection import slow
 
 HOSTED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
 # Every combination of offloaded weights, state and boundaries, and every value of the other axes.
 AXES: dict[str, list[Any]] = {
-    "memory": [*exact.LAYERED],
+    "memory": [*exact.LAYER_PROGRAMS],
     "model": ["tied", "recurrent", "twins", "shared"],
     "remat": ["full", "none", "sqrt", "save:attention"],
     "mesh": ["eight", "one"],
     "optimizer": ["adamw", "adafactor", "muon", "sgd", "lion"],
 }
 CASES = [
-    Case(placement=placement, **{axis: values[(number * (1 + at)) % len(values)] for at, (axis, values) in axes})
+    ExactnessCase(
+        placement=placement, **{axis: values[(number * (1 + at)) % len(values)] for at, (axis, values) in axes}
+    )
     for number, placement in enumerate(exact.PLACEMENTS)
     for axes in [list(enumerate(AXES.items()))]
 ]
 CASES += [
-    Case(memory=memory, placement="all", mesh="eight", precision=precision, microbatches=count, remat="full")
+    ExactnessCase(memory=memory, placement="all", mesh="eight", precision=precision, microbatches=count, remat="full")
     for memory, precision, count in [
         ("layers", "float64", 2),
         ("layers_hosted_gradients", "float32", 2),
@@ -46,18 +48,22 @@ CASES += [
     ]
 ]
 CASES += [
-    Case(memory="layers", placement="all", remat="full", layers="unlike", microbatches=2),
-    Case(model="twins", memory="layers_hosted_gradients", placement="all", remat="sqrt", layers="unlike", mesh="eight"),
-    Case(memory="layers_at_once", placement="all", remat="save:attention", layers="unlike", precision="bfloat16"),
+    ExactnessCase(memory="layers", placement="all", remat="full", layers="unlike", microbatches=2),
+    ExactnessCase(
+        model="twins", memory="layers_hosted_gradients", placement="all", remat="sqrt", layers="unlike", mesh="eight"
+    ),
+    ExactnessCase(
+        memory="layers_at_once", placement="all", remat="save:attention", layers="unlike", precision="bfloat16"
+    ),
 ]
 CASES += [
-    Case(model="experts", memory="layers", placement="all", remat="full"),
-    Case(model="latent", memory="layers"),
-    Case(model="latent", memory="layers_two_pass", placement="all", remat="full", mesh="eight"),
-    Case(model="experts", memory="layers_at_once", placement="state", remat="save:attention", mesh="eight"),
+    ExactnessCase(model="experts", memory="layers", placement="all", remat="full"),
+    ExactnessCase(model="latent", memory="layers"),
+    ExactnessCase(model="latent", memory="layers_two_pass", placement="all", remat="full", mesh="eight"),
+    ExactnessCase(model="experts", memory="layers_at_once", placement="state", remat="save:attention", mesh="eight"),
 ]
 STREAMS = [
-    Case("streams", memory=memory, placement=placement, mesh=mesh, remat="invert")
+    ExactnessCase("streams", memory=memory, placement=placement, mesh=mesh, remat="invert")
     for memory, placement, mesh in [
         ("layers_at_once", "device", "eight"),
         ("layers", "state+weights", "one"),
@@ -67,8 +73,8 @@ STREAMS = [
 CASES = [case if case.is_tried() else case._replace(optimizer="adamw") for case in CASES] + STREAMS[:1]
 SLOW = STREAMS[1:] + [
     case
-    for memory, placement, remat, mesh in product(exact.LAYERED, exact.PLACEMENTS, AXES["remat"], AXES["mesh"])
-    if (case := Case(memory=memory, placement=placement, remat=remat, mesh=mesh)).is_tried()
+    for memory, placement, remat, mesh in product(exact.LAYER_PROGRAMS, exact.PLACEMENTS, AXES["remat"], AXES["mesh"])
+    if (case := ExactnessCase(memory=memory, placement=placement, remat=remat, mesh=mesh)).is_tried()
 ]
 
 
@@ -76,29 +82,29 @@ SLOW = STREAMS[1:] + [
 @pytest.mark.parametrize(
     "case",
     [*CASES, *slow(case for case in SLOW if case not in CASES)],
-    ids=exact.name_of,
+    ids=exact.get_case_id,
 )
-def test_twenty_steps_equal_plain_optax(case: Case):
+def test_twenty_steps_equal_plain_optax(case: ExactnessCase):
     """Run the same test as for the other schedules."""
     twenty_steps_equal_plain_optax(case)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.memory)
-def test_no_tracer_leaks(case: Case):
-    with exact.conditions():
+def test_no_tracer_leaks(case: ExactnessCase):
+    with exact.enable_exact_numerics():
         exact.check_leaks(case)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["layers", pytest.param("layers_two_pass", marks=pytest.mark.pairs)])
-def test_groups_of_two_streams_run_again(memory: str):
+def test_two_stream_groups_are_recomputed(memory: str):
     """With two streams, two arrays pass between layers."""
-    twenty_steps_equal_plain_optax(Case("streams", memory=memory, remat="sqrt"))
+    twenty_steps_equal_plain_optax(ExactnessCase("streams", memory=memory, remat="sqrt"))
 
 
 @pytest.fixture(autouse=True)
-def small_leaves_are_hosted() -> Iterator[None]:
+def small_leaves_are_offloaded() -> Iterator[None]:
     """Offload leaves from 256 bytes."""
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         yield
@@ -112,18 +118,18 @@ def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
-def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
+def test_program_count_does_not_depend_on_depth(memory: dict[str, Any]):
     """The number of programs does not depend on depth, and a step compiles none in addition."""
     found = {}
     for depth in (4, 9):
         program = small.program(deep(depth, memory, clip=None))
         state = program.init()
         program.compile()
-        found[depth] = len(program.execution.layers.programs)
-        with mock.patch.object(programs.Programs, "_make") as compiled:
+        found[depth] = len(program.backend.layers.programs)
+        with mock.patch.object(programs.Programs, "_compile") as compiled:
             program.step(state, program.put(small.host_batch(program)))
         assert not compiled.called
-        assert len(program.execution.step_ledger.calls) > 2 * depth
+        assert len(program.backend.step_memory.calls) > 2 * depth
     assert found[4] == found[9] < 40
 
 
@@ -134,15 +140,15 @@ ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # without stored gra
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("memory", "accumulate"), ALIVE.values(), ids=ALIVE)
-def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_counts_the_live_bytes(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
     """At each call of a program, the dry run counts the bytes of the arrays that are alive, on device and host."""
     program = small.program(deep(4, memory, clip=None, accumulate=accumulate))
     counted: list[tuple[str, int, int]] = []
     call = programs.Programs.__call__
 
     def counting(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ledger is not None:
-            counted.append((name, self._ledger.live["device"], self._ledger.live["pinned_host"]))
+        if self._tracker is not None:
+            counted.append((name, self._tracker.live["device"], self._tracker.live["pinned_host"]))
         else:
             new = [x for x in jax.live_arrays() if id(x) not in others]
             jax.block_until_ready(new)
@@ -162,7 +168,7 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
     state = program.init()
     monkeypatch.setattr(programs.Programs, "__call__", counting)
     batch = program.put(small.host_batch(program))
-    numbers = 4 * len(program.execution.layers._numbers)
+    numbers = 4 * len(program.backend.layers._numbers)
     program.step(state, batch)
     del state
     assert len(rehearsed) == len(counted) > 10
@@ -172,24 +178,24 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
         assert ghosts[2] == arrays[2], f"{ghosts} {arrays}"
 
 
-def live_bytes(rehearse: Callable[[], Any]) -> list[tuple[str, int]]:
+def live_bytes(dry_run: Callable[[], Any]) -> list[tuple[str, int]]:
     """Return the programs that a dry run calls, each with the bytes on the device at that time."""
     found: list[tuple[str, int]] = []
     call = programs.Programs.__call__
 
     def counting(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ledger is not None:
-            found.append((name, self._ledger.live["device"]))
+        if self._tracker is not None:
+            found.append((name, self._tracker.live["device"]))
         return call(self, name, *args, **kwargs)
 
     with mock.patch.object(programs.Programs, "__call__", counting):
-        rehearse()
+        dry_run()
     return found
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_of_a_tied_table_end_with_its_backward_program(accumulate: int):
+def test_tied_table_gradients_end_with_the_backward_program(accumulate: int):
     """Regression test: these gradients were alive during all updates, as many bytes as the table again."""
     memory = {"update": "layer_programs", "remat": "full"}
     model = small.gpt2(vocab_size=512)
@@ -204,19 +210,19 @@ def test_gradients_of_a_tied_table_end_with_its_backward_program(accumulate: int
     assert updates[-1] < state + 1.5 * table
 
 
-def test_constants_that_are_kept_of_a_unit_are_whole_on_every_device():
+def test_saved_layer_constants_are_replicated():
     """A kernel's constant of shape (1, 1, 1) has no rows to shard over devices, so it is replicated."""
     layout = small.program(deep(2, {})).layout
     x = jax.ShapeDtypeStruct((4, 8, 16), jax.numpy.float32)
     constant = jax.ShapeDtypeStruct((1, 1, 1), jax.numpy.float32)
-    kept = UnitResiduals([x, constant], None, None)
-    rows, whole = ResultSpecs(layout).residuals(kept, Keeping("now", "full"), x).leaves
+    kept = LayerResiduals([x, constant], None, None)
+    rows, whole = ResultSpecs(layout).residuals(kept, SavePolicy("now", "full"), x).leaves
     assert rows.mesh_axes == (BATCH_AXES, "seq", None)
     assert not any(whole.mesh_axes)
 
 
 @pytest.mark.pairs
-def test_evaluation_lets_go_of_a_microbatch():
+def test_evaluation_frees_each_microbatch():
     """Each microbatch starts with as many live bytes as the first one, apart from the sums."""
     program = small.program(deep(4, {}, clip=None, accumulate=4))
     state = program.init()
@@ -228,7 +234,7 @@ def test_evaluation_lets_go_of_a_microbatch():
 
 
 @pytest.mark.pairs
-def test_gradients_and_state_of_one_unit_are_on_the_device():
+def test_one_layers_gradients_and_state_are_on_the_device():
     """With everything offloaded, the peak of a deep stack is only a fraction of its weights (or gradients)."""
     depth = 96
     model = small.llama(dim=64, stack__num_layers=depth)
@@ -237,11 +243,11 @@ def test_gradients_and_state_of_one_unit_are_on_the_device():
     program = small.program(config)
     weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith("parameter/stack"))
     # At least one layer's weights, gradients and both moments.
-    assert 4 * weights / depth < guard.need(program).peak < 0.2 * weights
+    assert 4 * weights / depth < device_budget.measure_need(program).peak < 0.2 * weights
 
 
 @pytest.mark.pairs
-def test_some_layers_are_hosted():
+def test_some_layers_are_offloaded():
     program = small.program(deep(4, {"parameters": "pinned_host:1"}))
     state = program.init()
     program.layout.check(state)
@@ -253,7 +259,7 @@ def test_some_layers_are_hosted():
 
 
 @pytest.mark.pairs
-def test_a_stack_in_parts_and_whole():
+def test_split_and_whole_stacks_agree():
     """Conversions between a stack in parts and a whole stack, on eight devices and with parts in both memories.
 
     Each conversion deletes its input, so there is only one copy.
@@ -262,15 +268,15 @@ def test_a_stack_in_parts_and_whole():
     program = small.program(config)
     state = program.init()
     plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
-    small.assert_same_bits(program.stored(state), small.program(plain).init())
-    stored = program.stored(state)
+    small.assert_same_bits(program.to_checkpoint(state), small.program(plain).init())
+    stored = program.to_checkpoint(state)
     assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(stored["parameter"]["stack"]))
     before = jax.device_get(state)
-    again = program.restored(stored)
+    again = program.from_checkpoint(stored)
     program.layout.check(again)
     small.assert_same_bits(again, before)
     assert all(x.is_deleted() for x in jax.tree.leaves(stored["optimizer"]["stack"]))
-    whole = program.joined(again)
+    whole = program.join_stacks(again)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(whole["ema"]["stack"])} == {"device"}
     assert all(x.is_deleted() for x in jax.tree.leaves(again["parameter"]["stack"]))
 
@@ -286,21 +292,19 @@ def test_a_stack_in_parts_and_whole():
         ({}, {"scope": "model"}, "learner.scope = model"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_compiled(
-    memory: dict[str, Any], learner: dict[str, Any], message: str
-):
+def test_conflicting_settings_fail_before_compilation(memory: dict[str, Any], learner: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         small.program(deep(4, memory, **learner))
 
 
 @pytest.mark.pairs
-def test_the_plan_of_a_step_in_layers(tmp_path: Any):
+def test_plan_for_a_step_in_layer_programs(tmp_path: Any):
     """The bytes by group add up to the peak, and the FLOPs equal those of the step in one program."""
-    from plimsoll.framework.plan import plan, targets
+    from plimsoll.framework.plan import build_report, targets
 
     target = targets.resolve("cpu-1")
-    layers = plan.plan("small", deep(4, HOSTED), target, None)
-    whole = plan.plan("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
+    layers = build_report.compile_report("small", deep(4, HOSTED), target, None)
+    whole = build_report.compile_report("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]

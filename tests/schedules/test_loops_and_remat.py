@@ -26,19 +26,19 @@ def results():
     """Function from `config`'s arguments to (loss, gradients, bytes of temporaries), computed when first needed."""
     found, states = {}, {}
 
-    def of(policy: str = "none", unroll: int = 1, unlike: bool = False):
+    def compute(policy: str = "none", unroll: int = 1, unlike: bool = False):
         key = (policy, unroll, unlike)
         if key not in found:
             program = small.program(config(*key))
             if unlike not in states:
                 states[unlike] = program.init()
-            gradients = small.compiled_gradients(program)
+            gradients = small.compile_gradients(program)
             (loss, _), grads = gradients(states[unlike], program.put(small.host_batch(program)))
             temporaries = gradients.memory_analysis().temp_size_in_bytes
             found[key] = np.asarray(loss), small.arrays(grads), temporaries
         return found[key]
 
-    return of
+    return compute
 
 
 @pytest.mark.pairs
@@ -97,7 +97,7 @@ def test_unknown_policies_are_named_with_the_valid_ones(given):
 
 def test_every_name_that_may_be_saved_is_a_policy():
     for name in remat.ACTIVATION_NAMES:
-        remat.spans(f"save:{name}")
-        remat.spans(f"save:{name};offload:{remat.INPUT}")
-    remat.spans("save:" + ",".join(remat.ACTIVATION_NAMES))
-    remat.spans("offload:" + ",".join(remat.ACTIVATION_NAMES))
+        remat.parse_policies(f"save:{name}")
+        remat.parse_policies(f"save:{name};offload:{remat.INPUT}")
+    remat.parse_policies("save:" + ",".join(remat.ACTIVATION_NAMES))
+    remat.parse_policies("offload:" + ",".join(remat.ACTIVATION_NAMES))

@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.layout import flatten
-from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.program import Program
 from tests.support import exact
-from tests.support.exact import Case
+from tests.support.exact import ExactnessCase
 
 STEPS = 5
 CASES: list[Any] = [
-    Case(memory="in_backward"),
-    Case(memory="streamed", placement="state", mesh="eight"),
-    Case(memory="layers_at_once", placement="state", remat="full"),
-    Case(memory="streamed", placement="state", layers="unlike"),
+    ExactnessCase(memory="in_backward"),
+    ExactnessCase(memory="streamed", placement="state", mesh="eight"),
+    ExactnessCase(memory="layers_at_once", placement="state", remat="full"),
+    ExactnessCase(memory="streamed", placement="state", layers="unlike"),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in [
-            Case(memory="after_backward", mesh="eight"),
-            Case(memory="in_backward", placement="all", mesh="eight"),
-            Case(memory="hosted_gradients", placement="all", remat="full"),
+            ExactnessCase(memory="after_backward", mesh="eight"),
+            ExactnessCase(memory="in_backward", placement="all", mesh="eight"),
+            ExactnessCase(memory="hosted_gradients", placement="all", remat="full"),
         ]
     ),
 ]
 
 
 @cache
-def weights(case: Case, rounding: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the bfloat16 weights at the start and after STEPS steps, as float32.
 
     There is no master copy, and the moments are bfloat16 too.
@@ -40,18 +40,18 @@ def weights(case: Case, rounding: str) -> tuple[dict[str, np.ndarray], dict[str,
         master_dtype=None, moment_dtype="bfloat16", rounding=rounding, clip=None
     )
     options = {"xla_allow_excess_precision": False}
-    if isinstance(program.execution, Layerwise):
-        program.execution.jit = partial(jax.jit, compiler_options=options)
+    if isinstance(program.backend, PerLayerStep):
+        program.backend.jit = partial(jax.jit, compiler_options=options)
         program.compile()
     else:
-        program.execution.compiled_step = program.traced_step.lower().compile(options)
+        program.backend.compiled_step = program.traced_step.lower().compile(options)
     state: Any = program.init()
     first = float32_weights(program, state)
     for step in range(STEPS):
         state, metrics = program.step(state, exact.batch(program, step))
         assert np.isfinite(float(metrics["loss"]))
     program.layout.check(state)
-    return first, float32_weights(program, program.stored(state))
+    return first, float32_weights(program, program.to_checkpoint(state))
 
 
 def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
@@ -62,15 +62,15 @@ def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
 @pytest.mark.once("stochastic-streamed-state-eight")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.memory}-{case.placement}-{case.mesh}")
 @pytest.mark.parametrize("rounding", ["stochastic", pytest.param("kahan", marks=pytest.mark.slow)])
-def test_the_same_weights_under_every_schedule(case: Case, rounding: str):
+def test_the_same_weights_under_every_schedule(case: ExactnessCase, rounding: str):
     """All weights are equal except for a few in a thousand, whose gradients differ in the last bit and flip a draw.
 
     With different noise many weights would differ. The test also checks that stochastic rounding moves many large
     weights: for these a step is less than half of the distance to the neighboring value, so that rounding to nearest
     would never move them.
     """
-    with exact.conditions():
-        (first, expected), (_, found) = weights(Case(), rounding), weights(case, rounding)
+    with exact.enable_exact_numerics():
+        (first, expected), (_, found) = weights(ExactnessCase(), rounding), weights(case, rounding)
     together = lambda parts: np.concatenate([parts[path].ravel() for path in expected])  # noqa: E731
     first, expected, found = together(first), together(expected), together(found)
     assert np.mean(found != expected) < 5e-3

@@ -79,14 +79,14 @@ def one_device():
     """Function from a model to (state, loss, gradients) on one device, computed when first needed."""
     results = {}
 
-    def of(model: str):
+    def compute(model: str):
         if model not in results:
             program = small.program(config(model))
             state = jax.device_get(program.init())
             results[model] = state, *small.loss_and_grads(program, state)
         return results[model]
 
-    return of
+    return compute
 
 
 def config(model: str, mesh: dict[str, int] | None = None):
@@ -131,7 +131,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
     ("model", "operations"),
     [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],
 )
-def test_how_tokens_travel_to_their_experts(model, operations):
+def test_token_dispatch_collectives(model, operations):
     """Also, no device ever holds the weights of another device's experts."""
     program = small.program(config(model, {"expert": 8, "fsdp": 1}))
     text = program.compiled_step.as_text()
@@ -142,7 +142,7 @@ def test_how_tokens_travel_to_their_experts(model, operations):
         assert f"f32{shape}" not in text, shape
 
 
-def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():
+def test_init_and_steps_do_not_depend_on_the_mesh():
     """This includes clipping, EMA and counters.
 
     It uses SGD, because Adam turns the rounding error of a zero gradient into a full update.

@@ -38,7 +38,7 @@ def experiment(update: str, kind: str, optimizer: str = "adamw", mesh: Any = Non
     return config
 
 
-def trained(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
+def train(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
     program = small.program(config)
     state, metrics = small.run(program, 4)
     program.layout.check(state)  # offloaded leaves are back in host memory
@@ -47,26 +47,26 @@ def trained(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_numbers_are_those_of_the_plain_update(optimizer: str):
-    expected, losses = trained(experiment("after_backward", "device", optimizer))
+def test_results_match_the_plain_update(optimizer: str):
+    expected, losses = train(experiment("after_backward", "device", optimizer))
     for kind in ("device", "pinned_host"):
-        state, metrics = trained(experiment("streamed", kind, optimizer))
+        state, metrics = train(experiment("streamed", kind, optimizer))
         for one, other in zip(metrics, losses, strict=True):
             np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-6)
         small.assert_close(state, expected, 1e-5 if optimizer == "muon" else 2e-6)
 
 
 @pytest.mark.pairs
-def test_on_a_mesh_too():
+def test_also_on_a_mesh():
     mesh = {"data": 2, "fsdp": 2, "model": 2}
-    expected, losses = trained(experiment("after_backward", "device", "sgd", mesh))
-    state, metrics = trained(experiment("streamed", "pinned_host", "sgd", mesh))
+    expected, losses = train(experiment("after_backward", "device", "sgd", mesh))
+    state, metrics = train(experiment("streamed", "pinned_host", "sgd", mesh))
     np.testing.assert_allclose(metrics[-1]["loss"], losses[-1]["loss"], rtol=1e-6)
     small.assert_close(state, expected, 1e-5)
 
 
 @pytest.mark.pairs  # each run of test_exact.py has such a step
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+def test_nonfinite_step_changes_nothing_and_is_counted():
     config = experiment("streamed", "pinned_host")
     program = small.program(config)
     before = program.init()
@@ -91,14 +91,14 @@ def test_gpus_refuse_by_name():
         program = small.program(config)
         streamed.check(program.layout, program.experiment.memory, platform)
 
-    hosted = experiment("streamed", "pinned_host")
-    hosted.memory.parameters = "pinned_host"
-    check("tpu", hosted)
+    offloaded = experiment("streamed", "pinned_host")
+    offloaded.memory.parameters = "pinned_host"
+    check("tpu", offloaded)
     message = (
         r"streamed with memory\.parameters = pinned_host, memory\.optimizer_state = pinned_host: XLA's GPU compiler"
     )
     with pytest.raises(ValueError, match=f"{message}.*on GPU expected memory.update = layer_programs"):
-        check("gpu", hosted)
+        check("gpu", offloaded)
     check("gpu", experiment("streamed", "device"))
     inputs = experiment("streamed", "device")
     inputs.memory.activations = "pinned_host"

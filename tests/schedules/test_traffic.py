@@ -6,10 +6,10 @@ import pytest
 
 from plimsoll.framework.plan import hlo, targets
 from plimsoll.framework.plan.hlo.collectives import collectives
-from plimsoll.framework.plan.hlo.host import transfer
-from plimsoll.framework.plan.hlo.walk import executed
+from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
+from plimsoll.framework.plan.hlo.host_transfers import find_transfer
 from plimsoll.framework.program.program import Program
-from tests.schedules.test_compiled import resolved
+from tests.schedules.test_compiled import load_config
 
 LAYERS, DIM, HIDDEN, CHIPS = 4, 256, 1024, 8
 # Bytes that one chip receives when the stack's bfloat16 matrices are gathered, or scattered, once.
@@ -34,13 +34,13 @@ SCHEDULES = {
 def tpu():
     """Use the TPU compiler on a machine without a TPU."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
-    targets.environment("v5e-8")
+    targets.set_environment("v5e-8")
 
 
 def module(**fields) -> hlo.Module:
     """Return the compiled step of a toy model on eight chips."""
     devices = targets.resolve("v5e-8").devices()
-    program = Program(resolved("gpt2-124m", TOY | fields).instantiate(), devices)
+    program = Program(load_config("gpt2-124m", TOY | fields).instantiate(), devices)
     return hlo.Module(program.compiled_step.as_text())
 
 
@@ -63,7 +63,7 @@ def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule)
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("prefetch", "fetched_layers"), [("piece", LAYERS), ("unit", LAYERS + 1)])
-def test_state_in_host_memory_comes_and_goes_once(prefetch, fetched_layers):
+def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
     """The offloaded state is master weights and two float32 moments of the stack and the token table.
 
     The state of the position table is too small to be offloaded. With prefetch = unit, the loop starts with a layer
@@ -71,8 +71,8 @@ def test_state_in_host_memory_comes_and_goes_once(prefetch, fetched_layers):
     """
     step = module(**IN_BACKWARD, **HOSTED, **{"memory.prefetch": prefetch})
     moved: Counter[str] = Counter()
-    for instruction, runs in executed(step):
-        if (found := transfer(step, instruction)) is not None:
+    for instruction, runs in iter_executed(step):
+        if (found := find_transfer(step, instruction)) is not None:
             moved[found.direction] += found.num_bytes * runs
     layer, table = 4 * DIM * DIM + 2 * DIM * HIDDEN, 1024 * DIM
     expected = (fetched_layers * layer + table) * 3 * 4 // CHIPS

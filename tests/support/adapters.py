@@ -55,14 +55,14 @@ def assert_equals_merged(
     with_adapters = pl.with_lora(function, **options)
 
     @jax.jit
-    def merged(adapters: Adapters) -> Any:
+    def compute_merged(adapters: Adapters) -> Any:
         return jax.value_and_grad(lambda one: function(pl.lora_merge(dense_params, one), *arguments))(adapters)
 
     @jax.jit
     def in_factors(adapters: Adapters) -> Any:
         return jax.value_and_grad(lambda one: with_adapters(params, one, *arguments))(adapters)
 
-    value, gradient = merged(adapters)
+    value, gradient = compute_merged(adapters)
     given_value, given_gradient = in_factors(adapters)
     assert_close(given_value, value, tolerance)
     for given, expected in zip(jax.tree.leaves(given_gradient), jax.tree.leaves(gradient), strict=True):

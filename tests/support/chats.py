@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from plimsoll.framework.data.tokenizers import ByteTokenizer
-from plimsoll.framework.inference.chat import Chat, TranscriptForm
+from plimsoll.framework.inference.chat import Chat, TranscriptFormat
 from plimsoll.framework.inference.sampling import Sampling
 
 # Repeated without end as the answer to the question "long", so that a test has to interrupt it.
@@ -53,7 +53,7 @@ def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000,
     tokenizer = ByteTokenizer()
     generator: Any = script
     sampling = Sampling(max_new_tokens, seed=7)
-    return Chat(generator, tokenizer, TranscriptForm(tokenizer), sampling, context=context, **options)
+    return Chat(generator, tokenizer, TranscriptFormat(tokenizer), sampling, context=context, **options)
 
 
 if __name__ == "__main__":
@@ -62,10 +62,10 @@ if __name__ == "__main__":
     import termios
 
     from plimsoll.framework.terminal import interrupts
-    from plimsoll.launch.chat_lines import Session, talk
+    from plimsoll.launch.chat_lines import Session, run_conversation
 
     # Ctrl-C reaches only processes whose controlling terminal this is.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     interrupts.begin()
-    talk(Session(chat(Script(lambda index: time.sleep(0.002)), num_samples=2), None))
+    run_conversation(Session(chat(Script(lambda index: time.sleep(0.002)), num_samples=2), None))
     sys.exit(0)

@@ -41,7 +41,7 @@ def sort_longest_first(items: list[pytest.Item]) -> None:
     """Sort the longest work first, so that no worker starts a long file when the others have finished."""
     seconds_by_unit: dict[str, float] = defaultdict(float)
     for item in items:
-        seconds_by_unit[work_unit(item.nodeid)] += expected_seconds(item.nodeid)
+        seconds_by_unit[work_unit(item.nodeid)] += estimate_seconds(item.nodeid)
     # Sorting is stable, so the tests of a file keep their order.
     items.sort(key=lambda item: -seconds_by_unit[work_unit(item.nodeid)])
 
@@ -65,16 +65,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @functools.cache
-def recorded() -> dict[str, tuple[int, float]]:
+def load_durations() -> dict[str, tuple[int, float]]:
     """Return tests/durations: {test function: (number of its cases, their processor time in seconds)}."""
     if not FILE.exists():
         return {}
     return json.loads(FILE.read_text())
 
 
-def expected_seconds(nodeid: str) -> float:
+def estimate_seconds(nodeid: str) -> float:
     """Return the recorded processor time of a test, as the mean over the cases of its function; 0 if there is none."""
-    cases, seconds = recorded().get(nodeid.partition("[")[0], (1, 0.0))
+    cases, seconds = load_durations().get(nodeid.partition("[")[0], (1, 0.0))
     return seconds / cases
 
 
@@ -145,7 +145,7 @@ class Durations:
         """Write the file if the flag is set. Functions that did not run keep their recorded durations."""
         if not self._config.getoption("--record-durations"):
             return
-        durations = dict(recorded())
+        durations = dict(load_durations())
         for function, seconds in self._seconds.items():
             durations[function] = (self._cases[function], round(seconds, 1))
         lines = [f"{json.dumps(function)}: {json.dumps(entry)}" for function, entry in sorted(durations.items())]

@@ -44,7 +44,7 @@ def plain_steps(
 
     `weights` is a dict of pieces; each has its own optimizer state.
     """
-    states = {name: optimizer.init(piece) for name, piece in weights.items()}
+    states = {name: optimizer.init(layer) for name, layer in weights.items()}
     for _ in range(steps):
         gradients = jax.jit(jax.grad(loss))(weights)
         for name, gradient in gradients.items():
@@ -60,8 +60,8 @@ def eager_steps(loss: Callable[..., jax.Array], trained: Any, steps: int = 3) ->
     trained = jax.tree.map(jnp.copy, trained)
     for _ in range(steps):
         _, trained = step(trained)
-    weights = {name: piece.weights for name, piece in trained.items()}
-    return weights, {name: piece.state for name, piece in trained.items()}
+    weights = {name: layer.weights for name, layer in trained.items()}
+    return weights, {name: layer.state for name, layer in trained.items()}
 
 
 def assert_equal(actual: Any, expected: Any) -> None:

@@ -31,15 +31,15 @@ from plimsoll.framework.layout import flatten
 from plimsoll.framework.optimizers import named
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
 from plimsoll.framework.optimizers.rounding import fold, fold_name
-from plimsoll.framework.program.layerwise import Layerwise
+from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules import division
+from plimsoll.framework.schedules import update_chunks
 from tests.support import small
 from tests.support.latent import with_latents
 from tests.support.layers import Recurrent, Twins
 
 STEPS, POISONED = 20, 7  # the loss weights of step 7's batch are NaN
-UNITS = 4
+NUM_LAYERS = 4
 STACKS = {"first", "stack"}
 
 # Schedules: the fields of config.memory, and the learner fields that the schedule requires (for example no clip).
@@ -52,7 +52,7 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two_pass": ({"update": "in_backward"}, {"clip_mode": "two_pass"}),
 }
 # The same with layer_programs. Each case compiles twenty programs, so these have separate tests.
-LAYERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+LAYER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers": ({"update": "layer_programs"}, {}),
     "layers_hosted_gradients": ({"update": "layer_programs", "gradients": "pinned_host"}, {}),
     "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
@@ -62,7 +62,7 @@ LAYERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "unit"}, MEMORY[name][1]) for name in ("in_backward", "two_pass")
 }
-SCHEDULES = MEMORY | LAYERED | AHEAD
+SCHEDULES = MEMORY | LAYER_PROGRAMS | AHEAD
 NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")
 PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # the config.memory fields that are offloaded
 PLACEMENTS |= {
@@ -140,7 +140,7 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
     config = small.llama(embed__dropout=0.1, head__tied=True)
     small.block(config).dropout = 0.1
     pattern = [small.block(config) if layer is None else config_for(layer) for layer in layers]
-    config.stack = config_for(Stack, num_layers=UNITS * len(layers), pattern=pattern, shared=list(shared))
+    config.stack = config_for(Stack, num_layers=NUM_LAYERS * len(layers), pattern=pattern, shared=list(shared))
     return config
 
 
@@ -174,7 +174,7 @@ MODELS = {  # each with a clipping threshold that is active in some steps and no
 MODELS["streams"][0].stack.streams = "float32"  # float64 when the model computes in float64
 
 
-class Case(NamedTuple):
+class ExactnessCase(NamedTuple):
     """One combination of settings to train with."""
 
     model: str = "tied"
@@ -202,7 +202,9 @@ class Case(NamedTuple):
         if inverts != (self.model == "streams") or (inverts and "activations" in PLACEMENTS[self.placement]):
             return False
         one = self.model == "tied" or self.precision == "float64"
-        one &= self.memory not in LAYERED or self.remat != "offload"  # layer_programs uses memory.activations instead
+        one &= (
+            self.memory not in LAYER_PROGRAMS or self.remat != "offload"
+        )  # layer_programs uses memory.activations instead
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
     def clip(self) -> float | None:
@@ -224,7 +226,7 @@ class Case(NamedTuple):
             mesh = MODEL_MESHES.get(self.model, mesh)
         return small.program(small.experiment(model, mesh=mesh, memory=memory, optimizer=optimizer, **learner))
 
-    def _by_layer(self, memory: dict[str, Any], unit_layers: int) -> dict[str, Any]:
+    def _by_layer(self, memory: dict[str, Any], pattern_length: int) -> dict[str, Any]:
         """Return the fields of config.memory with a different number of the UNITS layers for each placement."""
         shares = {"optimizer_state": 0.5, "parameters": 0.25, "activations": 0.75, "gradients": 0.5}
         memory = dict(memory)
@@ -232,35 +234,35 @@ class Case(NamedTuple):
             if memory.get(field) == "pinned_host":
                 memory[field] = f"pinned_host:{share}"
         # layer_programs inverts all layers or none.
-        if not (self.remat == "invert" and self.memory in LAYERED):
+        if not (self.remat == "invert" and self.memory in LAYER_PROGRAMS):
             other = "save:attention" if self.remat == "full" else "full"
-            memory["remat"] = f"{self.remat}:{2 * unit_layers},{other}"
+            memory["remat"] = f"{self.remat}:{2 * pattern_length},{other}"
         return memory
 
 
-def name_of(case: Case) -> str:
+def get_case_id(case: ExactnessCase) -> str:
     """Return the test id of a case."""
-    words = [str(value) for value in case]
+    texts = [str(value) for value in case]
     # "alike" is the default, so it is left out.
-    return "-".join(words if case.layers == "unlike" else words[:-1])
+    return "-".join(texts if case.layers == "unlike" else texts[:-1])
 
 
-def every(**axes: Any) -> list[Case]:
+def list_cases(**axes: Any) -> list[ExactnessCase]:
     """Return all combinations of these values that the tests run."""
-    cases = [Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+    cases = [ExactnessCase(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
     return [case for case in cases if case.is_tried()]
 
 
-def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
+def cover_value_pairs(cases: list[ExactnessCase], chosen: Sequence[ExactnessCase] = ()) -> list[ExactnessCase]:
     """Return a pairwise cover: every pair of values that occurs in `cases` occurs in it or in `chosen`; greedy."""
-    pairs_by_case = {case: _pairs_of(case) for case in cases}
-    missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_pairs_of, chosen))
+    pairs_by_case = {case: _get_value_pairs(case) for case in cases}
+    missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_get_value_pairs, chosen))
     covering_cases = []
 
-    def loss(case: Case) -> int:
+    def loss(case: ExactnessCase) -> int:
         return -len(pairs_by_case[case] & missing_pairs)
 
-    for case in _greedily(cases, loss):
+    for case in _cover_greedily(cases, loss):
         if not missing_pairs:
             break
         covering_cases.append(case)
@@ -268,7 +270,7 @@ def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
     return covering_cases
 
 
-def _greedily(cases: list[Case], loss: Callable[[Case], Any]) -> Iterator[Case]:
+def _cover_greedily(cases: list[ExactnessCase], loss: Callable[[ExactnessCase], Any]) -> Iterator[ExactnessCase]:
     """Yield the remaining case with the smallest loss, again and again; the first one if losses are equal.
 
     The loss of a case never falls as others are yielded. So an earlier loss is a lower bound, and most losses need not
@@ -286,7 +288,7 @@ def _greedily(cases: list[Case], loss: Callable[[Case], Any]) -> Iterator[Case]:
 
 
 @cache
-def _pairs_of(case: Case) -> set[Any]:
+def _get_value_pairs(case: ExactnessCase) -> set[Any]:
     """Return all pairs of values of a case.
 
     A placement counts as three values: whether state, weights and boundaries are offloaded. As a whole it is paired
@@ -299,25 +301,25 @@ def _pairs_of(case: Case) -> set[Any]:
     return set(combinations(values.items(), 2)) | whole
 
 
-def each_value_of(cases: list[Case]) -> list[Case]:
+def cover_each_value(cases: list[ExactnessCase]) -> list[ExactnessCase]:
     """Return a few cases that contain every value of every axis that occurs in `cases`; greedy.
 
     Rare values weigh more: if they were left for last, each would need an extra case. Among equally good cases, the one
     with the most new pairs of values is chosen.
     """
     values_by_case = {case: set(case._asdict().items()) for case in cases}
-    pairs_by_case = {case: _pairs_of(case) for case in cases}
+    pairs_by_case = {case: _get_value_pairs(case) for case in cases}
     frequencies = Counter(value for values in values_by_case.values() for value in values)
     missing_values = set(frequencies)
     met_pairs: set[Any] = set()
     chosen_cases = []
 
-    def loss(case: Case) -> tuple[float, int]:
+    def loss(case: ExactnessCase) -> tuple[float, int]:
         new_values = values_by_case[case] & missing_values
         # fsum does not depend on the iteration order of a set, which differs between pytest-xdist processes.
         return -math.fsum(1.0 / frequencies[value] for value in new_values), -len(pairs_by_case[case] - met_pairs)
 
-    for case in _greedily(cases, loss):
+    for case in _cover_greedily(cases, loss):
         if not missing_values:
             break
         chosen_cases.append(case)
@@ -327,10 +329,10 @@ def each_value_of(cases: list[Case]) -> list[Case]:
 
 
 @contextmanager
-def conditions() -> Iterator[None]:
+def enable_exact_numerics() -> Iterator[None]:
     """Enable float64, and lower thresholds: offload leaves from 256 bytes, split into row blocks from 256 elements."""
     threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
-    with jax.enable_x64(True), threshold, mock.patch.multiple(division, _SMALL=256, BLOCK=256, _ROWS=4):
+    with jax.enable_x64(True), threshold, mock.patch.multiple(update_chunks, _SMALL=256, BLOCK=256, _ROWS=4):
         yield
 
 
@@ -340,15 +342,15 @@ def conditions() -> Iterator[None]:
 @cache
 def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
     """Return a program on one device, and the initial state of all cases as numpy arrays."""
-    program = Case(model, optimizer, precision=precision).program()
+    program = ExactnessCase(model, optimizer, precision=precision).program()
     return program, jax.device_get(program.init())
 
 
-def placed(case: Case, program: Program) -> Any:
+def place_initial_state(case: ExactnessCase, program: Program) -> Any:
     """Return the initial state with a program's placement. Groups that only some schedules have start as zeros."""
     _, first = simplest(case.model, case.optimizer, case.precision)
-    places = jax.tree.map(lambda x: x.sharding, program.abstract_stored)
-    return program.restored(jax.device_put(first, places))
+    places = jax.tree.map(lambda x: x.sharding, program.abstract_checkpoint)
+    return program.from_checkpoint(jax.device_put(first, places))
 
 
 def batch(program: Program, step: int) -> dict[str, jax.Array]:
@@ -357,7 +359,7 @@ def batch(program: Program, step: int) -> dict[str, jax.Array]:
     return program.put({**found, "weights": found["weights"] * np.float32(np.nan if step == POISONED else 1.0)})
 
 
-def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
+def train(case: ExactnessCase) -> tuple[Any, list[float], list[float], list[Any]]:
     """Train with the framework; return the result and the weights before each step.
 
     Also checks that the state keeps its layout: offloaded leaves are back in host memory after each step.
@@ -366,34 +368,34 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
         vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo", "apollo_mini")  # factors
-        hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
-        assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
-    if isinstance(program.execution, Layerwise):
-        program.execution.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
-        _ = program.execution.layers
+        offloaded = any(leaf.spec.memory_kind != "device" for leaf in leaves)
+        assert offloaded == (field in PLACEMENTS[case.placement] and not vectors)
+    if isinstance(program.backend, PerLayerStep):
+        program.backend.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+        _ = program.backend.layers
         program.compile()
     else:
         _compile(program, case)
-    state, losses, norms, weights = placed(case, program), [], [], []
+    state, losses, norms, weights = place_initial_state(case, program), [], [], []
     for step in range(STEPS):
-        weights.append(apart(jax.tree.map(np.array, program.stored(state)["parameter"])))
+        weights.append(unstack_layers(jax.tree.map(np.array, program.to_checkpoint(state)["parameter"])))
         state, metrics = program.step(state, batch(program, step))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     program.layout.check(state)
     assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (STEPS, 1)
-    state = program.stored(state)
-    return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
+    state = program.to_checkpoint(state)
+    return (get_master_params(state), jax.device_get(state["buffer"])), losses, norms, weights
 
 
-def check_leaks(case: Case) -> None:
+def check_leaks(case: ExactnessCase) -> None:
     """Trace the case's programs and raise an exception if a tracer leaks.
 
     This is separate from `train`, because under checking_leaks JAX caches no traces and collects garbage after each.
     """
     program = case.program()
-    if isinstance(program.execution, Layerwise):
-        _ = program.execution.layers
+    if isinstance(program.backend, PerLayerStep):
+        _ = program.backend.layers
         with jax.checking_leaks():
             program.compile()
         return
@@ -403,22 +405,22 @@ def check_leaks(case: Case) -> None:
         _ = program.traced_step
 
 
-def _compile(program: Program, case: Case) -> None:
+def _compile(program: Program, case: ExactnessCase) -> None:
     traced = program.traced_step
     # Only these cases have no other arrays in host memory.
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
     lowered = traced.lower()
     # With excess precision, bfloat16 gradients would be rounded in one program but not in the other.
-    program.execution.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
+    program.backend.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
 
 
 def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:
     """Train the reference, skipping a bad step explicitly. Gradients are taken at `weights` if they are given."""
     program, first = simplest(model, optimizer, precision)
-    gradients, (init, update) = gradients_of(model, precision), update_of(model, optimizer, precision)
+    gradients, (init, update) = compile_gradients(model, precision), build_update(model, optimizer, precision)
     key = jax.random.wrap_key_data(jnp.asarray(first["counter"]["rng"]))
-    params, buffers = jax.device_put((precise(first), first["buffer"]), program.replicated)
+    params, buffers = jax.device_put((get_master_params(first), first["buffer"]), program.replicated)
     state, losses, norms = jax.device_put(init(params), program.replicated), [], []
     for step in range(STEPS):
         at = weights[step] if weights else params
@@ -436,11 +438,11 @@ once = cache(plain)
 
 
 @cache
-def gradients_of(model: str, precision: str) -> Any:
+def compile_gradients(model: str, precision: str) -> Any:
     """Return the compiled function (unstacked parameters, buffers, batch, key) -> ((loss, Out), gradients)."""
     built = simplest(model, "adamw", precision)[0].experiment.model
 
-    def loss_of(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Any:
+    def compute_loss(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Any:
         rows, targets = jnp.arange(batch["tokens"].shape[0]), jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         ctx = Context(batch, key, rows=rows, num_targets=targets, training=True, compute_dtype=built.compute_dtype)
         together = {}
@@ -449,15 +451,15 @@ def gradients_of(model: str, precision: str) -> Any:
         return built.loss({**params, **together}, ctx, buffers)
 
     options = {"xla_allow_excess_precision": False}
-    return jax.jit(jax.value_and_grad(loss_of, has_aux=True), compiler_options=options)
+    return jax.jit(jax.value_and_grad(compute_loss, has_aux=True), compiler_options=options)
 
 
 @cache
-def update_of(model: str, optimizer: str, precision: str) -> Any:
+def build_update(model: str, optimizer: str, precision: str) -> Any:
     """Return jitted plain optax: init, and (parameters, state, gradients, factor) -> (parameters, state)."""
     plain = (OPTIMIZERS | SMALL)[optimizer].instantiate()
     if isinstance(plain, PartitionedGradientTransformation):
-        plain = unit_by_unit(plain, *simplest(model, optimizer, precision))
+        plain = update_per_layer(plain, *simplest(model, optimizer, precision))
 
     def update(params: Any, state: Any, grads: Any, factor: jax.Array) -> Any:
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, params)
@@ -467,11 +469,13 @@ def update_of(model: str, optimizer: str, precision: str) -> Any:
     return jax.jit(plain.init), jax.jit(update)
 
 
-def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program, first: Any) -> Any:
+def update_per_layer(optimizer: PartitionedGradientTransformation, program: Program, first: Any) -> Any:
     """Apply one of Plimsoll's optimizers per stage and layer, with its parameters' roles, its own state and a seed."""
     learner, run = program.experiment.learner, fold(*first["counter"]["rng"])
-    specs = {group.stage: learner.unit_specs(group) for group in learner.groups}
-    own = {stage: optimizer.of_specs(tree) if optimizer.of_specs else optimizer for stage, tree in specs.items()}
+    specs = {group.stage: learner.layer_specs(group) for group in learner.groups}
+    own = {
+        stage: optimizer.fit_to_specs(tree) if optimizer.fit_to_specs else optimizer for stage, tree in specs.items()
+    }
 
     def each(tree: Any, visit: Any) -> Any:
         units = {stage: unit if isinstance(unit, list) else [unit] for stage, unit in tree.items()}
@@ -481,8 +485,8 @@ def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program,
         params = each(params, lambda stage, i, unit: unit)
 
         def one(stage: str, layer: int, unit: Any) -> Any:
-            drawn = {"seed": fold_name(fold(run, layer), stage)} if optimizer.draws else {}
-            return own[stage].update(unit, state[stage][layer], params[stage][layer], **drawn)
+            rounding_seed = {"seed": fold_name(fold(run, layer), stage)} if optimizer.draws else {}
+            return own[stage].update(unit, state[stage][layer], params[stage][layer], **rounding_seed)
 
         both = each(grads, one)
         changes = {stage: [new for new, _ in units] for stage, units in both.items()}
@@ -494,21 +498,21 @@ def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program,
     )
 
 
-def apart(params: Any) -> Any:
+def unstack_layers(params: Any) -> Any:
     """Return the parameters with each stack as a list of per-layer trees."""
     lists = {}
     for stage in STACKS & params.keys():
-        num_units = jax.tree.leaves(params[stage])[0].shape[0]
-        lists[stage] = [jax.tree.map(lambda x, i=i: x[i], params[stage]) for i in range(num_units)]
+        num_repeats = jax.tree.leaves(params[stage])[0].shape[0]
+        lists[stage] = [jax.tree.map(lambda x, i=i: x[i], params[stage]) for i in range(num_repeats)]
     return {**params, **lists}
 
 
-def precise(state: Any) -> Any:
+def get_master_params(state: Any) -> Any:
     """Return a state's unstacked parameters, or its master copies, whose casts must equal the parameters."""
     weights, entries = jax.device_get((state["parameter"], state["optimizer"]))
     masters = {stage: entries[stage]["default"].get("master", weights[stage]) for stage in weights}
     jax.tree.map(lambda m, w: np.testing.assert_array_equal(m.astype(w.dtype), w), masters, weights)
-    return apart(masters)
+    return unstack_layers(masters)
 
 
 def differences(actual: Any, expected: Any) -> dict[str, float]:

@@ -86,26 +86,26 @@ def serving(repositories: list[Repository]) -> Iterator[HubServer]:
             self.answer(with_body=True)
 
         def answer(self, *, with_body: bool) -> None:
-            words = self.path.partition("?")[0].strip("/").split("/")
-            is_api = words[0] == "api"
+            segments = self.path.partition("?")[0].strip("/").split("/")
+            is_api = segments[0] == "api"
             kind = "models"
-            if is_api or words[0] == "datasets":
-                kind = words[1] if is_api else "datasets"
-                words = words[2:] if is_api else words[1:]
-            repository = by_name.get((kind, "/".join(words[:2])))
+            if is_api or segments[0] == "datasets":
+                kind = segments[1] if is_api else "datasets"
+                segments = segments[2:] if is_api else segments[1:]
+            repository = by_name.get((kind, "/".join(segments[:2])))
             if repository is None:
                 self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
             elif is_api:
-                self.answer_api(repository, words[2:], with_body)
+                self.answer_api(repository, segments[2:], with_body)
             else:
-                self.answer_file(repository, words[3], "/".join(words[4:]), with_body)
+                self.answer_file(repository, segments[3], "/".join(segments[4:]), with_body)
 
-        def answer_api(self, repository: Repository, words: list[str], with_body: bool) -> None:
-            if words[:1] == ["revision"] and words[1] not in ("main", repository.commit):
+        def answer_api(self, repository: Repository, segments: list[str], with_body: bool) -> None:
+            if segments[:1] == ["revision"] and segments[1] not in ("main", repository.commit):
                 self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, with_body)
                 return
             facts: object = {"id": repository.name, "sha": repository.commit, "siblings": []}
-            if words[:1] == ["tree"]:
+            if segments[:1] == ["tree"]:
                 entries = []
                 for name, content in repository.files().items():
                     digest = hashlib.sha1(content).hexdigest()

@@ -22,13 +22,13 @@ class Centering(Layer):
     def __init__(self, *, dim: int, rate: float = 0.5, penalty: float = 1e-3, output_init_scale: float = 1.0):
         self.dim, self.rate, self.penalty = dim, rate, penalty
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """scale [D], ones."""
         return {
             "scale": ParameterSpec((self.dim,), "float32", initializer=jax.nn.initializers.ones, roles=("channel",))
         }
 
-    def own_buffers(self) -> dict[str, TensorSpec]:
+    def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         """mean [D], and count, the number of updates."""
         return {"mean": TensorSpec((self.dim,), "float32"), "count": TensorSpec((), "int32")}
 
@@ -49,7 +49,7 @@ class Recurrent(Layer):
     def __init__(self, *, dim: int, dropout: float = 0.1, output_init_scale: float = 1.0):
         self.dim, self.dropout = dim, dropout
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """input and hidden [D, 3D] (update, reset, candidate), bias [3D]."""
         normal, shape = jax.nn.initializers.normal(0.3), (self.dim, 3 * self.dim)
         matrix = ParameterSpec(shape, "float32", ("fsdp", "model"), initializer=normal, roles=("in", "out"))
@@ -86,7 +86,7 @@ class Twins(Layer):
         """Return the only child, which is called twice."""
         return {"child": self.child}
 
-    def own_buffers(self) -> dict[str, TensorSpec]:
+    def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         """mean [D] in float64, the compute dtype of the exact comparisons."""
         return {"mean": TensorSpec((self.dim,), "float64")}
 

@@ -17,7 +17,7 @@ import pytest
 GROWTH = 600_000_000
 
 
-class Level:
+class ResidentBaseline:
     """Resident bytes after this process last dropped its caches; sys.maxsize until the first measurement."""
 
     floor = sys.maxsize
@@ -29,7 +29,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGESIZE")
 
 
-def forget() -> None:
+def drop_caches() -> None:
     """Drop compiled programs and the caches of test modules, and return freed memory to the system."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("tests."):
@@ -48,9 +48,9 @@ def forget() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Drop the caches after a test if the process has grown too much."""
-    if sys.platform == "linux" and resident_bytes() > Level.floor + GROWTH:
-        forget()
-        Level.floor = resident_bytes()
+    if sys.platform == "linux" and resident_bytes() > ResidentBaseline.floor + GROWTH:
+        drop_caches()
+        ResidentBaseline.floor = resident_bytes()
 
 
 def pytest_collection_finish() -> None:
@@ -61,4 +61,4 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":
-        Level.floor = resident_bytes()
+        ResidentBaseline.floor = resident_bytes()

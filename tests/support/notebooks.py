@@ -19,7 +19,7 @@ def code_cells(name: str) -> list[str]:
     return ["".join(cell["source"]) for cell in notebook(name)["cells"] if cell["cell_type"] == "code"]
 
 
-def executed(source: str, names: dict[str, Any]) -> Any:
+def execute_cell(source: str, names: dict[str, Any]) -> Any:
     """Execute a cell. Like a notebook, return the value of its last line if that is an expression."""
     *lines, last = source.splitlines()
     try:

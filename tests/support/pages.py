@@ -20,7 +20,7 @@ _RUN_BY_TEST = re.compile(r"\bRun by `(tests/[\w/]+\.py)`")
 
 
 @dataclass(frozen=True)
-class Block:
+class CommandBlock:
     """A block of commands on a page.
 
     Attributes:
@@ -28,18 +28,18 @@ class Block:
         line: number of the block's first line, from 1.
         commands: whole commands, including their continuation lines.
         printed: output lines between the prompts.
-        beside: paragraphs before and after the block, and the first paragraph of its section.
+        context: paragraphs before and after the block, and the first paragraph of its section.
     """
 
     page: str
     line: int
     commands: tuple[str, ...]
     printed: tuple[str, ...]
-    beside: tuple[str, ...]
+    context: tuple[str, ...]
 
     def record(self) -> str | None:
         """Return the paragraph that records when and where the commands were run, or why not; None if there is none."""
-        for paragraph in self.beside:
+        for paragraph in self.context:
             test = _RUN_BY_TEST.search(paragraph)
             is_dated = all(pattern.search(paragraph) for pattern in (_DATE, _VERSION, _MACHINE))
             if is_dated or _NOT_RUN.search(paragraph) or (test and (ROOT / test[1]).is_file()):
@@ -47,13 +47,13 @@ class Block:
         return None
 
 
-def blocks(page: str, text: str | None = None) -> list[Block]:
+def blocks(page: str, text: str | None = None) -> list[CommandBlock]:
     """Return the blocks of commands of a page, in order; `text` replaces the content of its file."""
     lines = (ROOT / page).read_text().splitlines() if text is None else text.splitlines()
     is_code = _code_lines(lines)
     return [
         block
-        for start, end in _fenced(lines)
+        for start, end in _find_fenced_blocks(lines)
         if lines[start - 1].strip() != "```python"
         if (block := _block(page, lines, is_code, start, end)).commands
     ]
@@ -62,7 +62,7 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
 def python_block(page: str, content: str) -> str:
     """Return the only Python block of a page that contains `content`."""
     lines = (ROOT / page).read_text().splitlines()
-    texts = ["\n".join(lines[start:end]) + "\n" for start, end in _fenced(lines)]
+    texts = ["\n".join(lines[start:end]) + "\n" for start, end in _find_fenced_blocks(lines)]
     (text,) = [text for text in texts if content in text]
     return text
 
@@ -70,21 +70,21 @@ def python_block(page: str, content: str) -> str:
 def text_lines(page: str) -> list[str]:
     """Return the lines of a page's `text` blocks that show no command."""
     lines = (ROOT / page).read_text().splitlines()
-    contents = [lines[start:end] for start, end in _fenced(lines) if lines[start - 1].strip() == "```text"]
+    contents = [lines[start:end] for start, end in _find_fenced_blocks(lines) if lines[start - 1].strip() == "```text"]
     return [line for content in contents if not content[0].startswith("$ ") for line in content]
 
 
-def _fenced(lines: list[str]) -> list[tuple[int, int]]:
+def _find_fenced_blocks(lines: list[str]) -> list[tuple[int, int]]:
     """Return (first line, line after the last) of each fenced block, from 0, without the fences."""
     fences = [index for index, line in enumerate(lines) if _FENCE.match(line)]
     return [(start + 1, end) for start, end in zip(fences[::2], fences[1::2], strict=True)]
 
 
 def _code_lines(lines: list[str]) -> set[int]:
-    return {index for start, end in _fenced(lines) for index in range(start - 1, end + 1)}
+    return {index for start, end in _find_fenced_blocks(lines) for index in range(start - 1, end + 1)}
 
 
-def _block(page: str, lines: list[str], is_code: set[int], start: int, end: int) -> Block:
+def _block(page: str, lines: list[str], is_code: set[int], start: int, end: int) -> CommandBlock:
     content = lines[start:end]
     has_prompts = any(line.startswith("$ ") for line in content)
     commands, printed = (_dialogue if has_prompts else _script)(content)
@@ -95,8 +95,8 @@ def _block(page: str, lines: list[str], is_code: set[int], start: int, end: int)
     section_end = min((index for index in headings if index > start), default=len(lines))
     before = _paragraphs(lines[heading + 1 : start - 1])
     after = _paragraphs(lines[end + 1 : section_end])
-    beside = (*before[-1:], *after[:1], *before[:1])
-    return Block(page, start + 1, tuple(commands), tuple(printed), beside)
+    context = (*before[-1:], *after[:1], *before[:1])
+    return CommandBlock(page, start + 1, tuple(commands), tuple(printed), context)
 
 
 def _script(content: list[str]) -> tuple[list[str], list[str]]:

@@ -99,8 +99,8 @@ def browse(text, tmp_path, width=1200, *flags):
 
 
 def measure(text, tmp_path, width=1200):
-    dom, said = browse(FRAME.format(width, html.escape(text.replace("</body>", PROBE + "</body>"))), tmp_path)
+    dom, messages = browse(FRAME.format(width, html.escape(text.replace("</body>", PROBE + "</body>"))), tmp_path)
     found = re.search(r'<pre id="probe">(.+?)</pre>', dom)
     assert found, dom[-500:]
-    assert said == []
+    assert messages == []
     return json.loads(html.unescape(found[1]))

@@ -10,9 +10,9 @@ import numpy as np
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.objectives.preferences import DPO, IPO, ORPO, SimPO
-from plimsoll.framework.objectives.thumbs import KTO
-from tools.peers.preference_rows import Answered, batch_of
+from tools.peers.preference_rows import LabeledAnswer, to_batch
 
 # Our objectives by name. The name's first word selects the plain formula, which reads the config's fields.
 OBJECTIVES: dict[str, Config] = {
@@ -81,18 +81,18 @@ def _pair_loss(name: str, fields: dict[str, Any], chosen: PlainSequence, rejecte
     if name.startswith(("dpo", "ipo")):
         ratios = [sum(one.log_probs) - sum(one.references) for one in (chosen, rejected)]
         if name.startswith("dpo"):
-            return _smoothed(beta * (ratios[0] - ratios[1]), fields["label_smoothing"])
+            return _smooth_loss(beta * (ratios[0] - ratios[1]), fields["label_smoothing"])
         if fields["per_token"]:
             ratios = [ratio / len(one.log_probs) for ratio, one in zip(ratios, (chosen, rejected), strict=True)]
         return (ratios[0] - ratios[1] - 1 / (2 * beta)) ** 2
     means = [sum(one.log_probs) / len(one.log_probs) for one in (chosen, rejected)]
     if name.startswith("simpo"):
-        return _smoothed(beta * means[0] - beta * means[1] - fields["gamma"], fields["label_smoothing"])
+        return _smooth_loss(beta * means[0] - beta * means[1] - fields["gamma"], fields["label_smoothing"])
     odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
     return -beta * math.log(_sigmoid(math.log(odds[0] / odds[1])))
 
 
-def _smoothed(margin: float, smoothing: float) -> float:
+def _smooth_loss(margin: float, smoothing: float) -> float:
     return -(1 - smoothing) * math.log(_sigmoid(margin)) - smoothing * math.log(_sigmoid(-margin))
 
 
@@ -125,20 +125,22 @@ def random_batch(name: str, shape: tuple[int, int], vocab_size: int, seed: int =
     """
     rng = np.random.default_rng(seed)
     thumbs = name == "kto"
-    rows: list[Sequence[Answered]] = []
+    rows: list[Sequence[LabeledAnswer]] = []
     for row in range(shape[0]):
-        members: list[Answered] = []
-        room = shape[1]
-        for turn in range(2 if row < shape[0] - 1 else 1):
+        members: list[LabeledAnswer] = []
+        columns_left = shape[1]
+        for example_index in range(2 if row < shape[0] - 1 else 1):
             prompt = rng.integers(1, vocab_size, rng.integers(1, 3)).tolist()
-            answers = [rng.integers(1, vocab_size, length).tolist() for length in rng.permutation([1 + turn, 3])]
+            answers = [
+                rng.integers(1, vocab_size, length).tolist() for length in rng.permutation([1 + example_index, 3])
+            ]
             labels = (int(rng.choice([1, -1])), 0) if thumbs else (1, 1)
             columns = sum(len(prompt) + len(answer) - 1 for answer in answers)
-            if columns <= room:
-                room -= columns
-                members += [Answered(prompt, answer, label) for answer, label in zip(answers, labels, strict=True)]
+            if columns <= columns_left:
+                columns_left -= columns
+                members += [LabeledAnswer(prompt, answer, label) for answer, label in zip(answers, labels, strict=True)]
         rows.append(members)
-    batch = batch_of(rows, shape[1], labels=thumbs)
+    batch = to_batch(rows, shape[1], labels=thumbs)
     # Close to the log-probabilities of the model itself, so that log-ratios have both signs.
     reference = np.where(batch["weights"] > 0, -math.log(vocab_size) + rng.normal(size=shape), 0.0)
     return {**batch, "reference": reference.astype(np.float32)}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.pages import Block, blocks, python_block, text_lines
+from tests.support.pages import CommandBlock, blocks, python_block, text_lines
 from tests.support.runs import ROOT, xla_flags
 
 # Files and folders of a checkout that commands on the pages use.
@@ -50,7 +50,7 @@ class Recipe:
     has_outputs: bool = False
     fails: bool = False
 
-    def chosen_blocks(self) -> list[Block]:
+    def select_blocks(self) -> list[CommandBlock]:
         """Return the recipe's blocks in page order.
 
         Raises:
@@ -71,7 +71,7 @@ class Recipe:
         Raises:
             LookupError: no command contains a text that is to be replaced.
         """
-        commands = [command for block in self.chosen_blocks() for command in block.commands]
+        commands = [command for block in self.select_blocks() for command in block.commands]
         for old, new in self.replaced.items():
             if not any(old in command for command in commands):
                 raise LookupError(f"no command of {self.page} holds {old!r}")
@@ -95,7 +95,7 @@ class Recipe:
                 assert re.sub(r" +", " ", line).split("; ...")[0] in squeezed, f"{line!r} is not in\n{printed}"
 
     def _outputs(self) -> list[str]:
-        chosen = self.chosen_blocks()
+        chosen = self.select_blocks()
         printed = [line for block in chosen for line in block.printed]
         return printed or text_lines(self.page)
 
@@ -104,13 +104,13 @@ def run_here(recipe: Recipe) -> None:
     """Run the commands in this process, which shares the imports; pipes and `setup` are not supported."""
     printed = io.StringIO()
     for command in recipe.commands():
-        program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
+        program, *argv = shlex.split(command.replace("\\\n", " "), comments=True)
         if program == "plimsoll":
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                code = importlib.import_module(f"plimsoll.launch.{words[0]}").main(words[1:])
+                code = importlib.import_module(f"plimsoll.launch.{argv[0]}").main(argv[1:])
         else:
             program = sys.executable if program == "python" else program
-            code = subprocess.run([program, *words], check=False).returncode
+            code = subprocess.run([program, *argv], check=False).returncode
         assert (code != 0) == recipe.fails, f"{command}: exit code {code}\n{printed.getvalue()}"
     recipe.check(printed.getvalue())
 
@@ -128,9 +128,9 @@ def run_in_shell(recipe: Recipe, folder: Path) -> None:
     printed = ""
     # Each command runs in its own shell, so that a failure names the command. Its stdin is empty.
     for command in (*recipe.setup, *recipe.commands(), *recipe.after):
-        words = ["bash", "-o", "pipefail", "-c", command]
+        argv = ["bash", "-o", "pipefail", "-c", command]
         done = subprocess.run(
-            words,
+            argv,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

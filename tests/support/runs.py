@@ -67,7 +67,7 @@ def start(workdir: Path | str, *flags: str, devices: int = 1, out: Path | None =
         )
 
 
-def several(
+def start_several(
     workdir: Path | str,
     count: int,
     *flags: str,
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 def pair(workdir: Path, *flags: str, **kind: str) -> list[subprocess.Popen]:
     """Start the two processes of one run, with two devices each; `kind` is passed on to `command`."""
-    return several(workdir, 2, *flags, devices=2, **kind)
+    return start_several(workdir, 2, *flags, devices=2, **kind)
 
 
 def output(workdir: Path) -> str:

@@ -61,7 +61,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Report which third runs."""
     if not config.getoption("--third"):
         return None
-    return f"third {third_of_commit() + 1} of 3, and the tests of {len(changed_files())} changed files"
+    return f"third {get_commit_third() + 1} of 3, and the tests of {len(list_changed_files())} changed files"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_pairs(config, items)
     yield
     if config.getoption("--third"):
-        draw_third(config, items)
+        select_third(config, items)
     durations.sort_longest_first(items)
 
 
@@ -107,21 +107,21 @@ def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{function} has no cases {sorted(unknown)}; it has {sorted(all_ids[function])}")
 
 
-def draw_third(config: pytest.Config, items: list[pytest.Item]) -> None:
+def select_third(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the drawn third of the items, and items that belong to changed files."""
-    third = third_of_commit()
-    files = changed_files()
+    third = get_commit_third()
+    files = list_changed_files()
     seconds_left = CHANGED_SECONDS
-    kept = []
+    selected = []
     dropped = []
     for item in items:
-        is_drawn = zlib.crc32(item.nodeid.encode()) % 3 == third
-        if not is_drawn and seconds_left > 0 and belongs_to(item.nodeid, files):
-            seconds_left -= durations.expected_seconds(item.nodeid)
-            is_drawn = True
-        (kept if is_drawn else dropped).append(item)
+        is_selected = zlib.crc32(item.nodeid.encode()) % 3 == third
+        if not is_selected and seconds_left > 0 and belongs_to(item.nodeid, files):
+            seconds_left -= durations.estimate_seconds(item.nodeid)
+            is_selected = True
+        (selected if is_selected else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+    items[:] = selected
 
 
 def belongs_to(nodeid: str, files: Iterable[str]) -> bool:
@@ -140,7 +140,7 @@ def belongs_to(nodeid: str, files: Iterable[str]) -> bool:
 
 
 @functools.cache
-def third_of_commit() -> int:
+def get_commit_third() -> int:
     """Return 0, 1 or 2: the third that HEAD draws.
 
     Raises:
@@ -156,12 +156,12 @@ def third_of_commit() -> int:
 
 
 @functools.cache
-def changed_files() -> list[str]:
+def list_changed_files() -> list[str]:
     """Return the paths that the last commit changed, and the tracked paths with uncommitted changes."""
     return _git("diff", "--name-only", "HEAD^").splitlines()
 
 
-def _git(*words: str) -> str:
+def _git(*argv: str) -> str:
     """Return the output of a git command; "" if it fails."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -18,7 +18,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.after_backward import accumulate_gradients
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import training_context
 
@@ -122,17 +122,17 @@ def loss_and_grads(program: Program, state: Any = None, seed: int = 0) -> tuple[
     `state` may come from a program on another mesh; the default is the initial state of this program.
     """
     state = program.init() if state is None else jax.device_put(state, program.layout.shardings())
-    (loss, _), grads = compiled_gradients(program)(state, program.put(host_batch(program, seed)))
+    (loss, _), grads = compile_gradients(program)(state, program.put(host_batch(program, seed)))
     return np.asarray(loss), arrays(grads)
 
 
-def compiled_gradients(program: Program) -> Any:
+def compile_gradients(program: Program) -> Any:
     """Return the function (state, batch) -> ((loss, out), gradients), compiled for the program's mesh."""
     parts = program.experiment
 
     def gradients(state: Any, batch: Any) -> Any:
         ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
-        return accumulated_gradients(parts.model, parts.learner, state, ctx)
+        return accumulate_gradients(parts.model, parts.learner, state, ctx)
 
     abstract = program.layout.abstract(), program.layout.abstract(program.batch_specs)
     return jax.jit(gradients).lower(*abstract).compile()

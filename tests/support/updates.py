@@ -10,7 +10,7 @@ import optax
 
 from plimsoll.framework.layout import ParameterSpec, flatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Decision
+from plimsoll.framework.learner.update_types import Decision
 
 LAYERS = 3
 Trees = list[Any]
@@ -63,7 +63,7 @@ def unstack(tree: Any) -> Any:
     return {**tree, "stack": [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), stacks) for i in range(LAYERS)]}
 
 
-class Kept(NamedTuple):
+class LearnerState(NamedTuple):
     """State that the learner updates."""
 
     params: Any
@@ -71,27 +71,29 @@ class Kept(NamedTuple):
     ema: Any
 
 
-def start(learner: Learner, params: Any) -> Kept:
+def start(learner: Learner, params: Any) -> LearnerState:
     """Return the initial state; init is jitted."""
-    return Kept(*jax.jit(learner.init)(params))
+    return LearnerState(*jax.jit(learner.init)(params))
 
 
-def stepper(learner: Learner) -> Callable[..., Kept]:
+def stepper(learner: Learner) -> Callable[..., LearnerState]:
     """Return the jitted function (state, loss, gradients, number of the step) -> state."""
 
-    def step(kept: Kept, loss: jax.Array, grads: Any, number: Any = 0) -> Kept:
+    def step(learner_state: LearnerState, loss: jax.Array, grads: Any, number: Any = 0) -> LearnerState:
         decision = decide(learner, loss, grads, number)
-        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, decision))
+        return LearnerState(
+            *learner.update(learner_state.params, grads, learner_state.optimizer, learner_state.ema, decision)
+        )
 
     return jax.jit(step)
 
 
-def ours(learner: Learner, params: Any, grads: Trees) -> list[Kept]:
+def ours(learner: Learner, params: Any, grads: Trees) -> list[LearnerState]:
     """Return the learner's state after each step."""
-    kept, step, history = start(learner, params), stepper(learner), []
+    learner_state, step, history = start(learner, params), stepper(learner), []
     for number, tree in enumerate(grads):
-        kept = step(kept, jnp.float32(1.0), tree, number)
-        history.append(kept)
+        learner_state = step(learner_state, jnp.float32(1.0), tree, number)
+        history.append(learner_state)
     return history
 
 

@@ -13,22 +13,22 @@ from plimsoll.framework.terminal.phase_views import Lines
 
 
 @pytest.fixture
-def said():
+def phase_output():
     stream = io.StringIO()
-    with phases.shown(Lines(stream)):  # pyright: ignore[reportArgumentType]
+    with phases.show_phases(Lines(stream)):  # pyright: ignore[reportArgumentType]
         yield stream
 
 
-def lowered(factor: float):
+def lower_scaling(factor: float):
     return jax.jit(lambda x: x * factor).lower(jnp.zeros(3))
 
 
-def test_the_last_time_is_said_of_the_same_program_alone(said: io.StringIO, tmp_path: Path, monkeypatch):
+def test_previous_time_is_shown_only_for_the_same_program(phase_output: io.StringIO, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(compile_times, "_MIN_SECONDS", 0.0)
-    for program in (lowered(2.0), lowered(2.0), lowered(3.0)):
+    for program in (lower_scaling(2.0), lower_scaling(2.0), lower_scaling(3.0)):
         with compile_times.compiling("the step", program, times=tmp_path):
             program.compile()
-    first, second, third = said.getvalue().splitlines()
+    first, second, third = phase_output.getvalue().splitlines()
     assert first.startswith("compiling the step ... done in ")
     assert second.startswith("compiling the step (0.")
     assert "the last time) ... done in" in second
@@ -36,16 +36,16 @@ def test_the_last_time_is_said_of_the_same_program_alone(said: io.StringIO, tmp_
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_what_came_from_the_cache_is_not_how_long_it_takes(said: io.StringIO, tmp_path: Path, monkeypatch):
+def test_cache_hits_do_not_record_a_time(phase_output: io.StringIO, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(compile_times, "_MIN_SECONDS", 0.0)
-    program = lowered(5.0)
+    program = lower_scaling(5.0)
     with compile_times.compiling("the step", program, times=tmp_path):
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-    assert said.getvalue().rstrip().endswith(" s, from the cache")
+    assert phase_output.getvalue().rstrip().endswith(" s, from the cache")
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_damaged_file_or_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path):
+def test_damaged_file_or_unwritable_folder_is_ignored(tmp_path: Path):
     (tmp_path / "key").write_text("soon")
     assert compile_times.read(tmp_path, "key") is None
     compile_times.write(tmp_path / "key", "other", 1.0)

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from plimsoll.framework.terminal import phases
-from plimsoll.framework.terminal.board import Board, FirstWords, Phase, View
-from plimsoll.framework.terminal.phase_views import Lines, Spinner, human_seconds, shown_on_terminal
+from plimsoll.framework.terminal.phase_tracker import Phase, PhaseTracker, StartupMessage, View
+from plimsoll.framework.terminal.phase_views import Lines, Spinner, human_seconds, show_phases_on_terminal
 
 
 class Clock:
@@ -23,13 +23,13 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_by(self, seconds: float, board: Board) -> None:
+    def pass_by(self, seconds: float, board: PhaseTracker) -> None:
         for _ in range(round(seconds * 10)):
             self.now = round(self.now + 0.1, 3)
             board.tick()
 
 
-class StillBoard(Board):
+class ManualBoard(PhaseTracker):
     """A board without its own thread."""
 
     def _start_ticking(self) -> None:
@@ -42,15 +42,15 @@ def clock() -> Clock:
 
 
 @contextlib.contextmanager
-def board_of(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[StillBoard]:
+def install_board(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualBoard]:
     """Install a board with that view and clock as the process's board, and close it at the end."""
-    board = StillBoard(view, clock)
+    board = ManualBoard(view, clock)
     monkeypatch.setattr(phases, "_board", board)
     yield board
     board.close()
 
 
-def test_nothing_is_said_without_a_board(capfd):
+def test_nothing_is_printed_without_a_board(capfd):
     with phases.phase("compiling") as compiling:
         compiling.progress(1, 2)
     assert capfd.readouterr() == ("", "")
@@ -59,15 +59,15 @@ def test_nothing_is_said_without_a_board(capfd):
 
 def test_a_line_grows_by_seconds_and_ends_as_one(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling the training step"):
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling the training step"):
         assert stream.getvalue() == "compiling the training step ..."
         clock.pass_by(4.4, board)
     assert stream.getvalue() == "compiling the training step .... 2 s .... 4 s ... done in 4.4 s\n"
 
 
-def test_something_is_said_every_second_however_long_it_takes(clock, monkeypatch):
+def test_prints_progress_every_second(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
         for _ in range(1200):
             size = len(stream.getvalue())
             clock.pass_by(1.0, board)
@@ -78,9 +78,9 @@ def test_something_is_said_every_second_however_long_it_takes(clock, monkeypatch
     assert len(line) < 3000
 
 
-def test_progress_stands_in_place_of_seconds(clock, monkeypatch):
+def test_progress_replaces_seconds(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("evaluating stdlib") as evaluating:
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("evaluating stdlib") as evaluating:
         clock.pass_by(1.0, board)
         evaluating.progress(40, 844)
         clock.pass_by(1.0, board)
@@ -90,10 +90,10 @@ def test_progress_stands_in_place_of_seconds(clock, monkeypatch):
     assert stream.getvalue() == "evaluating stdlib .... 40/844 .... 25% ... done in 4.0 s, from the cache\n"
 
 
-def test_other_output_gets_lines_of_its_own(clock, monkeypatch):
+def test_other_output_gets_its_own_lines(clock, monkeypatch):
     stream = io.StringIO()
     shared = cast(io.StringIO, phases._SharedStream(stream))
-    with board_of(Lines(stream), clock, monkeypatch) as board:
+    with install_board(Lines(stream), clock, monkeypatch) as board:
         with phases.phase("saving"):
             clock.pass_by(2.0, board)
             print("warning: slow", file=shared)
@@ -111,9 +111,9 @@ def test_other_output_gets_lines_of_its_own(clock, monkeypatch):
     ]
 
 
-def test_an_inner_phase_has_its_own_line_and_the_outer_one_goes_on(clock, monkeypatch):
+def test_inner_phase_has_its_own_line_and_the_outer_continues(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data", patience=0.5):
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data", patience=0.5):
         with phases.phase("tokenizing train"):
             clock.pass_by(2.2, board)
         clock.pass_by(2.0, board)
@@ -123,16 +123,16 @@ def test_an_inner_phase_has_its_own_line_and_the_outer_one_goes_on(clock, monkey
     ]
 
 
-def test_what_is_over_before_its_patience_is_not_said(clock, monkeypatch):
+def test_phase_shorter_than_its_patience_is_not_printed(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("looking for files", patience=0.5):
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("looking for files", patience=0.5):
         clock.pass_by(0.4, board)
     assert stream.getvalue() == ""
 
 
 def test_a_patient_phase_does_not_silence_the_one_around_it(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data"):
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data"):
         for _ in range(10):
             with phases.phase("looking for files", patience=0.5):
                 clock.pass_by(0.4, board)
@@ -142,12 +142,12 @@ def test_a_patient_phase_does_not_silence_the_one_around_it(clock, monkeypatch):
 def test_an_error_ends_the_line(clock, monkeypatch):
     stream = io.StringIO()
 
-    def fail(board: Board) -> None:
+    def fail(board: PhaseTracker) -> None:
         with phases.phase("compiling"):
             clock.pass_by(1.5, board)
             raise KeyError
 
-    with board_of(Lines(stream), clock, monkeypatch) as board, pytest.raises(KeyError):
+    with install_board(Lines(stream), clock, monkeypatch) as board, pytest.raises(KeyError):
         fail(board)
     assert stream.getvalue() == "compiling .... stopped after 1.5 s\n"
 
@@ -158,14 +158,14 @@ def test_a_full_disk_ends_nothing(clock, monkeypatch):
             raise OSError(28, "No space left on device")
 
     for view in (Lines(Full()), Spinner(Full())):
-        with board_of(view, clock, monkeypatch) as board, phases.phase("compiling"):
+        with install_board(view, clock, monkeypatch) as board, phases.phase("compiling"):
             clock.pass_by(2.0, board)
 
 
-def test_first_words_come_late_and_end_with_whatever_else_is_said(clock, monkeypatch):
+def test_startup_message_is_delayed_and_ends_at_other_output(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board:
-        board.begin(FirstWords("starting train of nanogpt-cpu", patience=0.4))
+    with install_board(Lines(stream), clock, monkeypatch) as board:
+        board.begin(StartupMessage("starting train of nanogpt-cpu", patience=0.4))
         clock.pass_by(0.3, board)
         assert stream.getvalue() == ""
         clock.pass_by(2.0, board)
@@ -182,7 +182,7 @@ def test_first_words_come_late_and_end_with_whatever_else_is_said(clock, monkeyp
 def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
     stream = io.StringIO()
     shared = cast(io.StringIO, phases._SharedStream(stream))
-    with board_of(Spinner(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+    with install_board(Spinner(stream), clock, monkeypatch) as board, phases.phase("compiling"):
         clock.pass_by(3.0, board)
         print("step 1", file=shared)
         print("half a line", end="", file=shared)
@@ -198,33 +198,33 @@ def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
     assert text.endswith("\r\033[K")
 
 
-def test_hush_ends_the_line_for_good(clock, monkeypatch):
+def test_mute_ends_the_line_permanently(clock, monkeypatch):
     stream = io.StringIO()
-    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
-        phases.hush()
+    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+        phases.mute()
         clock.pass_by(4.0, board)
         with phases.phase("saving"):
             pass
     assert stream.getvalue() == "compiling ...\n"
 
 
-def test_phases_of_other_threads_are_not_shown(clock, monkeypatch):
+def test_phases_in_other_threads_are_not_shown(clock, monkeypatch):
     stream = io.StringIO()
 
     def other() -> None:
         with phases.phase("compiling ahead"):
             pass
 
-    with board_of(Lines(stream), clock, monkeypatch):
+    with install_board(Lines(stream), clock, monkeypatch):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
     assert stream.getvalue() == ""
 
 
-def test_shown_gives_the_standard_streams_back(capsys):
+def test_context_restores_the_standard_streams(capsys):
     streams = sys.stdout, sys.stderr
-    with phases.shown(Lines(sys.stderr)):
+    with phases.show_phases(Lines(sys.stderr)):
         assert (sys.stdout, sys.stderr) != streams
         with phases.phase("compiling"):
             print("a line")
@@ -246,11 +246,11 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_function_shows_its_phases_on_a_terminal_and_nowhere_else(is_terminal: bool, monkeypatch):
+def test_function_shows_phases_only_on_a_terminal(is_terminal: bool, monkeypatch):
     stream = Stream(is_terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream)
-    with shown_on_terminal():
+    with show_phases_on_terminal():
         assert phases.are_shown() == is_terminal
         with phases.phase("compiling"):
             pass
@@ -277,7 +277,7 @@ def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
             if threading.current_thread().name == "phases":
                 ticked.set()
 
-    with phases.shown(Seen(sys.stderr)):
+    with phases.show_phases(Seen(sys.stderr)):
         _join_threads()
         with phases.phase("compiling"):
             assert ticked.wait(60.0)
@@ -288,5 +288,5 @@ def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
     ("seconds", "text"),
     [(0.04, "0.0 s"), (4.4, "4.4 s"), (9.97, "10 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
 )
-def test_seconds_for_people(seconds: float, text: str):
+def test_human_readable_seconds(seconds: float, text: str):
     assert human_seconds(seconds) == text

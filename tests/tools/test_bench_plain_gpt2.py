@@ -57,17 +57,17 @@ def numpy_logits(params, tokens: np.ndarray, heads: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def perturbed(params, seed: int = 7):
+def perturb_params(params, seed: int = 7):
     """Return the parameters plus noise, so that a mistake in any gain, bias or weight shows."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), params)
 
 
 def test_logits_equal_float64_numpy(tokens: Path):
-    params = perturbed(plain_gpt2.init(TINY))
+    params = perturb_params(plain_gpt2.init(TINY))
     ids, _ = Batches(tokens, TINY)()
     expected = numpy_logits(params, ids, TINY.heads)
-    logits = jax.jit(plain_gpt2.logits_of, static_argnums=2)(params, ids, TINY.heads)
+    logits = jax.jit(plain_gpt2.compute_logits, static_argnums=2)(params, ids, TINY.heads)
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
@@ -91,11 +91,11 @@ def test_only_matrices_decay():
     zeros = jax.tree.map(np.zeros_like, params)
 
     @jax.jit
-    def updated(params, grads):
+    def apply_update(params, grads):
         updates, _ = plain_gpt2.OPTIMIZER.update(grads, plain_gpt2.OPTIMIZER.init(params), params)
         return optax.apply_updates(params, updates)
 
-    shrunk = updated(params, zeros)
+    shrunk = apply_update(params, zeros)
     factor = 1 - LEARNING_RATE * WEIGHT_DECAY
     np.testing.assert_allclose(shrunk["wte"], params["wte"] * factor, rtol=1e-6)
     np.testing.assert_allclose(shrunk["layers"][0]["up"]["w"], params["layers"][0]["up"]["w"] * factor, rtol=1e-6)
@@ -103,7 +103,7 @@ def test_only_matrices_decay():
     np.testing.assert_array_equal(shrunk["lnf"]["g"], params["lnf"]["g"])
 
 
-def test_number_of_parameters_is_the_formula():
+def test_parameter_count_matches_the_formula():
     count = sum(leaf.size for leaf in jax.tree.leaves(plain_gpt2.init(TINY)))
     assert count == TINY.num_parameters
 
@@ -112,7 +112,7 @@ def as_plain(ours) -> plain_gpt2.Params:
     """Return our parameters in the structure of the hand-written step."""
     p = {path: np.asarray(leaf) for path, leaf in flatten(ours).items()}
 
-    def joined(i: int, name: str) -> np.ndarray:
+    def join_heads(i: int, name: str) -> np.ndarray:
         parts = [p[f"stack/block0/attention/{part}/{name}"][i] for part in ("query", "key", "value")]
         return np.concatenate(parts, axis=-1)
 
@@ -125,7 +125,7 @@ def as_plain(ours) -> plain_gpt2.Params:
     layers = [
         {
             "ln1": norm(i, "attention_norm"),
-            "qkv": {"w": joined(i, "weight"), "b": joined(i, "bias")},
+            "qkv": {"w": join_heads(i, "weight"), "b": join_heads(i, "bias")},
             "out": linear(i, "attention/output"),
             "ln2": norm(i, "mlp_norm"),
             "up": linear(i, "mlp/up"),
@@ -142,7 +142,7 @@ def as_plain(ours) -> plain_gpt2.Params:
 
 
 @pytest.mark.pairs
-def test_ours_as_the_benchmark_configures_it_trains_the_same(tokens: Path):
+def test_benchmark_config_trains_the_same(tokens: Path):
     config = Parser("train", "").parse(overrides(TINY, tokens)).config
     program = Program(config.instantiate(), jax.devices()[:1])
     state = program.init()

@@ -32,7 +32,7 @@ def test_torch_trains_as_ours_from_the_same_weights(size: Size, tmp_path: Path):
     state["parameter"] = jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), state["parameter"])
     model = plain_torch.build(size)
     plain_torch.load(model, {path: np.asarray(x) for path, x in flatten(state["parameter"]).items()})
-    optimizer = plain_torch.optimizer_of(model)
+    optimizer = plain_torch.build_optimizer(model)
     assert sum(p.numel() for p in model.parameters()) == size.num_parameters
     batches = Batches(tokens, size)
     losses = []
@@ -46,7 +46,7 @@ def test_torch_trains_as_ours_from_the_same_weights(size: Size, tmp_path: Path):
     assert len(set(losses)) == 4
 
 
-def test_number_of_parameters_of_a_llama_is_that_of_ours(tmp_path: Path):
+def test_llama_parameter_count_matches_ours(tmp_path: Path):
     tokens = tmp_path / "tokens.bin"
     write_tokens(tokens, LLAMA.vocab, 100)
     model = Parser("train", "").parse(overrides(LLAMA, tokens)).config.instantiate().model

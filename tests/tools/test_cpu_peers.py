@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tools.bench import contestants, cpu_parts, cpu_peers, first_step
-from tools.bench.contestants import overrides, train_in_turns
-from tools.bench.cpu_peers import Result, check_equal, check_loss, summarize, table
+from tools.bench.contestants import overrides, train_with_driver
+from tools.bench.cpu_peers import ContestantResult, check_equal, check_loss, summarize, table
 from tools.bench.ratios import median_interval, quantile, ratio
 from tools.bench.sizes import SIZES, Batches, Size, write_tokens
-from tools.bench.turns import Channel, ContestantError, Hello, Turn, Worker, rotate, serve
+from tools.bench.workers import Channel, ContestantError, Hello, TimedRun, Worker, rotate, serve
 
 TINY = Size(
     "tiny", layers=2, heads=2, dim=16, seq_len=12, batch=8, vocab=50, positions=16, config="nanogpt-cpu", steps=1
@@ -34,20 +34,20 @@ def test_quantile_is_numpys(values: list[float], fraction: float):
     assert quantile(values, fraction) == pytest.approx(np.quantile(values, fraction))
 
 
-def test_quantile_of_nothing():
+def test_quantile_without_values():
     with pytest.raises(ValueError, match="no values"):
         quantile([], 0.5)
 
 
 # From the table of the sign test: ranks of the two-sided 95% interval of a median.
 @pytest.mark.parametrize(("n", "rank"), [(5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (40, 14)])
-def test_median_interval_has_the_ranks_of_the_sign_test(n: int, rank: int):
+def test_median_interval_uses_sign_test_ranks(n: int, rank: int):
     values = [float(v) for v in range(1, n + 1)]
     random.Random(n).shuffle(values)
     assert median_interval(values) == (rank, n + 1 - rank)
 
 
-def test_median_interval_holds_the_median_as_often_as_it_says():
+def test_median_interval_has_its_stated_coverage():
     rng = random.Random(1)
     held = 0
     for _ in range(2000):
@@ -56,7 +56,7 @@ def test_median_interval_holds_the_median_as_often_as_it_says():
     assert 0.94 < held / 2000 < 0.975
 
 
-def test_ratio_is_of_pairs():
+def test_ratio_uses_pairs():
     # In one pair, the machine is ten times slower: the ratio of medians would be 2, but the median of ratios is 1.
     slow = ratio([1.0, 10.0, 1.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
     assert slow.median == 1.0
@@ -77,7 +77,7 @@ def test_ratio_needs_pairs(reference: list[float], other: list[float]):
 
 SCRIPT = """
 import sys
-from tools.bench.turns import Channel, Hello, serve
+from tools.bench.workers import Channel, Hello, serve
 class Counter:
     total = 0
     def hello(self): return Hello(7, 8, {"counter": "1"})
@@ -86,11 +86,11 @@ class Counter:
         self.total += steps
         if self.total > 5: raise RuntimeError("too many")
         return float(self.total)
-serve(Counter(), Channel.of_process())
+serve(Counter(), Channel.from_process())
 """
 
 
-def test_a_worker_takes_turns_in_a_process_of_its_own(tmp_path: Path):
+def test_worker_measures_in_its_own_process(tmp_path: Path):
     worker = Worker(["-c", SCRIPT], tmp_path / "log", {})
     assert worker.hello == Hello(7, 8, {"counter": "1"})
     first, second = worker.run(2), worker.run(3)
@@ -100,7 +100,7 @@ def test_a_worker_takes_turns_in_a_process_of_its_own(tmp_path: Path):
     assert "noise on stdout" in (tmp_path / "log").read_text()
 
 
-def test_the_death_of_a_worker_is_an_error_with_its_last_words(tmp_path: Path):
+def test_worker_crash_error_includes_its_last_output(tmp_path: Path):
     worker = Worker(["-c", SCRIPT], tmp_path / "log", {})
     with pytest.raises(ContestantError, match="RuntimeError: too many"):
         worker.run(6)
@@ -108,7 +108,7 @@ def test_the_death_of_a_worker_is_an_error_with_its_last_words(tmp_path: Path):
         Worker(["-c", "import absent"], tmp_path / "log", {})
 
 
-def test_a_turn_is_timed():
+def test_worker_run_is_timed():
     class Sleeper:
         def hello(self) -> Hello:
             return Hello(0, 0, {})
@@ -125,20 +125,20 @@ def test_a_turn_is_timed():
     assert long["loss"] == 1.5
 
 
-def test_rounds_go_there_and_back():
+def test_rounds_reverse_the_order():
     assert list(rotate(["a", "b", "c"], 3)) == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
 
 
 # --- data and sizes --------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_those_of_gpt2():
+def test_sizes_match_gpt2():
     assert SIZES["gpt2-124m"].num_parameters == 124_439_808  # openai-community/gpt2
     assert SIZES["nanogpt-cpu"].tokens_per_step == 768
     assert SIZES["6x384"].flops_per_step == pytest.approx(6 * 2048 * (6 * (12 * 384**2 + 2 * 256 * 384) + 257 * 384))
 
 
-def test_batches_are_windows_of_the_file(tmp_path: Path):
+def test_batches_are_windows_from_the_file(tmp_path: Path):
     path = tmp_path / "t.bin"
     write_tokens(path, TINY.vocab, 500)
     ids = np.fromfile(path, "<u2")
@@ -169,17 +169,21 @@ def test_another_model_is_refused():
 @pytest.mark.parametrize("last", [math.log(257), 5.5, math.nan, math.inf])
 def test_a_loss_that_does_not_fall_is_refused(last: float):
     size = SIZES["nanogpt-cpu"]
-    check_loss("x", size, [Turn(1, 1, 5.6), Turn(1, 1, 4.9), Turn(1, 1, 4.8)])
+    check_loss("x", size, [TimedRun(1, 1, 5.6), TimedRun(1, 1, 4.9), TimedRun(1, 1, 4.8)])
     with pytest.raises(ContestantError, match="did not fall"):
-        check_loss("x", size, [Turn(1, 1, last)] * 5)
+        check_loss("x", size, [TimedRun(1, 1, last)] * 5)
 
 
 def test_table():
     size = SIZES["nanogpt-cpu"]
     hello = Hello(size.num_parameters, size.tokens_per_step, {"jax": "1"})
-    plain = Result(None, hello, 9.0, [Turn(2.0, 3.0, 5.0), Turn(4.0, 3.0, 4.0), Turn(2.0, 3.0, 4.0)])
-    ours = Result(None, hello, 11.0, [Turn(1.0, 1.5, 5.0), Turn(2.0, 1.5, 4.0), Turn(1.0, 3.0, 4.0)])
-    gone = Result("not installed: torch", None, math.nan, [])
+    plain = ContestantResult(
+        None, hello, 9.0, [TimedRun(2.0, 3.0, 5.0), TimedRun(4.0, 3.0, 4.0), TimedRun(2.0, 3.0, 4.0)]
+    )
+    ours = ContestantResult(
+        None, hello, 11.0, [TimedRun(1.0, 1.5, 5.0), TimedRun(2.0, 1.5, 4.0), TimedRun(1.0, 3.0, 4.0)]
+    )
+    gone = ContestantResult("not installed: torch", None, math.nan, [])
     rows = summarize(size, {"plain": plain, "ours": ours, "eager": gone}, steps=10)
     assert [row["ms_per_step"] for row in rows[:2]] == [200.0, 100.0]
     assert rows[1]["speed"]["median"] == 2.0
@@ -204,7 +208,7 @@ def test_peers_that_are_not_installed_are_rows(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("argument", ["--sizes=nanogpt", "--contestants=plain,our", "--contestants=ours"])
-def test_a_mistake_on_the_command_line(argument: str, capsys: pytest.CaptureFixture[str]):
+def test_command_line_error(argument: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         cpu_peers.main([argument])
     assert end.value.code == 2
@@ -215,12 +219,12 @@ def test_a_mistake_on_the_command_line(argument: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.pairs
-def test_ours_stops_and_goes_on_between_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_ours_pauses_and_resumes_between_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     tokens = tmp_path / "tokens.bin"
     write_tokens(tokens, TINY.vocab, 20_000)
     sink = io.StringIO()
     arguments = [*overrides(TINY, tokens), f"--workdir={tmp_path / 'run'}", "--config.trainer.max_steps=1000000"]
-    train_in_turns(Channel(io.StringIO("3\n12\n"), sink), arguments)
+    train_with_driver(Channel(io.StringIO("3\n12\n"), sink), arguments)
     hello, first, second = (json.loads(line) for line in sink.getvalue().splitlines())
     assert hello["parameters"] == TINY.num_parameters
     assert hello["tokens_per_step"] == TINY.tokens_per_step

@@ -10,9 +10,9 @@ from plimsoll.framework.layout import flatten
 from tools.bench import distillation
 
 
-def test_the_share_of_the_gap():
-    result = distillation.Outcome(teacher=1.0, alone=2.0, distilled=1.25, best_alone=1.5, seconds=1.0)
-    assert (result.closed, result.closed_of_best) == (pytest.approx(0.75), pytest.approx(0.5))
+def test_share_by_which_the_gap_closes():
+    result = distillation.Outcome(teacher=1.0, alone=2.0, distilled=1.25, best_baseline=1.5, seconds=1.0)
+    assert (result.closed, result.share_closed_at_best) == (pytest.approx(0.75), pytest.approx(0.5))
     assert result._replace(distilled=2.5).closed == pytest.approx(-0.5)
 
 
@@ -24,7 +24,7 @@ def test_evaluations_are_read_by_step(tmp_path: Path):
     assert distillation.evaluations(tmp_path, "loss") == {}
 
 
-def test_students_differ_by_the_teacher_alone():
+def test_students_differ_only_in_the_teacher():
     """Model, data and steps are the same; only the objective and its teacher differ."""
     alone = configs.load(distillation.ALONE).to_dict()
     distilled = configs.load(distillation.DISTILLED).to_dict()

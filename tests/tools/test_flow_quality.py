@@ -17,7 +17,7 @@ def split() -> tuple[np.ndarray, np.ndarray]:
     return DigitsSource(split="train").load(), DigitsSource(split="validation").load()
 
 
-def test_the_two_sample_test_tells_noise_and_not_digits():
+def test_two_sample_test_separates_noise_but_not_digits():
     digits, held = split()
     draw = np.random.default_rng(0)
     others = [digits[draw.permutation(len(digits))[: len(held)]] for _ in range(4)]
@@ -37,7 +37,7 @@ def test_the_two_sample_test_by_hand():
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_gaussians_are_those_of_scipy(full: bool):
+def test_gaussians_match_scipy(full: bool):
     # Every worker collects this file, but only one runs this test, and the import takes 0.9 s.
     from scipy import stats
 
@@ -53,7 +53,7 @@ def test_the_gaussians_are_those_of_scipy(full: bool):
 
 
 @pytest.mark.pairs
-def test_the_fit_is_the_best_of_its_kind_for_dequantized_images():
+def test_gaussian_fit_is_optimal_for_dequantized_images():
     digits, _ = split()
     noisy = np.concatenate([digits + np.random.default_rng(seed).random(digits.shape) for seed in range(4)])
     assert 3.3 < flow_quality.gaussian_bits(digits, noisy, full=False) < 3.5

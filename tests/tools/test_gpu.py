@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.run import canary
+from plimsoll.framework.run import offload_self_test
 from plimsoll.framework.schedules.memory import Memory
 from tests.support.small import ROOT
 from tools.bench import gpu, gpu_rows
@@ -18,18 +18,18 @@ from tools.bench import gpu, gpu_rows
 @pytest.fixture(autouse=True)
 def canary_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the offload self-test's number of steps, which rows raise in the process that runs them."""
-    monkeypatch.setattr(canary, "STEPS", canary.STEPS)
+    monkeypatch.setattr(offload_self_test, "STEPS", offload_self_test.STEPS)
 
 
 H100, H200 = 72 * 2**30, 128 * 2**30  # bytes that a program may use
 
 
 def rows_on(limit_bytes: int) -> list[dict[str, Any]]:
-    return [row for part in gpu.PARTS for row in gpu.rows_of(part, limit_bytes)]
+    return [row for part in gpu.PARTS for row in gpu.build_rows(part, limit_bytes)]
 
 
 @pytest.mark.parametrize("limit", [H100, H200])
-def test_names_are_unique_and_what_is_compared_exists(limit: int) -> None:
+def test_row_names_are_unique_and_baselines_exist(limit: int) -> None:
     rows = rows_on(limit)
     names = [row["name"] for row in rows if row["part"] != "memory"]
     assert len(set(names)) == len(names)
@@ -39,15 +39,15 @@ def test_names_are_unique_and_what_is_compared_exists(limit: int) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("limit", [H100, H200])
-def test_rows_are_valid_and_cover_what_memory_knows(limit: int) -> None:
+def test_rows_are_valid_and_cover_all_memory_settings(limit: int) -> None:
     """Every config builds; in both dtypes, all schedules run, and all placements run with layer_programs."""
     tried: dict[str, list[Memory]] = {"float32": [], "bfloat16": []}
     for row in rows_on(limit):
         if row["kind"] == "exact":
-            config = gpu_rows.built(row, gpu_rows._MEDIUM)
+            config = gpu_rows.build_config(row, gpu_rows._MEDIUM)
             tried[config.model.compute_dtype].append(config.instantiate().memory)
         elif row["kind"] == "train":
-            config = gpu_rows.built(row, {"seq": row["seq"], "batch": row["batch"]})
+            config = gpu_rows.build_config(row, {"seq": row["seq"], "batch": row["batch"]})
             config.instantiate()
             assert config.data.global_batch_size * config.data.seq_len == row["batch"] * row["seq"]
     for found in tried.values():
@@ -83,9 +83,9 @@ def test_dry_run(tmp_path: Path) -> None:
         else:
             assert row["status"] == "ran"
     by_name = {row["name"]: row for row in found["rows"]}
-    hosted = [name for name in by_name if "state_hosted" in name or "weights_hosted" in name]
-    assert len(hosted) == 3
-    assert all(by_name[name]["host_bytes"] > 0 for name in hosted)
+    offloaded = [name for name in by_name if "state_hosted" in name or "weights_hosted" in name]
+    assert len(offloaded) == 3
+    assert all(by_name[name]["host_bytes"] > 0 for name in offloaded)
 
 
 def row(sets: dict[str, str], **fields: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def row(sets: dict[str, str], **fields: Any) -> dict[str, Any]:
         ({"part": "link", "kind": "no such kind", "name": "x"}, 60.0, "FAILED", "KeyError: 'no such kind'"),
     ],
 )
-def test_a_bad_row_says_so(
+def test_invalid_row_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Any, seconds: float, status: str, message: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -113,7 +113,7 @@ def test_a_bad_row_says_so(
 
 
 @pytest.mark.pairs
-def test_wrong_numbers_and_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_and_crashed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that computes different numbers, or NaN, is WRONG."""
     monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5})
     found = gpu_rows.exact(row({}), True)
@@ -136,9 +136,9 @@ def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: 
     monkeypatch.setattr(gpu, "run", run)
     out = tmp_path / "gpu.json"
     assert gpu.main(["speed", f"--out={out}"]) == 0
-    said = capsys.readouterr().out
-    assert "| speed | gpt2-1.5b 32x1024 streamed full | refused |" in said
-    assert "0.50 times 'gpt2-1.5b 32x1024 full'" in said
+    output = capsys.readouterr().out
+    assert "| speed | gpt2-1.5b 32x1024 streamed full | refused |" in output
+    assert "0.50 times 'gpt2-1.5b 32x1024 full'" in output
     answers["gpt2-124m 32x1024 none"] = "LOSS DOES NOT FALL"
     assert gpu.main(["speed", f"--out={out}"]) == 1
     assert gpu.main(["link", f"--out={out}", "--minutes=0.01"]) == 0

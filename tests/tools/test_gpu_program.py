@@ -8,10 +8,10 @@ import pytest
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time.count import Part
-from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, Kernel, read
+from plimsoll.framework.plan.step_time.gpu_kernels import GpuKernel, GpuRates, read_step
+from plimsoll.framework.plan.step_time.step_count import StepProgram
 from tools.bench import gpu_program, step_programs
-from tools.bench.step_programs import About, CompiledStep
+from tools.bench.step_programs import CompiledStep, StepInfo
 
 # The program of jax 0.10.2 for h100x2: a step of four layers x + gelu(attention(x @ w)), with causal cuDNN attention of
 # 8 heads of 64, float32 weights [4, 512, 512] sharded over two GPUs and bfloat16 x [4, 256, 512], and an update by the
@@ -19,11 +19,11 @@ from tools.bench.step_programs import About, CompiledStep
 RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "h100_step.txt"
 LAYERS, ROWS, DIM = 4, 2 * 256, 512
 SCORES = 2 * 8 * 256 * 256  # batch, heads, queries, keys of one GPU
-H100 = GpuRates.of(spec_for("h100"))
+H100 = GpuRates.look_up(spec_for("h100"))
 
 
 def step(text: str, runs: int = 1) -> CompiledStep:
-    return CompiledStep(About("small", "h100x2", "h100"), [Part(Module(text), runs)])
+    return CompiledStep(StepInfo("small", "h100x2", "h100"), [StepProgram(Module(text), runs)])
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "step"
     path.mkdir()
     (path / "hlo.txt").write_text(RECORDED.read_text())
-    about = About("small", "h100x2", "h100", tokens=512, model_flops=1e9, peak_bytes=2**20)
+    about = StepInfo("small", "h100x2", "h100", tokens=512, model_flops=1e9, peak_bytes=2**20)
     (path / step_programs.META).write_text(json.dumps(asdict(about)))
     return path
 
@@ -43,13 +43,13 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:
+def filter_category(kernels: list[GpuKernel], kind: str) -> list[GpuKernel]:
     return [one for one in kernels if one.category == kind]
 
 
-def test_products_and_attention_are_those_of_the_program() -> None:
-    kernels = read(step(RECORDED.read_text()).parts, H100).kernels
-    products, attention = of_kind(kernels, "matmul"), of_kind(kernels, "attention")
+def test_products_and_attention_match_the_program() -> None:
+    kernels = read_step(step(RECORDED.read_text()).parts, H100).kernels
+    products, attention = filter_category(kernels, "matmul"), filter_category(kernels, "attention")
     assert {(one.maker, one.dtype) for one in products} == {("Triton", "bf16")}
     assert {(one.maker, one.dtype) for one in attention} == {("cuDNN", "bf16")}
     assert sum(one.runs * one.flops for one in products) == LAYERS * 3 * 2 * ROWS * DIM * DIM
@@ -62,16 +62,16 @@ def test_products_and_attention_are_those_of_the_program() -> None:
     assert update.seconds == update.hbm_bytes / 3352e9
 
 
-def test_a_collective_is_hidden_by_no_more_than_what_runs_beside_it() -> None:
-    first, second = read(step(RECORDED.read_text(), runs=3).parts, H100).overlaps
+def test_collective_is_hidden_only_by_concurrent_kernels() -> None:
+    first, second = read_step(step(RECORDED.read_text(), runs=3).parts, H100).overlaps
     assert (first.collective.kind, second.collective.kind) == ("all-gather", "reduce-scatter")
     assert [one.collective.runs for one in (first, second)] == [3 * LAYERS] * 2
     assert first.collective.bytes_received == DIM * DIM // 2 * 2  # the other GPU's half, in bfloat16
     assert first.seconds == first.collective.bytes_received / 450e9
-    assert 0 < first.beside < first.seconds < second.beside
+    assert 0 < first.overlapped_seconds < first.seconds < second.overlapped_seconds
 
 
-def test_a_product_by_cublas() -> None:
+def test_cublas_product() -> None:
     text = """
 ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
   %a = bf16[64,32]{1,0} parameter(0)
@@ -79,12 +79,12 @@ ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
   ROOT %gemm = (bf16[64,16]{1,0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
 }
 """  # noqa: E501
-    (kernel,) = read(step(text).parts, H100).kernels
+    (kernel,) = read_step(step(text).parts, H100).kernels
     assert (kernel.category, kernel.maker, kernel.dtype) == ("matmul", "cuBLAS", "bf16")
     assert kernel.flops == 2 * 64 * 32 * 16
 
 
-def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_saved_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, text = run(capsys, "--program", folder, "--top=3", "--against", folder)
     assert code == 0
     for words in ("990 TFLOP/s in bfloat16", "matmul", "cuDNN", "reduce-scatter", "async", "ideal", "side by side"):
@@ -106,7 +106,7 @@ def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         (["--program=nowhere"], "no compiled step in nowhere"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+def test_user_errors(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
     code, text = run(capsys, *argv)
     assert code == 2
     assert words in text

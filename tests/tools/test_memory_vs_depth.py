@@ -16,7 +16,7 @@ from plimsoll.framework.metrics.memory import MemoryInUse
 from tests.support.small import ROOT
 from tools import memory_vs_depth
 from tools.depth_configs import LANGUAGE
-from tools.memory_vs_depth import Row, main, table
+from tools.memory_vs_depth import DepthRow, main, table
 
 SMALL = ["--config.model.dim=32"]
 COMPILERS = {
@@ -35,10 +35,10 @@ def run(out: Path, *flags: str) -> tuple[dict[tuple[str, int], dict[str, str]], 
     command = [sys.executable, "-P", "-m", "tools.memory_vs_depth", f"--out={out}", *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
-    return read(out), done.stdout
+    return read_output(out), done.stdout
 
 
-def read(out: Path) -> dict[tuple[str, int], dict[str, str]]:
+def read_output(out: Path) -> dict[tuple[str, int], dict[str, str]]:
     """Check that exactly the two output files exist, and return the CSV's lines by (policy, layers)."""
     text = out.with_suffix(".csv").read_text()
     assert text.splitlines()[0] == COLUMNS
@@ -59,7 +59,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
     With inversion, it grows only by the gradients that wait for the update.
     """
     names = ["none", "invert", "invert+in_backward"]
-    rows, said = run(tmp_path / "depth.png", *SMALL, "--layers=32,8", "--rounds=1", f"--policies={','.join(names)}")
+    rows, output = run(tmp_path / "depth.png", *SMALL, "--layers=32,8", "--rounds=1", f"--policies={','.join(names)}")
     assert list(rows) == [(name, depth) for depth in (8, 32) for name in names]
     parameters = {depth: int(rows["none", depth]["parameters_bytes"]) for depth in (8, 32)}
     grown = {name: temporaries(rows, name)[1] - temporaries(rows, name)[0] for name in names}
@@ -78,7 +78,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
         assert float(row["processor_seconds"]) > 0.0
         assert int(row["parameters_bytes"]) == parameters[depth]
         assert int(row["peak_bytes"]) > int(row["temp_bytes"]) > 0
-        assert any(line.split()[:2] == [name, str(depth)] for line in said.splitlines())
+        assert any(line.split()[:2] == [name, str(depth)] for line in output.splitlines())
 
 
 @pytest.mark.pairs
@@ -87,7 +87,7 @@ def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.Capt
     out, config = tmp_path / "depth.png", ["--config=nanogpt-cpu", "--config.model.stack.unroll=1", *SMALL]
     assert main([*config, "--policies=full", "--layers=2,6", "--target=cpu:1", f"--out={out}"]) == 0
     assert "step" not in capsys.readouterr().out
-    rows = read(out)
+    rows = read_output(out)
     assert all(row["step_seconds"] == row["processor_seconds"] == "" for row in rows.values())
     shallow, deep = temporaries(rows, "full")
     gradients = int(rows["full", 6]["parameters_bytes"]) - int(rows["full", 2]["parameters_bytes"])
@@ -115,7 +115,7 @@ def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.Capt
         (["--layer=3"], "did you mean '--layers'"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_compiled(
+def test_user_errors_come_before_compilation(
     flags: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_vs_depth, "_rows", lambda *_: pytest.fail("compiled"))
@@ -127,18 +127,18 @@ def test_mistakes_are_told_before_anything_is_compiled(
 
 
 @pytest.mark.pairs
-def test_what_a_platform_does_not_have_is_left_out(
+def test_unsupported_policies_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPU, offload is refused: the output leaves out its line and reports this. Without other lines, no picture."""
 
-    def rows(configs: dict[str, Any], target: Any, rounds: int) -> list[Row]:
-        return [Row("", target.name, name, 0, 8, 2 << 20, 1 << 20, True) for name in configs]
+    def rows(configs: dict[str, Any], target: Any, rounds: int) -> list[DepthRow]:
+        return [DepthRow("", target.name, name, 0, 8, 2 << 20, 1 << 20, True) for name in configs]
 
     monkeypatch.setattr(memory_vs_depth, "_rows", rows)
     assert main(["--target=h200x1", "--layers=2,4", "--policies=full,offload", f"--out={tmp_path / 'x.png'}"]) == 0
-    said = capsys.readouterr().out
-    assert "left out: offload: memory.remat = offload: what a loop offloads is silently wrong" in said
+    output = capsys.readouterr().out
+    assert "left out: offload: memory.remat = offload: what a loop offloads is silently wrong" in output
     assert [line.split(",")[2] for line in (tmp_path / "x.csv").read_text().splitlines()[1:]] == ["full", "full"]
     assert main(["--target=h200x1", "--policies=offload", f"--out={tmp_path / 'y.png'}"]) == 2
     assert "none can be had on h200x1" in capsys.readouterr().err
@@ -146,7 +146,7 @@ def test_what_a_platform_does_not_have_is_left_out(
 
 
 @pytest.mark.pairs
-def test_the_devices_own_peak_is_known_where_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_peak_is_used_if_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device reports its highest peak so far, 30 after initialization.
 
     Programs run in order of the memory they need, and only those that raise the peak have a measured peak.
@@ -166,10 +166,10 @@ def test_the_devices_own_peak_is_known_where_it_rises(monkeypatch: pytest.Monkey
     assert {name: one["measured_peak_bytes"] for name, one in found.items()} == {"invert": None, "full": 50, "none": 70}
 
 
-def test_the_table_compares_with_none_of_the_same_depth() -> None:
+def test_table_compares_with_none_at_the_same_depth() -> None:
     sizes = 1 << 20, 3 << 20, 2 << 20
     rows = [
-        Row("c", "t", name, depth, *sizes, fits, None, seconds, 2 * seconds)
+        DepthRow("c", "t", name, depth, *sizes, fits, None, seconds, 2 * seconds)
         for name, depth, fits, seconds in [
             ("none", 4, True, 1.0), ("invert", 4, True, 1.25), ("none", 8, False, 2.0), ("invert", 8, True, 3.0)
         ]

@@ -32,7 +32,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run, tmp_path / "r.jsonl"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_results(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a results file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -50,7 +50,7 @@ def test_rows_are_trained_once_and_printed_from_the_file(bench, monkeypatch: pyt
     run("--rows=adamw", "--seeds=1")
     first = run(*both)  # stored runs are not repeated
     assert [first.count(f'"run": "{name}"') for name in ("adamw", "lion")] == [0, 1]
-    lines = read(path)
+    lines = read_results(path)
     assert [(one["run"], one["rate"], one["seed"], one["steps"]) for one in lines] == [
         ("adamw", 1e-3, 0, 3),
         ("lion", 1e-3, 0, 3),
@@ -75,12 +75,12 @@ def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(optimizers, "trace", lambda *args: [1.0])
     monkeypatch.setattr(optimizers, "train", lambda row, rate, seed, args: {"bits_per_byte": abs(rate - 9e-3) + seed})
     run("--rows=adamw", "--seeds=3", "--extend=2")
-    assert [(one["rate"], one["seed"]) for one in read(path)] == [
+    assert [(one["rate"], one["seed"]) for one in read_results(path)] == [
         *((rate, 0) for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
         *((8e-3, seed) for seed in (1, 2)),
     ]
     run("--rows=kahan", "--seeds=2")
-    assert [(one["rate"], one["seed"]) for one in read(path)][6:] == [(8e-3, 0), (8e-3, 1)]
+    assert [(one["rate"], one["seed"]) for one in read_results(path)][6:] == [(8e-3, 0), (8e-3, 1)]
     assert cells(run("--rows=adamw", "--print"), "AdamW")[7] == "0.008 (edge)"
     # If another optimizer has the same name, the trace of three steps differs, and its stored runs no longer count.
     monkeypatch.setattr(optimizers, "trace", lambda *args: [1.01])
@@ -89,7 +89,7 @@ def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["apollo_mini", "adamw8bit", "kahan"])
-def test_bytes_are_those_of_the_state(name: str, bench):
+def test_bytes_match_the_state(name: str, bench):
     row, steps = ROWS[name], 3
     state = Program(build(row, 1e-3, 0, steps, SPEC).instantiate(), jax.devices()[:1]).init()
     sizes = [
@@ -104,7 +104,7 @@ def test_times_are_side_by_side(bench):
     run, path = bench
     shown = cells(run("--rows=adamw,lion", "--times=2"), "AdamW")
     assert shown[5] == shown[6] == "1.00 [1.00, 1.00]"
-    found = {line["time"]: line for line in read(path)}
+    found = {line["time"]: line for line in read_results(path)}
     low, high = found["lion"]["wall"][1:]
     assert 0 < low <= found["lion"]["wall"][0] <= high
 
@@ -118,7 +118,7 @@ def test_unknown_rows_and_rates_without_results(bench, capsys: pytest.CaptureFix
 
 
 @pytest.mark.pairs
-def test_a_row_added_now_is_of_the_model_that_the_stored_rows_are_of(tmp_path: Path):
+def test_new_rows_use_the_same_model_as_stored_rows(tmp_path: Path):
     args = optimizers.parser().parse_flags([f"--data={tmp_path}"])
     trace = optimizers.trace(ROWS["adamw"], args)
-    assert optimizers.Results(runs.ROOT / "docs/benchmarks/optimizers.jsonl").runs("adamw", 250, trace)
+    assert optimizers.StoredResults(runs.ROOT / "docs/benchmarks/optimizers.jsonl").runs("adamw", 250, trace)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from plimsoll.framework.families.published import published_models
+from plimsoll.framework.families.published import load_published_models
 from tools.bench import record_page, record_results
 from tools.bench.public_record import PublicFact, main, read_record
 from tools.bench.record_settings import NotPlannedError, nearest_setting
@@ -40,7 +40,7 @@ def test_sources_can_be_found():
         assert fact.devices >= 1
 
 
-def test_there_are_enough_and_of_all_kinds():
+def test_enough_facts_cover_all_verdicts_and_methods():
     assert len(FACTS) >= 50
     verdicts = [fact.verdict for fact in FACTS]
     assert min(verdicts.count(verdict) for verdict in ("fits", "out of memory", "needs")) >= 10
@@ -51,13 +51,13 @@ def test_there_are_enough_and_of_all_kinds():
 
 def test_published_models_are_those_that_we_can_load():
     """A fact about a model that we can load can be planned: its Hub id is among the published shapes."""
-    models = published_models()
+    models = load_published_models()
     ids = {fact.hub_id for fact in FACTS if fact.hub_id is not None}
     assert ids <= set(models)
     assert len(ids) >= 15
 
 
-def test_what_runs_out_of_memory_is_never_smaller_than_what_fits():
+def test_oom_facts_are_never_smaller_than_fitting_ones():
     """Compare facts that differ only in the batch; this finds sources that were copied wrongly."""
     setting_of = {}
     for fact in FACTS:
@@ -90,7 +90,7 @@ def test_what_runs_out_of_memory_is_never_smaller_than_what_fits():
         ),
     ],
 )
-def test_a_line_of_another_form_is_named(tmp_path, change, message):
+def test_malformed_line_is_named(tmp_path, change, message):
     good = {
         "model": "m",
         "machine": "v5e",
@@ -106,7 +106,7 @@ def test_a_line_of_another_form_is_named(tmp_path, change, message):
         read_record(file)
 
 
-def test_it_prints_what_is_asked_for(capsys):
+def test_prints_the_requested_facts(capsys):
     main(["v6e", "out of memory"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"{len(lines) - 1} of {len(FACTS)} facts"
@@ -117,7 +117,7 @@ def test_it_prints_what_is_asked_for(capsys):
 # --- compared to our plans -------------------------------------------------------------------------------------------
 
 
-def test_a_setting_comes_near(tmp_path):
+def test_nearest_setting_for_a_lora_fact(tmp_path):
     fact = next(fact for fact in FACTS if fact.machine == "RTX 4090" and fact.settings.method == "lora")
     setting = nearest_setting(fact, tmp_path)
     assert setting.config == "lora:meta-llama/Llama-3.1-8B-Instruct"
@@ -126,7 +126,7 @@ def test_a_setting_comes_near(tmp_path):
     assert setting.overrides["memory.remat"] == "full"
 
 
-def test_what_we_do_not_have_is_not_planned(tmp_path):
+def test_unsupported_settings_are_not_planned(tmp_path):
     reasons = {}
     for fact in FACTS:
         try:
@@ -136,14 +136,14 @@ def test_what_we_do_not_have_is_not_planned(tmp_path):
     assert reasons["float8 and bfloat16"] == "products in FP8"
 
 
-def test_the_page_is_that_of_the_results():
+def test_page_matches_the_results():
     results = record_results.read_results()
     page = record_results.RESULTS.with_suffix(".md").read_text()
     assert page == record_page.page(FACTS, results)
 
 
-def test_what_was_planned_is_enough_and_far_ones_have_a_reason():
-    rows = record_page.judged(FACTS, record_results.read_results())
+def test_enough_facts_are_planned_and_outliers_are_explained():
+    rows = record_page.judge_facts(FACTS, record_results.read_results())
     sums = record_page.summary(rows)
     assert sums.planned >= 100
     assert sums.compiled == sums.planned
@@ -152,9 +152,9 @@ def test_what_was_planned_is_enough_and_far_ones_have_a_reason():
         assert row.reason, row.fact.line()
 
 
-def test_plans_of_programs_like_ours_are_near():
+def test_plans_for_programs_like_ours_are_close():
     """The page promises that no setting that we say fits runs out of memory, and a median peak error within 10%."""
-    rows = record_page.judged(FACTS, record_results.read_results())
+    rows = record_page.judge_facts(FACTS, record_results.read_results())
     sums = record_page.summary([row for row in rows if record_page.is_like_ours(row.fact)])
     assert sums.planned >= 40
     assert sums.false_fits == 0
@@ -162,7 +162,7 @@ def test_plans_of_programs_like_ours_are_near():
     assert sums.median_error <= 0.1
 
 
-def test_a_mesh_and_what_a_layer_keeps_are_theirs(tmp_path):
+def test_mesh_and_residuals_follow_the_source(tmp_path):
     fact = next(fact for fact in FACTS if fact.model == "MaxText 32B" and fact.machine == "v5p")
     setting = nearest_setting(fact, tmp_path)
     assert setting.target == "v5p-128"
@@ -179,7 +179,7 @@ def test_idle_devices_do_not_count(tmp_path):
     assert nearest_setting(fact, tmp_path).target == "a10"
 
 
-def test_a_figure_of_loading_is_not_planned(tmp_path):
+def test_loading_figures_are_not_planned(tmp_path):
     fact = next(fact for fact in FACTS if fact.not_of_the_step is not None)
     with pytest.raises(NotPlannedError, match="the peak is of loading"):
         nearest_setting(fact, tmp_path)

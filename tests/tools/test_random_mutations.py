@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tools import random_mutations
-from tools.random_mutations import Mutation
+from tools.random_mutations import RandomMutation
 
-FILES = ["framework/learner/clipping.py", "framework/plan/guard.py", "framework/schedules/unit.py"]
+FILES = ["framework/learner/clipping.py", "framework/plan/device_budget.py", "framework/schedules/layer_computation.py"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -16,7 +16,7 @@ def test_every_change_is_another_program(file: str, tmp_path: Path):
     source = (random_mutations.ROOT / file).read_text()
     copy = tmp_path / file
     copy.parent.mkdir(parents=True)
-    mutations = random_mutations.mutations_of(file)
+    mutations = random_mutations.list_mutations(file)
     assert len(mutations) >= 5
     for mutation in mutations:
         copy.write_text(source)
@@ -26,11 +26,11 @@ def test_every_change_is_another_program(file: str, tmp_path: Path):
 
 
 def test_operators_constants_conditions_and_statements_change():
-    kinds = {mutation.kind for file in FILES for mutation in random_mutations.mutations_of(file)}
+    kinds = {mutation.kind for file in FILES for mutation in random_mutations.list_mutations(file)}
     assert {"condition turned", "statement dropped", "another Compare", "another BinOp", "another Constant"} <= kinds
 
 
-def test_a_text_that_is_not_there_is_said(tmp_path: Path):
+def test_missing_text_is_reported(tmp_path: Path):
     (tmp_path / "a.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"a\.py:1 has no '2'"):
-        random_mutations.apply(Mutation("a.py", 1, 4, "another Constant", "2", "3"), tmp_path)
+        random_mutations.apply(RandomMutation("a.py", 1, 4, "another Constant", "2", "3"), tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import step_programs, tpu_time
-from tools.bench.step_programs import About
+from tools.bench.step_programs import StepInfo
 
 RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "v5e_step.txt"
 FLOPS = 6 * 2 * 256 * 512 * 512
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "step"
     path.mkdir()
     (path / "hlo.txt").write_text(RECORDED.read_text())
-    about = About("small", "v5e-4", "v5e", tokens=256, model_flops=FLOPS / 2, traced_flops=FLOPS, peak_bytes=2**20)
+    about = StepInfo("small", "v5e-4", "v5e", tokens=256, model_flops=FLOPS / 2, traced_flops=FLOPS, peak_bytes=2**20)
     (path / step_programs.META).write_text(json.dumps(asdict(about)))
     return path
 
@@ -30,11 +30,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
+def test_saved_step(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
     code, text = run(capsys, "--program", folder, "--top=3", f"--json={tmp_path / 'count.json'}")
     assert code == 0
-    for words in ("assumptions", "197 TFLOP/s", "time by category", "all-gather", "to host", "MFU, upper bound"):
-        assert words in text
+    for phrase in ("assumptions", "197 TFLOP/s", "time by category", "all-gather", "to host", "MFU, upper bound"):
+        assert phrase in text
     assert "1.0000 of what the traced program needs" in text
     product = next(line for line in text.splitlines() if line.strip().startswith("dot_general"))
     assert "model.py:36" in product
@@ -54,7 +54,7 @@ def test_one_category(capsys: pytest.CaptureFixture[str], folder: Path):
 
 def test_side_by_side(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
     twice = step_programs.load(folder)
-    about = step_programs.About(**{**asdict(twice.about), "files": {"hlo.txt": 2}})
+    about = step_programs.StepInfo(**{**asdict(twice.about), "files": {"hlo.txt": 2}})
     step_programs.save(step_programs.CompiledStep(about, twice.parts), tmp_path / "twice")
     code, text = run(capsys, "--program", tmp_path / "twice", "--against", folder)
     assert code == 0
@@ -65,8 +65,8 @@ def test_side_by_side(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path
     assert rows["step, middle, ms"][-1] == "2.000"
 
 
-def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
-    for argv, words in [
+def test_user_errors(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
+    for argv, phrase in [
         ([], "expected a target and --config"),
         (["v5e-4"], "--config=NAME is required"),
         (["v5e-5", "--config=nanogpt-cpu"], "nearest: v5e-4, v5e-8"),
@@ -81,7 +81,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Pa
         code, text = run(capsys, *argv)
         assert code == 2, argv
         assert text.startswith("error: ")
-        assert words in text
+        assert phrase in text
     (folder / "hlo.txt").write_text("no program\n")
     assert "found no ENTRY" in run(capsys, "--program", folder)[1]
     (folder / step_programs.META).write_text('{"target": "v5e-4"}')

@@ -45,28 +45,28 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU's compiler is not installed")
-def test_its_step_is_compiled_kept_and_counted(python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_maxtext_step_is_compiled_saved_and_counted(python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--config=gpt2-124m", "--length=1024", f"--python={python}", f"--save={tmp_path / 'kept'}"]
     assert tpu_time_maxtext.main(["v5e-4", *options, "base_emb_dim=64"]) == 0
     assert "MaxText 9 gpt2-124m on v5e-4" in capsys.readouterr().out
-    kept = step_programs.load(tmp_path / "kept")
-    assert tpu_time_maxtext.counted(kept).count.product_flops == 2 * 1024**3
-    assert kept.about.tokens == 1024
-    assert kept.about.peak_bytes == pytest.approx(3 * 2 * 1024**2, rel=1e-3)
-    assert kept.about.versions["maxtext"] == "9"
+    saved_step = step_programs.load(tmp_path / "kept")
+    assert tpu_time_maxtext.count_step(saved_step).count.product_flops == 2 * 1024**3
+    assert saved_step.about.tokens == 1024
+    assert saved_step.about.peak_bytes == pytest.approx(3 * 2 * 1024**2, rel=1e-3)
+    assert saved_step.about.versions["maxtext"] == "9"
     # Run the same command again with the saved step in place, and with a field that MaxText rejects.
     assert tpu_time_maxtext.main(["v5e-4", *options, "base_emb_dim=65"]) == 2
     assert "error: MaxText's train_compile failed: AssertionError" in capsys.readouterr().err
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rest = ["--config=gpt2-124m", "--length=8", f"--save={tmp_path / 'kept'}"]
-    for argv, words in [
+    for argv, phrase in [
         (["v5e-4", *rest, f"--python={tmp_path / 'none'}"], "expected the Python of an environment"),
         (["v5e-5", *rest, f"--python={sys.executable}"], "nearest: v5e-4"),
         (["v5e-4", *rest, f"--python={sys.executable}", "remat"], "remat: expected FIELD=VALUE"),
         (["v5e-4", *rest, f"--python={sys.executable}", "--config=gpt2-124n"], "gpt2-124m"),
     ]:
         assert tpu_time_maxtext.main(argv) == 2
-        assert words in capsys.readouterr().err
+        assert phrase in capsys.readouterr().err
     assert not (tmp_path / "kept").exists()

@@ -15,7 +15,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of an uninterrupted run of 120 steps, made in a process with one device."""
     root = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:

@@ -32,7 +32,7 @@ def run(argument: str, **environment: str) -> list[str]:
 
 @pytest.mark.pairs
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_freed_blocks_are_kept():
+def test_allocator_keeps_freed_blocks():
     (fresh_pages,) = run("leave")
     keeps, kept_pages = run("keep")
     assert keeps == "True"
@@ -41,5 +41,5 @@ def test_freed_blocks_are_kept():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_an_environment_that_says_what_malloc_does_is_left_alone():
+def test_user_malloc_settings_are_respected():
     assert run("keep", MALLOC_MMAP_MAX_="65536")[0] == "False"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.plan.auto.choice import Choice, Machine
-from plimsoll.framework.plan.auto.settings import Setting, fixed_paths, with_settings
-from plimsoll.framework.run.load_line import FILE, read_choice
+from plimsoll.framework.plan.auto.settings import Setting, find_fixed_paths, with_settings
+from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
+from plimsoll.framework.run.autotune import FILE, read_choice
 from tests.support import small
 
 
@@ -21,17 +21,17 @@ def write(folder: Path, *settings: tuple[Any, Any], **fields: Any) -> Path:
     """Write a record with these settings, and replace other fields of the choice."""
     chosen = tuple(Setting(*pair) for pair in settings)
     machine = Machine("cpu:1", 1, 2**30, None)
-    choice = Choice(machine, chosen, (), (), peak=1, host=0, seconds=None, moved=0.0, compiled=True)
+    choice = TunedSettings(machine, chosen, (), (), peak=1, host=0, seconds=None, moved=0.0, compiled=True)
     path = folder / FILE
     path.write_text(json.dumps({"asked": "digest", "choice": choice.to_json() | fields}))
     return path
 
 
-def test_a_choice_is_taken_again(tmp_path: Path) -> None:
+def test_stored_choice_is_reused(tmp_path: Path) -> None:
     path = write(tmp_path, ("learner.accumulate", "2"), ("memory.remat", "full"))
     record = read_choice(path, config(), frozenset())
     assert record is not None
-    assert with_settings(config(), Choice.from_json(record["choice"]).settings).learner.accumulate == 2
+    assert with_settings(config(), TunedSettings.from_json(record["choice"]).settings).learner.accumulate == 2
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_choice_is_taken_again(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_what_the_search_cannot_choose_is_ignored(
+def test_fields_outside_the_search_are_ignored(
     tmp_path: Path, setting: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, ("mesh.data", "1"), setting)
@@ -63,7 +63,7 @@ def test_what_the_search_cannot_choose_is_ignored(
 
 def test_fields_that_the_user_set_are_not_changed(tmp_path: Path) -> None:
     path = write(tmp_path, ("learner.accumulate", "2"))
-    assert read_choice(path, config(), fixed_paths(config(), ["learner.accumulate"])) is None
+    assert read_choice(path, config(), find_fixed_paths(config(), ["learner.accumulate"])) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"asked": 1, "choice": []}', "[" * 100_000, "\xff"])

@@ -32,7 +32,7 @@ def first_batch(program: Program, tmp_path: Path) -> dict[str, jax.Array]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("rules", [[], [config_for(Rule, pattern="level0", freeze=True)]], ids=["all", "frozen"])
-def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules: list[Config]):
+def test_state_holds_what_the_model_derives_from_the_batch(tmp_path: Path, rules: list[Config]):
     made = config()
     made.learner.rules = rules
     made.learner.optimizer = config_for(optax.contrib.schedule_free_adamw, learning_rate=1e-3)  # copies parameters
@@ -42,7 +42,7 @@ def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules
     ctx = training_context(batch, state["counter"], program.experiment.model, program.layout, "none")
     expected = jax.jit(program.experiment.model.calibrate)(program.weights(state), ctx, {})
     expected = {path: np.asarray(x) for path, x in flatten(expected).items()}
-    found = program.calibrated(state, batch)
+    found = program.calibrate_state(state, batch)
     program.layout.check(found)
     weights = {path: np.asarray(x) for path, x in flatten(program.weights(found)).items()}
     for path, value in weights.items():
@@ -61,23 +61,23 @@ def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules
 
 
 @pytest.mark.pairs
-def test_host_leaves_stay_there(tmp_path: Path):
+def test_host_leaves_stay_on_the_host(tmp_path: Path):
     made = config()
     made.memory.update, made.memory.optimizer_state = "streamed", "pinned_host"
     made.model.stacks[0].pattern[2].net.hidden = 512
     program = Program(made.instantiate(), jax.devices()[:1])
-    state = program.calibrated(program.init(), first_batch(program, tmp_path))
+    state = program.calibrate_state(program.init(), first_batch(program, tmp_path))
     assert program.layout.bytes_per_device(memory_kind="pinned_host")
     program.layout.check(state)
 
 
 @pytest.mark.pairs  # tests/launch/test_sample.py checks the first loss of a run
-def test_the_first_loss_is_that_of_the_calibrated_parameters(tmp_path: Path):
+def test_first_loss_uses_the_calibrated_parameters(tmp_path: Path):
     program = Program(config().instantiate(), jax.devices()[:1])
     batch, losses = first_batch(program, tmp_path), []
     for calibrate in (False, True):
         state = program.init()
-        state = program.calibrated(state, batch) if calibrate else state
+        state = program.calibrate_state(state, batch) if calibrate else state
         losses.append(program.step(state, batch)[1]["loss"].item())
     assert losses[1] < losses[0] - 0.1
 
@@ -91,7 +91,7 @@ class HalfFlow(Flow):
 
 
 @pytest.mark.pairs
-def test_parameters_of_half_precision_are_refused():
+def test_half_precision_parameters_are_refused():
     made = config()
     made.model = config_for(HalfFlow, **{name: made.model[name] for name in ("image_shape", "levels", "stacks")})
     with pytest.raises(

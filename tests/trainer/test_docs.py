@@ -27,7 +27,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_own_loop(tmp_path: Path) -> None:
+def test_user_loop(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(BLOCKS[0])
     out = run(tmp_path, "loop.py")
     losses = [float(line.split()[1]) for line in out.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]

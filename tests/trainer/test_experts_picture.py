@@ -10,7 +10,7 @@ MOE = "--config.model.stack.pattern.0.mlp"
 
 
 @pytest.mark.pairs
-def test_a_run_of_a_mixture_draws_the_load_of_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_mixture_run_plots_its_expert_load(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write_text(tmp_path / "text")
     flags = [f"{MOE}=plimsoll.MoE", f"{MOE}.num_experts=4", f"{MOE}.experts.hidden=16"]
     flags += ["--config.trainer.max_steps=2", "--config.model.stack.num_layers=1"]

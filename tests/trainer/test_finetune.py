@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
     assert runs.losses(killed) == runs.losses(folder / "whole")
 
 
-def written(workdir: Path) -> dict[Path, int]:
+def list_modification_times(workdir: Path) -> dict[Path, int]:
     """Return each file's modification time, except data hashes, which are stored only once a file is no longer new."""
     files = [path for path in workdir.rglob("*") if path.is_file() and path.name != "hashes.json"]
     return {path: path.stat().st_mtime_ns for path in files}
@@ -126,11 +126,11 @@ def test_whichever_comes_first_ends_the_run(folder: Path, capsys: pytest.Capture
     assert f"trainer.max_epochs = 2: trainer.max_steps none -> {steps}" in out
     stored = json.loads((folder / "epochs/config.json").read_text())
     assert stored["trainer"]["max_steps"] == steps
-    before = written(folder / "epochs")
+    before = list_modification_times(folder / "epochs")
     again = ("--config.trainer.max_epochs=2", "--config.trainer.max_steps=none", "--resume=must")
     assert train(folder, "epochs", *again) == 0
     assert capsys.readouterr().out.startswith(f"step {steps} of {steps}: nothing to do")
-    assert written(folder / "epochs") == before
+    assert list_modification_times(folder / "epochs") == before
     assert train(folder, "steps", "--config.trainer.max_epochs=2", "--config.trainer.max_steps=3") == 0
     assert list(runs.losses(folder / "steps")) == [1, 2, 3]
     assert (

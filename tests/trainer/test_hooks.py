@@ -36,7 +36,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.pairs
-def test_the_hook_of_the_docs_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]):
+def test_hook_in_the_docs_runs_as_written(capsys: pytest.CaptureFixture[str]):
     Path("watch.py").write_text(next(block for block in BLOCKS if "class LargestWeight" in block))
     assert main(["--config=watch.py:watched", *SMALL, "--config.trainer.hooks.0.every=2"]) == 0
     printed = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_the_hook_of_the_docs_runs_as_it_is_written(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.pairs
-def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str]):
+def test_user_hooks_run_in_order_after_ours(capsys: pytest.CaptureFixture[str]):
     Path("noisy.py").write_text(
         "import configs\n"
         "from plimsoll.framework.config import config_for\n"
@@ -58,7 +58,7 @@ def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str])
         "    def on_metrics(self, run, step, metrics):\n"
         "        print('heard', self.name, 'metrics', step)\n"
         "    def at_end(self, run, step):\n"
-        "        print('heard', self.name, 'end', step, run.checkpointer.steps() or run.saved(step))\n"
+        "        print('heard', self.name, 'end', step, run.checkpointer.steps() or run.wait_until_saved(step))\n"
         "def noisy():\n"
         "    config = configs.load('nanogpt-cpu')\n"
         "    config.trainer.hooks = [config_for(Noisy, name='a'), config_for(Noisy, name='b')]\n"
@@ -72,7 +72,7 @@ def test_hooks_are_asked_in_order_after_ours(capsys: pytest.CaptureFixture[str])
     assert [line.rpartition(" ")[0] for line in heard[8:]] == ["a end 2", "b end 2"]
 
 
-def test_what_is_no_hook_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]):
+def test_invalid_hook_is_refused_before_writing(capsys: pytest.CaptureFixture[str]):
     hooks = '--config.trainer.hooks=[{"$class": "plimsoll.ByteTokenizer"}]'
     assert main(["--config=nanogpt-cpu", *SMALL, hooks]) == 2
     expected = "trainer.hooks.0: expected a subclass of plimsoll.framework.run.hooks.Hook, given ByteTokenizer"

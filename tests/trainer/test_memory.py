@@ -50,7 +50,7 @@ class Probe:
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, phase: str) -> None:
         original = getattr(owner, name)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def measure(*args: Any, **kwargs: Any) -> Any:
             which = "ema-eval" if kwargs.get("averaged") else phase
             if isinstance(args[0], Run):
                 self.program = args[0].program
@@ -61,7 +61,7 @@ class Probe:
             self.look(f"after {which}")
             return result
 
-        monkeypatch.setattr(owner, name, wrapped)
+        monkeypatch.setattr(owner, name, measure)
 
     def look(self, phase: str) -> None:
         """Record how many bytes are alive beyond the layout, over all devices."""
@@ -84,13 +84,13 @@ def beyond_the_layout_while_sampling(monkeypatch: pytest.MonkeyPatch, before: di
     seen: list[int] = []
     original = Generator.stream
 
-    def watched(self: Generator, *args: Any) -> Any:
+    def record_memory(self: Generator, *args: Any) -> Any:
         layout = self._program.mesh.size * self._program.layout.bytes_per_device(memory_kind="device")
         for tokens in original(self, *args):
             seen.append(live("device") - before["device"] - layout)
             yield tokens
 
-    monkeypatch.setattr(Generator, "stream", watched)
+    monkeypatch.setattr(Generator, "stream", record_memory)
     return seen
 
 
@@ -150,7 +150,7 @@ def test_a_lost_donation_is_noticed(
         return jit(function, **options)
 
     probe = Probe(monkeypatch, before)
-    monkeypatch.setattr("plimsoll.framework.program.execution.jax.jit", without_donation)
+    monkeypatch.setattr("plimsoll.framework.program.backend.jax.jit", without_donation)
     held: list[Any] = []
 
     def hold(self: hooks.Hook, run: Run, number: int) -> None:

@@ -23,7 +23,7 @@ def position(workdir: Path, step: str) -> dict:
 
 
 @pytest.mark.pairs
-def test_a_run_goes_on_with_what_may_change_and_nothing_else(
+def test_resuming_allows_only_permitted_config_changes(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "run"
@@ -33,8 +33,8 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     capsys.readouterr()
     with monkeypatch.context() as patch:
         # These are refused before anything is compiled.
-        patch.setattr("plimsoll.framework.run.canary.check", pytest.fail)
-        patch.setattr("plimsoll.framework.plan.guard.need", pytest.fail)
+        patch.setattr("plimsoll.framework.run.offload_self_test.check", pytest.fail)
+        patch.setattr("plimsoll.framework.plan.device_budget.measure_need", pytest.fail)
         for flags, message in {
             ("--config.model.stack.num_layers=4",): "has another config.model.stack.num_layers: 2 -> 4, another",
             ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
     assert (stored["sequences"], stored["next"], stored["origin"]) == (64, 6, -32)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_its_batch_size_in_the_config() -> None:
+def test_old_checkpoints_read_their_batch_size_from_the_config() -> None:
     data = tiny().data.copy()
     data.global_batch_size = 4
     older = {"config": {"data": {"global_batch_size": 8}}, "data": {"next": 10, "fingerprint": "x", "offset": 0}}

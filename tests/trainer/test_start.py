@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.learner import reaches
-from plimsoll.framework.program.ahead import Ahead, evaluation_of
+from plimsoll.framework.learner import update_locality
+from plimsoll.framework.program.compile_thread import CompileThread, get_evaluation_name
+from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.program.whole import Whole
-from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_first_values
+from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
 
 # Libraries that are slow to import and that no start needs before its first step.
 LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")
@@ -34,20 +34,20 @@ def small() -> Program:
 
 
 @pytest.mark.pairs
-def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaches, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
+def test_background_compilation_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_locality, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
-    begin_first_values(ahead)
+    begin_init(ahead)
     begin_evaluation(ahead)
     expected = plain.init()
     state = ahead.init()
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
     # The main thread calls the programs that the other thread compiled: nothing is compiled a second time.
-    assert ahead.ahead.program(evaluation_of("ema"))  # the last one that it compiles
-    monkeypatch.setattr(Whole, "_evaluation", lambda *_: pytest.fail("compiled again"))
+    assert ahead.ahead.program(get_evaluation_name("ema"))  # the last one that it compiles
+    monkeypatch.setattr(JitStep, "_evaluation", lambda *_: pytest.fail("compiled again"))
     for name in ("evaluate_jit", "evaluate_averages_jit"):
-        vars(ahead.execution).pop(name)
+        vars(ahead.backend).pop(name)
     specs = ahead.evaluation_specs
     batch = {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
     found = [ahead.evaluate(state, ahead.put(batch), averaged=averaged) for averaged in (False, True)]
@@ -57,11 +57,11 @@ def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeyp
         assert {name: float(x) for name, x in found[averaged].items()} == {name: float(x) for name, x in sums.items()}
 
 
-def test_what_fails_in_the_thread_fails_where_it_is_needed() -> None:
+def test_thread_error_is_raised_when_the_result_is_needed() -> None:
     def fails() -> Any:
         raise ValueError("no such program")
 
-    ahead = Ahead()
+    ahead = CompileThread()
     ahead.begin("init", fails)
     ahead.begin("init", lambda: pytest.fail("asked for twice"))
     with pytest.raises(ValueError, match="no such program"):

@@ -19,20 +19,20 @@ from tests.support.runs import CONFIG, LONG, losses, output, rows, start, train,
 
 
 @pytest.mark.pairs
-def test_a_run_leaves_everything(done: Path) -> None:
-    assert list(losses(done)) == list(range(1, 121))
-    assert losses(done)[120] < losses(done)[1] - 1.0
-    names = {path.name for path in done.iterdir()}
+def test_run_writes_all_its_files(reference_run: Path) -> None:
+    assert list(losses(reference_run)) == list(range(1, 121))
+    assert losses(reference_run)[120] < losses(reference_run)[1] - 1.0
+    names = {path.name for path in reference_run.iterdir()}
     assert {"config.json", "metrics.jsonl", "checkpoints", "tensorboard", "log.txt", "loss.png"} <= names
-    assert json.loads((done / "config.json").read_text())["trainer"]["max_steps"] == 120
-    assert (done / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    final = next(row for row in rows(done) if "eval/held/loss" in row)
+    assert json.loads((reference_run / "config.json").read_text())["trainer"]["max_steps"] == 120
+    assert (reference_run / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    final = next(row for row in rows(reference_run) if "eval/held/loss" in row)
     assert final["step"] == 120
     assert 0 < final["eval/held/bits_per_byte"] < 8
-    out = Path(f"{done}.out").read_text()
+    out = Path(f"{reference_run}.out").read_text()
     assert "gzip -9" in out
     assert "bytes per device" in out
-    assert "bytes per device" in (done / "log.txt").read_text()
+    assert "bytes per device" in (reference_run / "log.txt").read_text()
 
 
 def kill_after_a_save(workdir: Path) -> None:
@@ -45,21 +45,21 @@ def kill_after_a_save(workdir: Path) -> None:
     assert max(losses(workdir)) < 120, "the run was over before it was killed"
 
 
-def resumed_from(workdir: Path) -> list[int]:
+def list_resumed_steps(workdir: Path) -> list[int]:
     return [row["resumed_from"] for row in rows(workdir) if "resumed_from" in row]
 
 
 @pytest.mark.once("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
-    done: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int
+    reference_run: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     workdir = tmp_path / "run"
     kill_after_a_save(workdir)
     # The signal comes long before the end, and only the step that it stops at is saved.
     process = start(workdir, "--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
-    wait_for(lambda: resumed_from(workdir))
-    (saved,) = resumed_from(workdir)
+    wait_for(lambda: list_resumed_steps(workdir))
+    (saved,) = list_resumed_steps(workdir)
     assert saved in (20, 40, 60, 80, 100)
     wait_for(lambda: max(losses(workdir), default=0) >= saved + 3 or process.poll() is not None)
     process.send_signal(number)
@@ -71,24 +71,24 @@ def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
     end = max(120, last + 1)
     rest = start(workdir, *LONG, f"--config.trainer.max_steps={end}")
     assert rest.wait(timeout=300) == 0, output(workdir)
-    assert resumed_from(workdir) == [saved, last]
-    assert {step: loss for step, loss in losses(workdir).items() if step <= 120} == losses(done)
+    assert list_resumed_steps(workdir) == [saved, last]
+    assert {step: loss for step, loss in losses(workdir).items() if step <= 120} == losses(reference_run)
     steps = [row["step"] for row in rows(workdir) if "train/loss" in row]
     assert steps == list(range(1, end + 1)), "a step is repeated or missing"
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("flags", [["--config.trainer.save_every=3"], ["--config.trainer.save_every_minutes=0.000001"]])
-def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
+def test_saved_steps_row_is_written_before_the_checkpoint(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     save, seen = Run.save, []
 
-    def spied(run: Run, step: int) -> None:
+    def record_save(run: Run, step: int) -> None:
         seen.append((step, max(losses(tmp_path / "run"))))
         save(run, step)
 
-    monkeypatch.setattr(Run, "save", spied)
+    monkeypatch.setattr(Run, "save", record_save)
     assert train(tmp_path / "run", "--config.trainer.save_every=100", "--config.trainer.max_steps=7", *flags) == 0
     assert len(seen) >= 3
     assert all(step == written for step, written in seen), seen
@@ -136,7 +136,7 @@ def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
     before = time.time()
     assert train(workdir, *flags) == 0
     assert [[row["step"] for row in rows(workdir) if kind in row] for kind in kinds] == [[1, 2, 3, 4, 5, 6], [2, 4, 6]]
-    assert resumed_from(workdir) == [2]
+    assert list_resumed_steps(workdir) == [2]
     out = capsys.readouterr().out
     assert f"  begins at         step 2, resumed from {workdir / 'checkpoints'}\n" in out
     epochs = rows(workdir)[-1]["epoch"]
@@ -153,8 +153,8 @@ def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
 
 
 @pytest.mark.pairs
-def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert train(done, "--resume=never") == 2
+def test_resume_flags(reference_run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(reference_run, "--resume=never") == 2
     assert "holds checkpoints up to step 120" in capsys.readouterr().err
     assert train(tmp_path / "empty", "--resume=must") == 2
     assert "holds no valid checkpoint" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.pairs
-def test_a_sample_of_no_prompt_where_the_tokenizer_opens_no_text(text, tmp_path, monkeypatch, capsys):
+def test_empty_prompt_sample_follows_the_separator(text, tmp_path, monkeypatch, capsys):
     """As with most published models, the sample then follows the token between documents."""
     monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: list(text.encode()))
     assert train(tmp_path / "run", "--config.trainer.sample_tokens=4", "--config.trainer.max_steps=1") == 0

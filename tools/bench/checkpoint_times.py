@@ -28,7 +28,7 @@ from plimsoll.framework.checkpoint.integrity import checksums
 LEAF_SHAPE = (16, 1024, 1024)
 
 
-class Clock:
+class Stopwatch:
     """Wall-clock and CPU seconds since construction."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Clock:
         return f"{time.perf_counter() - self._wall:.2f} s ({time.process_time() - self._cpu:.2f} s CPU)"
 
 
-def timed(function: Callable[[], Any]) -> str:
+def time_call(function: Callable[[], Any]) -> str:
     """Return the time that a call takes, as text."""
-    clock = Clock()
+    clock = Stopwatch()
     function()
     return str(clock)
 
@@ -58,14 +58,14 @@ def main() -> None:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     size = sum(x.nbytes for x in state.values())
     print(f"state: {size / 1e6:.0f} MB on {devices} {jax.default_backend()} devices")
-    print(f"checksums, first (compiles): {timed(lambda: checksums(state))}")
-    print(f"checksums: {timed(lambda: checksums(state))}")
+    print(f"checksums, first (compiles): {time_call(lambda: checksums(state))}")
+    print(f"checksums: {time_call(lambda: checksums(state))}")
     with (
         tempfile.TemporaryDirectory(dir=args.directory) as directory,
         Checkpointer(directory=directory, keep=1) as checkpointer,
     ):
         for step in (1, 2, 3, 4):
-            clock = Clock()
+            clock = Stopwatch()
             checkpointer.save(step, state, {})
             blocked = str(clock)
             checkpointer.wait()
@@ -75,7 +75,7 @@ def main() -> None:
         for leaf in state.values():
             leaf.delete()
         for _ in range(2):
-            took = timed(lambda: jax.block_until_ready(checkpointer.restore(4, abstract).state))
+            took = time_call(lambda: jax.block_until_ready(checkpointer.restore(4, abstract).state))
             print(f"restore and verify: {took}")
 
 

@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--config", default="nanogpt-cpu", help="with --memory")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    targets.environment(args.target)
+    targets.set_environment(args.target)
 
     import jax
 
@@ -57,12 +57,12 @@ def main() -> int:
     return 0
 
 
-def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tuple[float, float, int]:
+def _measure_compile(name: str, fields: dict[str, str], target: targets.Target) -> tuple[float, float, int]:
     """Return (seconds of compiling, seconds including tracing and setup, number of programs) of a config's step."""
     import jax
 
     from plimsoll import configs
-    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.plan.dry_run import compile_step
     from plimsoll.framework.program.program import Program
 
     config = configs.load(name)
@@ -85,7 +85,7 @@ def _print_by_depth(depths: tuple[int, int], target: targets.Target, rounds: int
         for name in schedules:
             for depth in depths:
                 fields = {"model.stack.num_layers": str(depth), "model.stack.unroll": "1", "memory.update": name}
-                compiling, total, programs[name] = _compiled("nanogpt-cpu", fields, target)
+                compiling, total, programs[name] = _measure_compile("nanogpt-cpu", fields, target)
                 seconds.setdefault((name, depth), []).append((compiling, total))
     few, many = depths
     print(f"| schedule | programs | {few} layers: compiling, in all | {many} layers | compiling, {many} to {few} |")
@@ -100,7 +100,7 @@ def _print_by_memory(name: str, target: targets.Target, rounds: int) -> None:
     totals: list[list[float]] = [[] for _ in MEMORY_FIELDS]
     for _ in range(rounds):
         for row, fields in zip(totals, MEMORY_FIELDS, strict=True):
-            row.append(_compiled(name, fields, target)[1])
+            row.append(_measure_compile(name, fields, target)[1])
     plain = min(totals[0])
     print(f"| {name} | tracing and compiling, s | over the plain step's |")
     print("|---|---|---|")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.sizes import B1, B2, CLIP, LEARNING_RATE, SIZES, WEIGHT_DECAY, Batches, Size
-from tools.bench.turns import Channel, Clock, Contestant, Hello, serve
+from tools.bench.workers import Channel, Contestant, Hello, RunClock, serve
 
 LOG_EVERY = 10
 NAMES = {
@@ -51,7 +51,7 @@ class PlainTorch:
 
         self._train_step, self._size = plain_torch.train_step, size
         self.model = plain_torch.build(size)
-        self._optimizer = plain_torch.optimizer_of(self.model)
+        self._optimizer = plain_torch.build_optimizer(self.model)
         self._batches = Batches(tokens, size)
         self._count = 0
 
@@ -144,12 +144,12 @@ class Torch:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), fused=True)
         self._batches = Batches(tokens, size)
 
-        def loss_of(tokens: Any, targets: Any) -> Any:
+        def compute_loss(tokens: Any, targets: Any) -> Any:
             with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
                 logits = self.model(tokens).logits
             return torch.nn.functional.cross_entropy(logits.view(-1, size.vocab), targets.view(-1))
 
-        self._loss_of: Any = torch.compile(loss_of) if compiled else loss_of
+        self._loss_of: Any = torch.compile(compute_loss) if compiled else compute_loss
         self._count = 0
 
     def hello(self) -> Hello:
@@ -211,7 +211,7 @@ class Finished(BaseException):
     """Raised when the driver exits. A BaseException, so that the run does not handle it as an error of its own."""
 
 
-def train_in_turns(channel: Channel, arguments: list[str]) -> None:
+def train_with_driver(channel: Channel, arguments: list[str]) -> None:
     """Run `plimsoll train` with an extra hook, first in the list, that runs steps when the driver asks for them."""
     import jax
 
@@ -226,7 +226,7 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
 
         def __init__(self) -> None:
             self.left, self.loss = 0, float("nan")
-            self.clock: Clock | None = None
+            self.clock: RunClock | None = None
 
         def before_step(self, run: Run, step: int) -> None:
             """Wait for the driver if the turn is over."""
@@ -237,11 +237,11 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
                     channel.send(Hello(count, tokens, _versions("jax", "jaxlib", "optax")))
                 else:
                     jax.block_until_ready(run.state)
-                    channel.send(self.clock.turn(self.loss))
+                    channel.send(self.clock.timed_run(self.loss))
                 steps = channel.receive()
                 if steps is None:
                     raise Finished
-                self.left, self.clock = steps, Clock()
+                self.left, self.clock = steps, RunClock()
             self.left -= 1
 
         def on_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
@@ -274,11 +274,11 @@ def _versions(*packages: str) -> dict[str, str]:
 def main() -> None:
     """Run the process of one contestant."""
     name, size, tokens, workdir = sys.argv[1], SIZES[sys.argv[2]], Path(sys.argv[3]), sys.argv[4]
-    channel = Channel.of_process()
+    channel = Channel.from_process()
     if name == "ours":
         # No compilation cache, so that the measured program is always the one compiled by this command.
         extra = [f"--workdir={workdir}", "--config.trainer.max_steps=1000000000"]
-        train_in_turns(channel, [*overrides(size, tokens), *extra, "--config.trainer.compilation_cache=none"])
+        train_with_driver(channel, [*overrides(size, tokens), *extra, "--config.trainer.compilation_cache=none"])
         return
     contestant: Contestant
     if name == "torch":

@@ -23,7 +23,7 @@ import numpy as np
 
 from tools.bench.cpu_peers import ENVIRONMENT, markdown
 from tools.bench.sizes import SIZES, Size
-from tools.bench.turns import ROOT
+from tools.bench.workers import ROOT
 
 Part = Callable[[], object]
 SECONDS = 0.5  # per part and round

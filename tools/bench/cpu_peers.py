@@ -33,7 +33,7 @@ from tools.bench.contestants import NAMES, missing
 from tools.bench.first_step import cold_and_cached
 from tools.bench.ratios import Ratio, ratio
 from tools.bench.sizes import SIZES, Size, write_tokens
-from tools.bench.turns import ContestantError, Hello, Turn, Worker, rotate
+from tools.bench.workers import ContestantError, Hello, TimedRun, Worker, rotate
 
 DEFAULT = ["torch", "plain", "ours"]
 # One device, and no flags left over in the environment.
@@ -41,7 +41,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass
-class Result:
+class ContestantResult:
     """Result of one contestant at one size.
 
     Args:
@@ -54,10 +54,10 @@ class Result:
     problem: str | None
     hello: Hello | None
     first: float
-    turns: list[Turn]
+    turns: list[TimedRun]
 
 
-def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder: Path) -> dict[str, Result]:
+def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder: Path) -> dict[str, ContestantResult]:
     """Run all turns of all contestants at one size.
 
     Raises:
@@ -66,7 +66,7 @@ def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder
     tokens = folder / f"tokens-{size.vocab}.bin"
     if not tokens.exists():
         write_tokens(tokens, size.vocab)
-    results: dict[str, Result] = {}
+    results: dict[str, ContestantResult] = {}
     workers: dict[str, Worker] = {}
     try:
         for name in names:
@@ -84,11 +84,11 @@ def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder
     return results
 
 
-def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tuple[Result, Worker | None]:
+def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tuple[ContestantResult, Worker | None]:
     """Start and warm up one contestant. A peer that cannot start becomes a row of the table; ours raises an error."""
     problem = missing(name, size.family)
     if problem is not None:
-        return Result(problem, None, math.nan, []), None
+        return ContestantResult(problem, None, math.nan, []), None
     _say(f"{size.name}: starting {name}")
     workdir = folder / f"{size.name}-{name}"
     arguments = ["-m", "tools.bench.contestants", name, size.name, str(tokens), str(workdir)]
@@ -100,9 +100,9 @@ def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tup
     except ContestantError as error:
         if name in ("plain", "ours"):
             raise
-        return Result(f"failed: {error}", None, math.nan, []), None
+        return ContestantResult(f"failed: {error}", None, math.nan, []), None
     check_equal(name, size, worker.hello)
-    return Result(None, worker.hello, first, []), worker
+    return ContestantResult(None, worker.hello, first, []), worker
 
 
 def check_equal(name: str, size: Size, hello: Hello) -> None:
@@ -116,18 +116,18 @@ def check_equal(name: str, size: Size, hello: Hello) -> None:
         raise ContestantError(f"{name} at {size.name}: (parameters, tokens per step) = {given}, expected {expected}")
 
 
-def check_loss(name: str, size: Size, turns: Sequence[Turn]) -> None:
+def check_loss(name: str, size: Size, turns: Sequence[TimedRun]) -> None:
     """Check that the model learns: the loss at the end is well below ln V, the loss of the first step.
 
     Raises:
         ContestantError: the loss did not fall.
     """
-    at_end = statistics.mean(turn.loss for turn in turns[-5:])
+    at_end = statistics.mean(timed_run.loss for timed_run in turns[-5:])
     if not at_end < math.log(size.vocab) - 0.2:
         raise ContestantError(f"the loss of {name} at {size.name} did not fall: {at_end}; more --rounds or --steps?")
 
 
-def summarize(size: Size, results: dict[str, Result], steps: int) -> list[dict[str, Any]]:
+def summarize(size: Size, results: dict[str, ContestantResult], steps: int) -> list[dict[str, Any]]:
     """Return a row of JSON data per contestant. The first contestant that took turns is the reference."""
     reference = next((result.turns for result in results.values() if result.turns), [])
     rows = []

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from plimsoll import configs
 from plimsoll.framework.metrics.jsonl import read_metrics
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.terminal.tables import TableSection, render
 
 TEACHER, ALONE, DISTILLED = "distil-tiny-teacher", "distil-tiny-alone", "distil-tiny"
 TOP_K = 32
@@ -30,14 +30,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         teacher, alone, distilled: loss at the end of the run.
-        best_alone: lowest evaluation loss of the student without a teacher, which overfits in the end.
+        best_baseline: lowest evaluation loss of the student without a teacher, which overfits in the end.
         seconds: total time of all commands.
     """
 
     teacher: float
     alone: float
     distilled: float
-    best_alone: float
+    best_baseline: float
     seconds: float
 
     @property
@@ -46,9 +46,9 @@ class Outcome(NamedTuple):
         return (self.alone - self.distilled) / (self.alone - self.teacher)
 
     @property
-    def closed_of_best(self) -> float:
+    def share_closed_at_best(self) -> float:
         """The same share, if the student without a teacher had been stopped at its best evaluation."""
-        return (self.best_alone - self.distilled) / (self.best_alone - self.teacher)
+        return (self.best_baseline - self.distilled) / (self.best_baseline - self.teacher)
 
 
 def plimsoll(*argv: str) -> None:
@@ -65,7 +65,7 @@ def evaluations(folder: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[key] for row in read_metrics(file) if key in row}
 
 
-def trained(name: str, folder: Path, metric: str, *overrides: str) -> list[float]:
+def train_or_load(name: str, folder: Path, metric: str, *overrides: str) -> list[float]:
     """Train a config unless it is already trained; return the held-out metric of every evaluation, oldest first."""
     if configs.load(name).trainer.max_steps not in evaluations(folder, metric):
         plimsoll("train", f"--config={name}", f"--workdir={folder}", *overrides)
@@ -78,19 +78,19 @@ def outcome(seed: int, workdir: Path) -> Outcome:
     seeded = [f"--config.trainer.seed={seed}", f"--config.data.seed={seed}"]
     teacher = workdir / f"{TEACHER}-{seed}"
     scores = workdir / f"scores-{seed}"
-    teacher_losses = trained(TEACHER, teacher, "loss", *seeded)
-    alone_losses = trained(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
+    teacher_losses = train_or_load(TEACHER, teacher, "loss", *seeded)
+    baseline_losses = train_or_load(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
     # Adds nothing if all rows are already stored.
     place = f"--config.companion.path={scores}"
     plimsoll(
         "score", f"--workdir={teacher}", f"--config={DISTILLED}", f"--top_k={TOP_K}", f"--out={scores}", place, *seeded
     )
-    distilled_losses = trained(DISTILLED, workdir / f"{DISTILLED}-{seed}", "nll", place, *seeded)
+    distilled_losses = train_or_load(DISTILLED, workdir / f"{DISTILLED}-{seed}", "nll", place, *seeded)
     return Outcome(
         teacher=teacher_losses[-1],
-        alone=alone_losses[-1],
+        alone=baseline_losses[-1],
         distilled=distilled_losses[-1],
-        best_alone=min(alone_losses),
+        best_baseline=min(baseline_losses),
         seconds=time.monotonic() - begin,
     )
 
@@ -107,12 +107,12 @@ def main(argv: list[str]) -> int:
     for seed in args.seeds:
         result = outcome(seed, args.workdir)
         outcomes.append(result)
-        losses = (result.teacher, result.alone, result.best_alone, result.distilled)
-        shares = (result.closed, result.closed_of_best)
+        losses = (result.teacher, result.alone, result.best_baseline, result.distilled)
+        shares = (result.closed, result.share_closed_at_best)
         row = [str(seed), *(f"{loss:.4f}" for loss in losses), *(f"{share:.0%}" for share in shares)]
         table.append([*row, f"{result.seconds:.0f}"])
     about = [["versions", f"jax {version('jax')}, jaxlib {version('jaxlib')}"]]
-    print(render([Section("nats per byte of the held-out text", table), Section("about", about)]), end="")
+    print(render([TableSection("nats per byte of the held-out text", table), TableSection("about", about)]), end="")
     return 0 if all(result.closed >= 0.5 for result in outcomes) else 1
 
 

@@ -53,7 +53,7 @@ nanogpt-cpu cpu:4 data.global_batch_size=64 stack_unroll
 """.strip().replace("stack_unroll", "model.stack.unroll=1").splitlines()  # fmt: skip
 
 
-def compiled(pair: str) -> dict[str, Any]:
+def compile_pair(pair: str) -> dict[str, Any]:
     """Return the compiler's report for a pair, "config target settings", as written by `plimsoll plan`."""
     name, target, *settings = pair.split()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def compiled(pair: str) -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-def estimated(pair: str) -> int:
+def estimate_peak(pair: str) -> int:
     """Return the estimated peak, in bytes per device."""
     name, machine, *settings = pair.split()
     target = targets.resolve(machine)
@@ -86,7 +86,7 @@ def main() -> None:
     for pair in PAIRS:
         if pair not in known and args.only in pair and args.only != "-":
             start = time.perf_counter()
-            report = compiled(pair)
+            report = compile_pair(pair)
             known[pair] = {key: report[key] for key in ("device_peak_bytes", "fits", "message", "versions")}
             args.results.parent.mkdir(parents=True, exist_ok=True)
             args.results.write_text(json.dumps(known, indent=1) + "\n")
@@ -95,7 +95,7 @@ def main() -> None:
     errors = []
     for pair in (pair for pair in PAIRS if pair in known):
         name, target, *settings = pair.split()
-        peak, guess = known[pair]["device_peak_bytes"], estimated(pair)
+        peak, guess = known[pair]["device_peak_bytes"], estimate_peak(pair)
         errors.append(guess / peak - 1.0)
         sizes = f"{human_bytes(peak)} | {human_bytes(guess)} | {errors[-1]:+.1%}"
         print(f"| {name} | {target} | {' '.join(settings)} | {sizes} |")

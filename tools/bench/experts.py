@@ -26,7 +26,7 @@ from plimsoll.framework.layers.mlp import MLP
 BATCH = 8
 
 
-def step_of(layer: Any, ctx: Context) -> Callable[..., Any]:
+def build_step(layer: Any, ctx: Context) -> Callable[..., Any]:
     """Return a jitted function (weights, x_BSD) -> gradients of a sum of the layer's output and loss."""
 
     def total(weights: Any, x_BSD: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     for name, layer in layers(args).items():
         specs = layer.parameter_specs()
         weights = jax.tree.map(lambda spec: jnp.asarray(0.02 * rng.normal(size=spec.shape), jnp.float32), specs)
-        step = step_of(layer, ctx)
+        step = build_step(layer, ctx)
         calls[name] = (step, weights)
         jax.block_until_ready(step(weights, x_BSD))
     times: dict[str, list[float]] = {name: [] for name in calls}

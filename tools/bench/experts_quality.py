@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.metrics.jsonl import read_metrics
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.terminal.tables import TableSection, render
 
 DENSE, MIXTURE = "stdlib-tiny", "moe-tiny"
 _BITS = "eval/stdlib/bits_per_byte"
 _LAYERS = "train/stack/block0/mlp/"
 
 
-def trained(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, Any]]:
+def train_or_load(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, Any]]:
     """Train a config unless it is already trained; return its metrics, one dict per line of metrics.jsonl."""
     folder = workdir / f"{name}-{seed}"
     metrics_file = folder / "metrics.jsonl"
@@ -84,15 +84,15 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     table = [["seed", DENSE, MIXTURE, "mixture / dense"]]
     for seed in args.seeds:
-        dense_rows = trained(DENSE, seed, args.workdir, args.steps)
-        mixture_rows = trained(MIXTURE, seed, args.workdir, args.steps)
+        dense_rows = train_or_load(DENSE, seed, args.workdir, args.steps)
+        mixture_rows = train_or_load(MIXTURE, seed, args.workdir, args.steps)
         if seed == args.seeds[0]:
             draw_balance(mixture_rows, args.workdir / "balance.png")
         dense_bits = last_bits(dense_rows)
         mixture_bits = last_bits(mixture_rows)
         table.append([str(seed), f"{dense_bits:.4f}", f"{mixture_bits:.4f}", f"{mixture_bits / dense_bits:.4f}"])
     about = [["steps", str(args.steps)], ["versions", f"jax {version('jax')}, jaxlib {version('jaxlib')}"]]
-    print(render([Section("bits per byte of the held-out text", table), Section("about", about)]), end="")
+    print(render([TableSection("bits per byte of the held-out text", table), TableSection("about", about)]), end="")
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.bench.contestants import overrides
 from tools.bench.sizes import Size
-from tools.bench.turns import ROOT, ContestantError
+from tools.bench.workers import ROOT, ContestantError
 
 LIMIT_S = 1800.0
 POLL_S = 0.01

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli, weights
 
 
@@ -53,7 +53,7 @@ def gaussian_bits(train: np.ndarray, held: np.ndarray, *, full: bool) -> float:
     return float(nats / len(root) / np.log(2.0))
 
 
-def flow_bits(loaded: weights.Loaded, held: np.ndarray, draw: np.random.Generator) -> float:
+def flow_bits(loaded: weights.LoadedModel, held: np.ndarray, draw: np.random.Generator) -> float:
     """Return the model's bits per dimension. Its noise depends on an image's row, so images are shuffled over rows."""
     data, program, totals = loaded.experiment.data, loaded.program, dict[str, float]()
     order, size = draw.permutation(len(held)), data.global_batch_size
@@ -82,10 +82,10 @@ def main(argv: list[str]) -> int:
     if args.draws < 1:
         raise cli.UsageError(f"--draws={args.draws}: expected at least 1")
 
-    from plimsoll.framework.inference.images import Images
+    from plimsoll.framework.inference.images import ImageSampler
 
     loaded = weights.load(args, overrides, text=False)
-    images, data = Images(loaded.program, loaded.state, averaged=loaded.averaged), loaded.experiment.data
+    images, data = ImageSampler(loaded.program, loaded.state, averaged=loaded.averaged), loaded.experiment.data
     data.setup(loaded.folder)
     if not data.validation_names:
         raise ValueError("data.validation has no set to evaluate on")
@@ -116,9 +116,9 @@ def main(argv: list[str]) -> int:
         ["versions", ", ".join(f"{name} {version(name)}" for name in packages)],
     ]
     tables = [
-        Section("bits per dimension", [[name, _spread(values)] for name, values in bits.items()]),
-        Section("nearest neighbour is of the same set", [["beside", "all", "held-out", "the others"], *parts]),
-        Section("about", about),
+        TableSection("bits per dimension", [[name, _spread(values)] for name, values in bits.items()]),
+        TableSection("nearest neighbour is of the same set", [["beside", "all", "held-out", "the others"], *parts]),
+        TableSection("about", about),
     ]
     print(render(tables), end="")
     return 0

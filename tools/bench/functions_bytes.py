@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import plimsoll as pl
 from plimsoll.framework.optimizers.adalomo import adalomo
 from plimsoll.framework.plan import targets
-from tools.bench.hand_llama import Llama
+from tools.bench.plain_jax_llama import JaxLlama
 
-LLAMA2_7B = Llama(layers=32, dim=4096, heads=32, hidden=11008, vocab=32000, dtype=jnp.bfloat16)
+LLAMA2_7B = JaxLlama(layers=32, dim=4096, heads=32, hidden=11008, vocab=32000, dtype=jnp.bfloat16)
 MIB = 1 << 20
 HOST = NamedSharding(AbstractMesh((1,), ("devices",)), PartitionSpec(), memory_kind="pinned_host")
 
@@ -57,7 +57,7 @@ SETTINGS: dict[str, tuple[Callable[[], optax.GradientTransformation], str]] = {
 
 
 @dataclass(frozen=True)
-class Training:
+class TracedTraining:
     """A step to plan.
 
     Attributes:
@@ -69,7 +69,7 @@ class Training:
     trained: dict[str, Any]
 
 
-def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
+def training(model: JaxLlama, optimizer: optax.GradientTransformation) -> TracedTraining:
     """Build a Llama whose parts are all updated in the backward pass."""
     table = pl.eager(lambda weights, tokens: weights[tokens], optimizer, name="table")
     stack = pl.eager_scan(jax.checkpoint(model.layer), optimizer, name="stack")
@@ -85,7 +85,7 @@ def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
         "stack": get_init_shapes(stack.init, model.stack_shapes()),
         "head": get_init_shapes(head.init, model.head_shapes()),
     }
-    return Training(pl.value_and_update(loss), trained)
+    return TracedTraining(pl.value_and_update(loss), trained)
 
 
 def get_init_shapes(init: Callable[..., Any], weights: Any) -> Any:
@@ -94,8 +94,8 @@ def get_init_shapes(init: Callable[..., Any], weights: Any) -> Any:
     leaves, structure = jax.tree.flatten(shapes)
     placed = []
     for leaf, result in zip(leaves, program.out_avals, strict=True):
-        is_hosted = getattr(result, "memory_space", None) == jax.memory.Space.Host
-        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HOST if is_hosted else None))
+        is_offloaded = getattr(result, "memory_space", None) == jax.memory.Space.Host
+        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HOST if is_offloaded else None))
     return jax.tree.unflatten(structure, placed)
 
 
@@ -103,13 +103,13 @@ def num_bytes(tree: Any, kind: str = "device") -> int:
     """Return the bytes of the shapes on the device, or of those on the host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        is_hosted = leaf.sharding is not None
-        if is_hosted == (kind == "host"):
+        is_offloaded = leaf.sharding is not None
+        if is_offloaded == (kind == "host"):
             total += math.prod(leaf.shape) * leaf.dtype.itemsize
     return total
 
 
-def pull_back_bytes(model: Llama, tokens: int) -> int:
+def pull_back_bytes(model: JaxLlama, tokens: int) -> int:
     """Return the bytes that one layer's VJP holds in addition to its weights."""
     x = jax.ShapeDtypeStruct((tokens, model.dim), model.dtype)
     weights = model.layer_shapes()
@@ -125,11 +125,11 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
     optimizer, own_target = SETTINGS[name]
     target = target or own_target
     # Must run before JAX looks for devices.
-    targets.environment(target)
+    targets.set_environment(target)
     model = LLAMA2_7B
     made = training(model, optimizer())
-    hosted = num_bytes(made.trained, "host")
-    if hosted and targets.resolve(target).platform != "tpu":
+    offloaded = num_bytes(made.trained, "host")
+    if offloaded and targets.resolve(target).platform != "tpu":
         # JAX would trace the program as if everything were on the device.
         print(f"{name} on {target}: not planned, as JAX knows of no host memory of a GPU that is not there")
         return
@@ -145,14 +145,14 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
     )
     print(plan)
     state = num_bytes(made.trained)
-    weights = num_bytes([piece.encoded_weights for piece in made.trained.values()])
+    weights = num_bytes([eager_layer.encoded_weights for eager_layer in made.trained.values()])
     gradient = num_bytes(model.layer_shapes())
     inputs = model.layers * num_tokens * model.dim * 2
     held = pull_back_bytes(model, num_tokens)
     peak = plan.peak_bytes
     print(
         f"{name} on {target}: peak {peak / MIB:.0f} MiB ({peak / MIB / 1024:.2f} GiB); weights "
-        f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {hosted / MIB:.0f}, a layer's gradient "
+        f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {offloaded / MIB:.0f}, a layer's gradient "
         f"{gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, held by a pull-back {held / MIB:.0f} MiB; peak / "
         f"(weights, state) {peak / state:.3f}, with gradient and inputs {peak / (state + gradient + inputs):.3f}, with "
         f"the pull-back {peak / (state + gradient + inputs + held):.3f}"

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import optax
 
 import plimsoll as pl
-from tools.bench.hand_llama import Llama
+from tools.bench.plain_jax_llama import JaxLlama
 from tools.bench.ratios import ratio
-from tools.bench.turns import rotate
+from tools.bench.workers import rotate
 
 RANK = 16
 
 
 @dataclass
-class Contestant:
+class TimedVariant:
     """A training step.
 
     Attributes:
@@ -60,19 +60,23 @@ class Race:
       optimizer: optimizer of all contestants.
     """
 
-    model: Llama
+    model: JaxLlama
     optimizer: optax.GradientTransformation
 
     def weights(self, *, is_listed: bool = False) -> dict[str, Any]:
         """Return {"table", "stack", "head"}; the stack is [layers, ...], or a list of layers if `is_listed`."""
         model = self.model
-        layers = [drawn(model.layer_shapes(), seed) for seed in range(model.layers)]
+        layers = [init_params(model.layer_shapes(), seed) for seed in range(model.layers)]
         stack = layers if is_listed else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-        return {"table": drawn(model.table_shape(), 100), "stack": stack, "head": drawn(model.head_shapes(), 101)}
+        return {
+            "table": init_params(model.table_shape(), 100),
+            "stack": stack,
+            "head": init_params(model.head_shapes(), 101),
+        }
 
     # --- jax.grad and optax ------------------------------------------------------------------------------------------
 
-    def plain(self, name: str, weights: Any, loss: Callable[..., jax.Array], optimizer: Any = None) -> Contestant:
+    def plain(self, name: str, weights: Any, loss: Callable[..., jax.Array], optimizer: Any = None) -> TimedVariant:
         """Build a step of `jax.value_and_grad` with optax, or with another optimizer."""
         transformation = optimizer or self.optimizer
 
@@ -82,7 +86,7 @@ class Race:
             updates, moments = transformation.update(gradient, moments, params)
             return value, (optax.apply_updates(params, updates), moments)
 
-        return Contestant(name, jitted(step), (weights, transformation.init(weights)))
+        return TimedVariant(name, jit_step(step), (weights, transformation.init(weights)))
 
     def scan_loss(self, weights: Any, tokens: jax.Array) -> jax.Array:
         """Return the loss of a scan over layers in `jax.checkpoint`."""
@@ -99,7 +103,7 @@ class Race:
 
     # --- the functions -----------------------------------------------------------------------------------------------
 
-    def eager_scan(self, optimizer: Any) -> Contestant:
+    def eager_scan(self, optimizer: Any) -> TimedVariant:
         """Build a step that updates everything in the backward pass, the layers with `eager_scan`."""
         weights = self.weights()
         table = pl.eager(lambda rows, tokens: rows[tokens], optimizer, name="table")
@@ -110,11 +114,11 @@ class Race:
             x, _ = stack(trained["stack"], table(trained["table"], tokens[:-1]))
             return head(trained["head"], x, tokens[1:])
 
-        pieces = {"table": table, "stack": stack, "head": head}
-        trained = {name: piece.init(weights[name]) for name, piece in pieces.items()}
-        return Contestant("scan", jitted(pl.value_and_update(loss)), trained)
+        eager_layers = {"table": table, "stack": stack, "head": head}
+        trained = {name: eager_layer.init(weights[name]) for name, eager_layer in eager_layers.items()}
+        return TimedVariant("scan", jit_step(pl.value_and_update(loss)), trained)
 
-    def eager(self, differentiate: Callable[..., Any]) -> Contestant:
+    def eager(self, differentiate: Callable[..., Any]) -> TimedVariant:
         """Build a step that updates everything in the backward pass, with one `eager` function per layer."""
         weights = self.weights(is_listed=True)
         table = pl.eager(lambda rows, tokens: rows[tokens], self.optimizer, name="table")
@@ -133,9 +137,9 @@ class Race:
             "stack": [one.init(w) for one, w in zip(layers, weights["stack"], strict=True)],
             "head": head.init(weights["head"]),
         }
-        return Contestant("list", jitted(differentiate(loss)), trained)
+        return TimedVariant("list", jit_step(differentiate(loss)), trained)
 
-    def lora(self, name: str) -> Contestant:
+    def lora(self, name: str) -> TimedVariant:
         """Build a step that trains adapters of all the stack's matrices, by `with_lora` or by hand inside the layer."""
         weights = self.weights()
         adapters: Any = pl.lora_init(jax.random.key(0), weights, "stack/(q|k|v|out|gate|up|down)", rank=RANK)
@@ -161,7 +165,7 @@ class Race:
             return value, (optax.apply_updates(adapters, updates), moments, frozen)
 
         state = (adapters, self.optimizer.init(adapters), weights)
-        return Contestant("lora by hand", jitted(step), state)
+        return TimedVariant("lora by hand", jit_step(step), state)
 
 
 class _LowRank:
@@ -180,12 +184,12 @@ def with_products(weights: Any) -> Any:
     return {name: _LowRank(*w) if isinstance(w, tuple) else w for name, w in weights.items()}
 
 
-def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
+def jit_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Jit the step with a donated state."""
     return jax.jit(step, donate_argnums=0)
 
 
-def drawn(shapes: Any, seed: int) -> Any:
+def init_params(shapes: Any, seed: int) -> Any:
     """Draw weights of these shapes: matrices with a variance that preserves activation scale, vectors of ones."""
 
     def draw(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
@@ -198,7 +202,7 @@ def drawn(shapes: Any, seed: int) -> Any:
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(leaves, keys, strict=True)])
 
 
-def makers(race: Race) -> dict[str, Callable[[], Contestant]]:
+def makers(race: Race) -> dict[str, Callable[[], TimedVariant]]:
     """Return a function for each contestant's name that builds it."""
     return {
         "list": lambda: race.plain("list", race.weights(is_listed=True), race.list_loss),
@@ -221,7 +225,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of contestants, with their references")
     options = parser.parse_args()
     hidden = options.dim * 8 // 3 // 64 * 64
-    model = Llama(options.layers, options.dim, options.dim // 64, hidden, 4096, jnp.float32)
+    model = JaxLlama(options.layers, options.dim, options.dim // 64, hidden, 4096, jnp.float32)
     tokens = jax.random.randint(jax.random.key(1), (options.tokens + 1,), 0, model.vocab)
     makers_of_all = makers(Race(model, optax.adamw(1e-3)))
     racing = {name: makers_of_all[name]() for name in options.only or makers_of_all}

@@ -64,10 +64,10 @@ LAYERS = "layer_programs full state_hosted"
 H200_BYTES = 128 * 2**30
 
 
-def parse_overrides(words: str) -> dict[str, str]:
+def parse_overrides(settings_text: str) -> dict[str, str]:
     """Return the overrides for the words of a row, by dotted path."""
     found = dict[str, str]()
-    for word in words.split():
+    for word in settings_text.split():
         name, _, value = word.partition("=")
         default = {f"learner.{name}": value}
         if name == "weights_hosted":
@@ -76,7 +76,7 @@ def parse_overrides(words: str) -> dict[str, str]:
     return found
 
 
-def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
+def build_rows(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
     """Return the rows of a part: what to measure, at which size, and the time limit in seconds.
 
     `--dry` runs only rows whose `dry` is true, with tiny shapes. `against` names the row that a speed is relative to.
@@ -89,22 +89,38 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
     adamw = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}
     rows: list[Row] = []
 
-    def train(config: str, size: str, words: str, steps: int, seconds: int = 150, **more: Any) -> None:
+    def train(config: str, size: str, settings_text: str, steps: int, seconds: int = 150, **more: Any) -> None:
         batch, _, seq = size.partition("x")
-        sets = parse_overrides(words) if "adafactor" in words else {**adamw, **parse_overrides(words)}
-        row = {"kind": "train", "name": f"{config} {size} {words}", "config": config, "sets": sets, "steps": steps}
+        sets = (
+            parse_overrides(settings_text)
+            if "adafactor" in settings_text
+            else {**adamw, **parse_overrides(settings_text)}
+        )
+        row = {
+            "kind": "train",
+            "name": f"{config} {size} {settings_text}",
+            "config": config,
+            "sets": sets,
+            "steps": steps,
+        }
         rows.append({**row, "batch": int(batch), "seq": int(seq), "seconds": seconds, **more})
 
     if part == "exact":
         for dtype, master in (("float32", "none"), ("bfloat16", "float32")):
             types = {f"model.{name}_dtype": dtype for name in ("param", "compute")} | {"learner.master_dtype": master}
-            for words in SCHEDULES:
-                dry = dtype == "float32" and words in (SCHEDULES[0], SCHEDULES[5], SCHEDULES[-4])
-                row = {"kind": "exact", "name": f"{words} {dtype}", "config": "llama3-8b", "dry": dry, "seconds": 120}
-                rows.append({**row, "sets": {**types, **parse_overrides(words)}})
+            for settings_text in SCHEDULES:
+                dry = dtype == "float32" and settings_text in (SCHEDULES[0], SCHEDULES[5], SCHEDULES[-4])
+                row = {
+                    "kind": "exact",
+                    "name": f"{settings_text} {dtype}",
+                    "config": "llama3-8b",
+                    "dry": dry,
+                    "seconds": 120,
+                }
+                rows.append({**row, "sets": {**types, **parse_overrides(settings_text)}})
     elif part == "memory":
-        for words in ("none", "full", "streamed full", "in_backward full clip_mode=two_pass", LAYERS):
-            train("gpt2-350m", "16x1024", words, 3, dry=words == "full")
+        for settings_text in ("none", "full", "streamed full", "in_backward full clip_mode=two_pass", LAYERS):
+            train("gpt2-350m", "16x1024", settings_text, 3, dry=settings_text == "full")
         train("llama3-8b", "2x8192", "in_backward full clip_mode=update_rms moment_dtype=bfloat16 master_dtype=none", 3)
         train("llama3-8b", "2x8192", LAYERS, 3, 240)
     elif part == "link":
@@ -114,20 +130,25 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
     elif part == "speed":
         # A loop over layers copies each layer's residuals into a stack and out again; without the loop they stay put.
         for config in ("gpt2-124m", "gpt2-350m"):
-            for words in ("none unrolled", "none"):
-                train(config, "32x1024", words, 20, 240, dry=config == "gpt2-124m")
-        for words in ("full", "streamed full", LAYERS):
-            train("gpt2-1.5b", "32x1024", words, 8, against="gpt2-1.5b 32x1024 full")
+            for settings_text in ("none unrolled", "none"):
+                train(config, "32x1024", settings_text, 20, 240, dry=config == "gpt2-124m")
+        for settings_text in ("full", "streamed full", LAYERS):
+            train("gpt2-1.5b", "32x1024", settings_text, 8, against="gpt2-1.5b 32x1024 full")
         # With the whole state resident and in float32, it does not fit.
         resident = "full moment_dtype=bfloat16" + ("" if is_large else " master_dtype=none")
         for size in ("4x8192" if is_large else "3x8192", "1x8192"):
-            for words in (resident, LAYERS):
-                train("llama3-8b", size, words, 5, 240, against=f"llama3-8b {size} {resident}")
+            for settings_text in (resident, LAYERS):
+                train("llama3-8b", size, settings_text, 5, 240, against=f"llama3-8b {size} {resident}")
     elif part == "largest":
         lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_hosted"
-        for hosted_layers in (8, 16) if is_large else (40, 48):
+        for offloaded_layers in (8, 16) if is_large else (40, 48):
             train(
-                "llama-65b", "2x2048", f"{lean} weights_hosted={hosted_layers}", 12, 400, dry=hosted_layers in (8, 40)
+                "llama-65b",
+                "2x2048",
+                f"{lean} weights_hosted={offloaded_layers}",
+                12,
+                400,
+                dry=offloaded_layers in (8, 40),
             )
     elif part == "torch":
         sizes = {"gpt2-124m": (12, 12, 768), "gpt2-350m": (24, 16, 1024), "gpt2-1.5b": (48, 25, 1600)}
@@ -199,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
                 return {**row, "status": "not run: no time left (--minutes)"}
             return run(row, args.dry, left, log)
 
-        rows_here = rows_of(part, row_of_machine.get("limit_bytes") or H200_BYTES)
+        rows_here = build_rows(part, row_of_machine.get("limit_bytes") or H200_BYTES)
         todo = [row for row in rows_here if not args.dry or row.get("dry")]
         with ThreadPoolExecutor(4 if part == "exact" and not args.dry else 1) as pool:
             for row in pool.map(one, todo):

@@ -19,11 +19,11 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 from plimsoll.framework.devices.accelerators import spec_for
-from plimsoll.framework.plan.naming import place
-from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
-from plimsoll.framework.terminal.tables import Section, human_bytes, render
+from plimsoll.framework.plan.buffer_names import describe_operation
+from plimsoll.framework.plan.step_time.gpu_kernels import CollectiveOverlap, GpuKernel, GpuRates, GpuStep, read_step
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
 from plimsoll.launch import cli
-from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
+from tools.bench.step_programs import CompiledStep, add_arguments, load, load_or_compile_step
 from tools.bench.tpu_figures import source_line
 
 _Group = TypeVar("_Group", bound=Hashable)
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
     other = load(args.against) if args.against else None
-    step = chosen_step(args, spec, overrides, check=GpuRates.of)
+    step = load_or_compile_step(args, spec, overrides, check=GpuRates.look_up)
     tables = _sections(step, args.top)
     if other is not None:
         tables.append(_comparison(step, other, str(args.program or args.target), str(args.against)))
@@ -50,15 +50,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read(step: CompiledStep) -> tuple[GpuStep, GpuRates]:
-    rates = GpuRates.of(spec_for(step.about.accelerator))
-    return read(step.parts, rates), rates
+def _read_step(step: CompiledStep) -> tuple[GpuStep, GpuRates]:
+    rates = GpuRates.look_up(spec_for(step.about.accelerator))
+    return read_step(step.parts, rates), rates
 
 
-def _sections(step: CompiledStep, top: int) -> list[Section]:
-    gpu_step, rates = _read(step)
+def _sections(step: CompiledStep, top: int) -> list[TableSection]:
+    gpu_step, rates = _read_step(step)
     tables = [
-        Section("step", _head(step, gpu_step, rates)),
+        TableSection("step", _head(step, gpu_step, rates)),
         _by_kind(gpu_step.kernels),
         _products(gpu_step.kernels),
         _largest(gpu_step.kernels, top),
@@ -90,15 +90,17 @@ def _head(step: CompiledStep, gpu_step: GpuStep, rates: GpuRates) -> list[list[s
     return rows
 
 
-def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], _Group]) -> list[tuple[_Group, list[Kernel]]]:
+def _group_kernels(
+    kernels: Iterable[GpuKernel], key: Callable[[GpuKernel], _Group]
+) -> list[tuple[_Group, list[GpuKernel]]]:
     """Group kernels by a key, the groups with the most time first."""
-    members: defaultdict[_Group, list[Kernel]] = defaultdict(list)
+    members: defaultdict[_Group, list[GpuKernel]] = defaultdict(list)
     for one in kernels:
         members[key(one)].append(one)
     return sorted(members.items(), key=lambda item: -_sum(item[1])[0])
 
 
-def _sum(kernels: Iterable[Kernel]) -> tuple[float, int, int, int]:
+def _sum(kernels: Iterable[GpuKernel]) -> tuple[float, int, int, int]:
     """Return (least seconds, runs, FLOPs, bytes) of a step."""
     members = list(kernels)
     return (
@@ -109,57 +111,57 @@ def _sum(kernels: Iterable[Kernel]) -> tuple[float, int, int, int]:
     )
 
 
-def _cells(kernels: Iterable[Kernel]) -> list[str]:
+def _cells(kernels: Iterable[GpuKernel]) -> list[str]:
     seconds, runs, flops, hbm_bytes = _sum(kernels)
     return [f"{1e3 * seconds:.2f}", f"{runs:,}", f"{flops / 1e12:.3f}" if flops else "", f"{hbm_bytes / 1e9:.2f}"]
 
 
-def _by_kind(kernels: list[Kernel]) -> Section:
+def _by_kind(kernels: list[GpuKernel]) -> TableSection:
     rows = [["kind", "made by", "least ms", "kernels", "TFLOP", "GB"]]
-    for (kind, maker), members in _grouped(kernels, lambda one: (one.category, one.maker)):
+    for (kind, maker), members in _group_kernels(kernels, lambda one: (one.category, one.maker)):
         rows.append([kind, maker, *_cells(members)])
     rows.append(["sum", "", *_cells(kernels)])
-    return Section("kernels of a step", rows, numbers=True)
+    return TableSection("kernels of a step", rows, numbers=True)
 
 
-def _products(kernels: list[Kernel]) -> Section:
+def _products(kernels: list[GpuKernel]) -> TableSection:
     rows = [["operands", "made by", "least ms", "kernels", "TFLOP", "GB"]]
     products = [one for one in kernels if one.flops]
-    for (dtype, maker), members in _grouped(products, lambda one: (one.dtype, one.maker)):
+    for (dtype, maker), members in _group_kernels(products, lambda one: (one.dtype, one.maker)):
         rows.append([dtype, maker, *_cells(members)])
-    return Section("matrix products by dtype, attention's among them", rows, numbers=True)
+    return TableSection("matrix products by dtype, attention's among them", rows, numbers=True)
 
 
-def _largest(kernels: list[Kernel], top: int) -> Section:
-    def key(one: Kernel) -> tuple[str, str, str, str]:
-        name = place(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
+def _largest(kernels: list[GpuKernel], top: int) -> TableSection:
+    def key(one: GpuKernel) -> tuple[str, str, str, str]:
+        name = describe_operation(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
         return name, source_line(one.source), one.category, one.maker
 
     rows = [["layer and operation", "least ms", "kernels", "TFLOP", "GB", "kind", "made by", "line"]]
-    for (name, line, kind, maker), members in _grouped(kernels, key)[:top]:
+    for (name, line, kind, maker), members in _group_kernels(kernels, key)[:top]:
         rows.append([name, *_cells(members), kind, maker, line])
-    return Section("largest kernels", rows, numbers=True)
+    return TableSection("largest kernels", rows, numbers=True)
 
 
-def _collectives(overlaps: list[Overlap]) -> Section:
+def _collectives(overlaps: list[CollectiveOverlap]) -> TableSection:
     rows = [["collective", "mode", "runs", "GB received", "ms on the link", "of these beside kernels"]]
-    members: defaultdict[tuple[str, str], list[Overlap]] = defaultdict(list)
+    members: defaultdict[tuple[str, str], list[CollectiveOverlap]] = defaultdict(list)
     for one in overlaps:
         members[one.collective.kind, one.collective.mode].append(one)
     for (kind, mode), alike in [*sorted(members.items()), (("sum", ""), overlaps)]:
         runs = sum(one.collective.runs for one in alike)
         received = sum(one.collective.runs * one.collective.bytes_received for one in alike)
         seconds = sum(one.collective.runs * one.seconds for one in alike)
-        hidden = sum(one.collective.runs * min(one.seconds, one.beside) for one in alike)
+        hidden = sum(one.collective.runs * min(one.seconds, one.overlapped_seconds) for one in alike)
         share = f"{hidden / seconds:.0%}" if seconds else ""
         rows.append([kind, mode, f"{runs:,}", f"{received / 1e9:.2f}", f"{1e3 * seconds:.1f}", share])
-    return Section("collectives of one GPU, each as if it had the link to itself", rows, numbers=True)
+    return TableSection("collectives of one GPU, each as if it had the link to itself", rows, numbers=True)
 
 
-def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: str) -> Section:
+def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: str) -> TableSection:
     """Compare the least milliseconds by kind, side by side."""
-    both = [_read(one)[0].kernels for one in (step, other)]
-    kinds = dict.fromkeys(kind for kernels in both for kind, _ in _grouped(kernels, lambda one: one.category))
+    both = [_read_step(one)[0].kernels for one in (step, other)]
+    kinds = dict.fromkeys(kind for kernels in both for kind, _ in _group_kernels(kernels, lambda one: one.category))
     rows = [["least ms", name, other_name, "ratio"]]
     for kind in [*kinds, "sum"]:
         mine, theirs = (_sum(one for one in kernels if kind in (one.category, "sum"))[0] for kernels in both)
@@ -168,7 +170,7 @@ def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: 
     peaks = [one.about.peak_bytes for one in (step, other)]
     if all(peaks):
         rows.append(["peak, GiB", *(f"{(peak or 0) / 2**30:.2f}" for peak in peaks), ""])
-    return Section("side by side", rows, numbers=True)
+    return TableSection("side by side", rows, numbers=True)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ from plimsoll import configs
 from plimsoll.framework import layout
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.sources import StdlibSource
-from plimsoll.framework.devices.accelerators import machine_memory_bytes, spec_for
+from plimsoll.framework.devices.accelerators import get_machine_memory_bytes, spec_for
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
-from plimsoll.framework.plan import guard
+from plimsoll.framework.plan import device_budget
 from plimsoll.framework.plan.targets import resolve
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.run import canary, mistakes
+from plimsoll.framework.run import offload_self_test, user_errors
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.launch import cli
 from tools.bench.contestants import Torch, missing
@@ -44,7 +44,7 @@ _TINY = {"dim": 64, "heads": 2, "hidden": 128, "layers": 4, "vocab": 257, "seq":
 _TORCH = {"layers": 2, "heads": 2, "dim": 64, "seq_len": 32, "batch": 4, "vocab": 257, "positions": 32}
 
 
-def built(row: Row, shape: dict[str, int]) -> Config:
+def build_config(row: Row, shape: dict[str, int]) -> Config:
     """Return the row's config with its overrides, and with the given shape for the sizes that it contains."""
     config = configs.load(row["config"])
     block, positions = config.model.stack.pattern[0], ["model.embed.max_positions"]
@@ -62,30 +62,32 @@ def built(row: Row, shape: dict[str, int]) -> Config:
 
 def exact(row: Row, dry: bool) -> Row:
     """Compare four steps under the row's schedule and placements with four steps that keep everything on the device."""
-    config, canary.STEPS = built(row, _TINY if dry else _MEDIUM), 4
-    config.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)  # see framework.run.canary
+    config, offload_self_test.STEPS = build_config(row, _TINY if dry else _MEDIUM), 4
+    config.learner.optimizer = config_for(
+        optax.sgd, learning_rate=4.0, momentum=0.9
+    )  # see framework.run.offload_self_test
     ours = Program(config.instantiate(), jax.devices()[:1])
     config.memory = config_for(Memory)
     bits = jnp.finfo(config.model.compute_dtype).bits
     with jax.default_matmul_precision("highest" if bits == 32 else "default"):
-        errors = canary.compare(ours, Program(config.instantiate(), jax.devices()[:1]))
+        errors = offload_self_test.compare(ours, Program(config.instantiate(), jax.devices()[:1]))
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     loss = max(error for name, error in errors.items() if name.startswith("loss"))
-    hosted = ours.layout.bytes_per_device(memory_kind="pinned_host")
-    status = "agrees" if errors[worst] <= canary.TOLERANCE[bits] else "WRONG"
-    return {"status": status, "off_by": errors[worst], "at": worst, "loss_off_by": loss, "host_bytes": hosted}
+    offloaded = ours.layout.bytes_per_device(memory_kind="pinned_host")
+    status = "agrees" if errors[worst] <= offload_self_test.TOLERANCE[bits] else "WRONG"
+    return {"status": status, "off_by": errors[worst], "at": worst, "loss_off_by": loss, "host_bytes": offloaded}
 
 
 def train(row: Row, dry: bool) -> Row:
     """Train on the standard library's sources: speed, model FLOPs utilization, peak, and the plan's peak."""
-    config = built(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
+    config = build_config(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
     if dry:
         config.model.param_dtype = config.model.compute_dtype = "float32"
         if config.memory.parameters != "device":
             config.memory.parameters = "pinned_host:1"
     program = Program(config.instantiate(), jax.devices()[:1])
     experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
-    need, limit, losses = guard.need(program), resolve("local").limit_bytes, list[float]()
+    need, limit, losses = device_budget.measure_need(program), resolve("local").limit_bytes, list[float]()
     figures: Row = {"plan_bytes": need.peak, "limit_bytes": limit, "parameters": layouts.size("parameter")}
     if need.message or (limit or need.peak) < need.peak:
         return figures | {"status": "out of memory by the plan"}
@@ -106,8 +108,8 @@ def train(row: Row, dry: bool) -> Row:
     losses += [found["loss"] for _, found in buffer.take(0)]
     layouts.check(state)
     figures |= {name.removeprefix("train/"): value for name, value in clock.metrics().items()}
-    peak, hosted = memory_in_use([device]).device_peak_bytes, layouts.bytes_per_device(memory_kind="pinned_host")
-    figures |= {"peak_bytes": peak, "host_bytes": hosted, "losses": [losses[0], losses[-1]]}
+    peak, offloaded = memory_in_use([device]).device_peak_bytes, layouts.bytes_per_device(memory_kind="pinned_host")
+    figures |= {"peak_bytes": peak, "host_bytes": offloaded, "losses": [losses[0], losses[-1]]}
     return figures | {"status": "ran" if losses[-1] < losses[0] else "LOSS DOES NOT FALL"}
 
 
@@ -182,7 +184,7 @@ def machine(row: Row, dry: bool) -> Row:
     """Describe the machine."""
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
     versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
-    facts = {"cores": os.cpu_count(), "host_memory_bytes": machine_memory_bytes(), "python": sys.version.split()[0]}
+    facts = {"cores": os.cpu_count(), "host_memory_bytes": get_machine_memory_bytes(), "python": sys.version.split()[0]}
     facts["limit_bytes"] = resolve("local").limit_bytes
     return {"status": "ran", "device": jax.devices()[0].device_kind, **facts, "versions": versions}
 
@@ -204,8 +206,8 @@ def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
         result = KINDS[row["kind"]](row, dry)
     except Exception as error:
         traceback.print_exc()
-        wrong, full = isinstance(error, canary.CanaryError), "RESOURCE_EXHAUSTED" in str(error)
-        status = "refused" if mistakes.is_user_error(error) else "out of memory" if full else "FAILED"
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        result = {"status": "WRONG" if wrong else status, "message": words}
+        wrong, full = isinstance(error, offload_self_test.SelfTestError), "RESOURCE_EXHAUSTED" in str(error)
+        status = "refused" if user_errors.is_user_error(error) else "out of memory" if full else "FAILED"
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        result = {"status": "WRONG" if wrong else status, "message": message}
     answer.send(result)

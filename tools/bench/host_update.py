@@ -24,7 +24,7 @@ from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.layout import ParameterSpec
 from plimsoll.framework.optimizers.offload import offload_optimizer
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.compiled import compile_for
+from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.terminal.tables import human_bytes
 from tools.bench.ratios import ratio
 
@@ -34,7 +34,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 WAYS = ["state on the device", "state moved for the update", "update on the host"]
 
 
-def step_of(way: str, specs: Any) -> Any:
+def build_step(way: str, specs: Any) -> Any:
     """Return (weights, state, gradients) -> (weights, state) for one of the ways. `specs` describes the state."""
     put = lambda tree, space: jax.tree.map(lambda x: jax.device_put(x, space), tree)  # noqa: E731
 
@@ -59,7 +59,7 @@ def main() -> None:
     for name, default in (("target", "cpu:1"), ("matrices", 8), ("dim", 1024), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
-    targets.environment(args.target)
+    targets.set_environment(args.target)
     target = targets.resolve(args.target)
     device, matrix = target.devices()[0], ParameterSpec((args.dim, args.dim), "float32", roles=("in", "out"))
     params = dict.fromkeys([f"w{i}" for i in range(args.matrices)], matrix)
@@ -67,15 +67,17 @@ def main() -> None:
     for way in WAYS:
         specs = offload_optimizer(ADAMW, offload_dst="device" if way == WAYS[0] else "pinned_host").partition(params)
         trees = params, specs, params
-        places = jax.tree.map(lambda spec: SingleDeviceSharding(device, memory_kind=spec.memory_kind), trees)
-        abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), trees, places)
-        lowered = jax.jit(step_of(way, specs), donate_argnums=(0, 1), out_shardings=places[:2]).lower(*abstract)
-        hosted = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.memory_kind != "device")
-        bytes_, compiled[way] = compile_for(lowered, target.platform, HostBytes.in_place(hosted)), lowered.compile()
+        shardings = jax.tree.map(lambda spec: SingleDeviceSharding(device, memory_kind=spec.memory_kind), trees)
+        abstract = jax.tree.map(
+            lambda s, leaf_sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=leaf_sharding), trees, shardings
+        )
+        lowered = jax.jit(build_step(way, specs), donate_argnums=(0, 1), out_shardings=shardings[:2]).lower(*abstract)
+        offloaded = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.memory_kind != "device")
+        bytes_, compiled[way] = compile_for(lowered, target.platform, HostBytes.in_place(offloaded)), lowered.compile()
         calls = str(compiled[way].as_text().count('custom_call_target="HostExecute"'))
-        rows[way] = [*map(human_bytes, (hosted, bytes_.peak, bytes_.temp)), calls]
+        rows[way] = [*map(human_bytes, (offloaded, bytes_.peak, bytes_.temp)), calls]
         if target.platform == "cpu":
-            states[way] = jax.device_put(jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), trees), places)
+            states[way] = jax.device_put(jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), trees), shardings)
     seconds = {way: [] for way in WAYS}
     for _ in range(args.rounds + 1):
         for way, (weights, state, grads) in states.items():

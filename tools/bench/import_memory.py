@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from plimsoll import configs
 from plimsoll.framework import families
 from plimsoll.framework.program.program import Program
-from tools.bench.turns import ROOT
+from tools.bench.workers import ROOT
 
 DIM, HIDDEN, VOCAB, SHARDS = 2048, 5504, 32000, 4
 
@@ -45,7 +45,7 @@ def write(folder: Path, gib: float) -> None:
         "max_position_embeddings": 2048,
     }
     (folder / "config.json").write_text(json.dumps(facts))
-    model, family = families.model_of(folder)
+    model, family = families.load_model_config(folder)
     built, rng, home = model.instantiate(), np.random.default_rng(0), {}
     shapes = {
         source.name: source.shape(built.base_specs[path].shape[built.base_specs[path].num_layers is not None :])

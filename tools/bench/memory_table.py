@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.bench.turns import ROOT
+from tools.bench.workers import ROOT
 
 HOSTED = {"memory.optimizer_state": "pinned_host"}
 STREAMED = {"memory.update": "streamed", **HOSTED}

@@ -38,7 +38,7 @@ TURN = 4  # steps
 LARGE = "llama2-7b"  # config whose layout is shown too; none of its arrays is allocated
 
 
-class Results:
+class StoredResults:
     """A file of JSON lines: runs, with their row, rate, seed, steps and `trace`; and step times of rows."""
 
     def __init__(self, path: Path):
@@ -63,7 +63,7 @@ class Results:
         return {(one["rate"], one["seed"]): one for one in runs if np.allclose(one["trace"], like, rtol=SAME, atol=0)}
 
 
-def program_of(row: Row, rate: float, seed: int, args: Namespace, **data: int) -> Program:
+def build_program(row: Row, rate: float, seed: int, args: Namespace, **data: int) -> Program:
     """Build the program of a row on one device, and set up its data."""
     config = build(row, rate, seed, args.steps, args.config)
     for name, value in data.items():
@@ -75,7 +75,7 @@ def program_of(row: Row, rate: float, seed: int, args: Namespace, **data: int) -
 
 def trace(row: Row, args: Namespace) -> list[float]:
     """Return the RMS change of each parameter over three steps on short sequences. It identifies the optimizer."""
-    program = program_of(row, 1e-2, 0, args, seq_len=16)
+    program = build_program(row, 1e-2, 0, args, seq_len=16)
     first = jax.tree.map(np.asarray, (state := program.init())["parameter"])
     for step in range(3):
         state, _ = program.step(state, program.put(program.experiment.data.train_batch(step, program.rows)))
@@ -86,7 +86,7 @@ def trace(row: Row, args: Namespace) -> list[float]:
 def train(row: Row, rate: float, seed: int, args: Namespace) -> Line:
     """Train once; return the validation bits per byte at the end, and the mean loss of the last tenth of the steps."""
     started = time.process_time()
-    program = program_of(row, rate, seed, args)
+    program = build_program(row, rate, seed, args)
     experiment, state = program.experiment, program.init()
     losses: list[float] = []
     with experiment.data.train_iterator(0, program.rows) as batches:
@@ -104,7 +104,7 @@ def train(row: Row, rate: float, seed: int, args: Namespace) -> Line:
     return {**found, "tokens": tokens, "cpu_seconds": round(time.process_time() - started, 1)}
 
 
-def search(name: str, results: Results, args: Namespace) -> None:
+def search(name: str, results: StoredResults, args: Namespace) -> None:
     """Do the missing runs of a row: its rates, one more beyond an edge, then the other seeds at the best rate."""
     row = ROWS[name]
     if isinstance(row.rates, str) and not results.runs(row.rates, args.steps):
@@ -146,10 +146,10 @@ def best_rate(runs: dict[tuple[float, int], Line]) -> float:
     return min(first, key=lambda rate: first[rate])
 
 
-def state_bytes(row: Row, spec: str, hosted: bool) -> tuple[float, float]:
+def state_bytes(row: Row, spec: str, offloaded: bool) -> tuple[float, float]:
     """Return the layout's bytes of optimizer state per trained parameter, on the device and on the host."""
     config = build(row, 1e-2, 0, 10, spec)
-    config.memory.optimizer_state = "pinned_host" if hosted else "device"
+    config.memory.optimizer_state = "pinned_host" if offloaded else "device"
     experiment = config.instantiate()
     layout = StateLayout(experiment.state_specs(), experiment.mesh.build(jax.devices()[:1]))
     sizes = (layout.bytes_per_device("optimizer", kind) for kind in ("device", "pinned_host"))
@@ -157,28 +157,31 @@ def state_bytes(row: Row, spec: str, hosted: bool) -> tuple[float, float]:
     return here, away
 
 
-def time_steps(names: list[str], results: Results, args: Namespace) -> None:
+def time_steps(names: list[str], results: StoredResults, args: Namespace) -> None:
     """Time steps of all rows side by side; rows take turns within a round. See tools.bench.ratios for the ratios."""
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in ("adamw", *names)}
-    programs = {name: program_of(ROWS[name], 1e-3, 0, args) for name in turns}
+    times_by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in ("adamw", *names)}
+    programs = {name: build_program(ROWS[name], 1e-3, 0, args) for name in times_by_name}
     states = {name: program.init() for name, program in programs.items()}
     batch = programs["adamw"].put(programs["adamw"].experiment.data.train_batch(0, programs["adamw"].rows))
     for index in range(-1, args.times):  # the first round compiles
-        order = list(turns)[index % len(turns) :] + list(turns)[: index % len(turns)]
+        order = list(times_by_name)[index % len(times_by_name) :] + list(times_by_name)[: index % len(times_by_name)]
         for name in order:
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(TURN):
                 states[name], _ = programs[name].step(states[name], batch)
             jax.block_until_ready(states[name])
             if index >= 0:
-                turns[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    for name, own in turns.items():
-        ratios = [ratio([turn[i] for turn in own], [turn[i] for turn in turns["adamw"]]) for i in (0, 1)]
+                times_by_name[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    for name, own in times_by_name.items():
+        ratios = [
+            ratio([pair_times[i] for pair_times in own], [pair_times[i] for pair_times in times_by_name["adamw"]])
+            for i in (0, 1)
+        ]
         found = {key: [r.median, *r.interval] for key, r in zip(("wall", "processor"), ratios, strict=True)}
         results.add({"time": name, "rounds": args.times, "steps": TURN, **found})
 
 
-def quality(name: str, results: Results, args: Namespace) -> list[str]:
+def quality(name: str, results: StoredResults, args: Namespace) -> list[str]:
     """Return the cells: best learning rate, bits per byte, difference from the baseline by seed, and verdict."""
     runs, base = (results.runs(one, args.steps) for one in (name, ROWS[name].baseline))
     if not runs or not base:
@@ -201,7 +204,7 @@ def _spread(values: list[float], form: str) -> str:
     return f"{form.format(statistics.fmean(values))} ± {spread}"
 
 
-def tables(names: list[str], results: Results, args: Namespace) -> str:
+def tables(names: list[str], results: StoredResults, args: Namespace) -> str:
     """Return all results as markdown. Rows without results are left out."""
     times = {line["time"]: line for line in results.lines if "time" in line}
     names = [name for name in names if name in times or results.runs(name, args.steps)]
@@ -215,7 +218,7 @@ def tables(names: list[str], results: Results, args: Namespace) -> str:
         text += f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|\n"
         for name in own:
             row = ROWS[name]
-            large = [state_bytes(row, LARGE, hosted) for hosted in (False, True)]
+            large = [state_bytes(row, LARGE, offloaded) for offloaded in (False, True)]
             sizes = [state_bytes(row, args.config, False)[0], large[0][0], *large[1]]
             clock = [times[name][key] if name in times else None for key in ("wall", "processor")]
             shown = ["not run" if one is None else f"{one[0]:.2f} [{one[1]:.2f}, {one[2]:.2f}]" for one in clock]
@@ -251,7 +254,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_flags(argv)
     args.data, names = str(Path(args.data).expanduser()), args.rows.split(",")
     use_compilation_cache(configs.load(args.config).trainer.compilation_cache)
-    results = Results(args.results)
+    results = StoredResults(args.results)
     for name in names:
         if name not in ROWS:
             raise cli.UsageError(f"--rows: no row {name!r}; valid: {', '.join(ROWS)}")

@@ -67,7 +67,7 @@ def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
     return _linear(p["out"], y.reshape(B, S, D))
 
 
-def logits_of(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
+def compute_logits(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
     """Return float32 logits [B, S, V] of tokens int32[B, S]."""
     x = params["wte"][tokens] + params["wpe"][: tokens.shape[1]]
     for p in params["layers"]:
@@ -77,9 +77,9 @@ def logits_of(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
     return _norm(params["lnf"], x) @ params["wte"].T
 
 
-def loss_of(params: Params, tokens: jax.Array, targets: jax.Array, heads: int) -> jax.Array:
+def compute_loss(params: Params, tokens: jax.Array, targets: jax.Array, heads: int) -> jax.Array:
     """Return the mean cross-entropy."""
-    logits = logits_of(params, tokens, heads)
+    logits = compute_logits(params, tokens, heads)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
@@ -100,6 +100,6 @@ def step(
     params: Params, state: optax.OptState, tokens: jax.Array, targets: jax.Array, *, heads: int
 ) -> tuple[Params, optax.OptState, jax.Array]:
     """Take one training step; return (params, optimizer state, loss before the update)."""
-    loss, grads = jax.value_and_grad(loss_of)(params, tokens, targets, heads)
+    loss, grads = jax.value_and_grad(compute_loss)(params, tokens, targets, heads)
     updates, state = OPTIMIZER.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportReturnType]

@@ -41,7 +41,7 @@ class GPT2Block(nn.Module):
         return x_BSD + self.down(hidden)
 
 
-class GPT2(nn.Module):
+class TorchGPT2(nn.Module):
     """GPT-2 from tokens to logits, with tied embeddings."""
 
     def __init__(self, size: Size):
@@ -100,7 +100,7 @@ class LlamaBlock(nn.Module):
         return x_BSD + self.down(F.silu(self.gate(h_BSD)) * self.up(h_BSD))
 
 
-class Llama(nn.Module):
+class TorchLlama(nn.Module):
     """Llama from tokens to logits, with an untied output table."""
 
     def __init__(self, size: Size):
@@ -124,7 +124,7 @@ class Llama(nn.Module):
 def build(size: Size, seed: int = 0) -> nn.Module:
     """Build a size's model and initialize it: normal(0.02), gains 1, biases 0, branch outputs scaled by 1/sqrt(2L)."""
     torch.manual_seed(seed)
-    model = GPT2(size) if size.family == "gpt2" else Llama(size)
+    model = TorchGPT2(size) if size.family == "gpt2" else TorchLlama(size)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             ends_branch = name.endswith(("output.weight", "down.weight"))
@@ -135,13 +135,13 @@ def build(size: Size, seed: int = 0) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+def compute_loss(model: nn.Module, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
     """Return the mean cross-entropy."""
     logits_BSV = model(tokens_BS)
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Build fused AdamW. Matrices decay, except for learned positions."""
     named = dict(model.named_parameters())
     decayed = [p for name, p in named.items() if p.dim() == 2 and not name.startswith("position")]
@@ -154,7 +154,7 @@ def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BS: np.ndarray, targets_BS: np.ndarray
 ) -> Tensor:
     """Take one training step. Return the loss before it, without waiting for it."""
-    loss = loss_of(model, torch.from_numpy(tokens_BS).long(), torch.from_numpy(targets_BS).long())
+    loss = compute_loss(model, torch.from_numpy(tokens_BS).long(), torch.from_numpy(targets_BS).long())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()

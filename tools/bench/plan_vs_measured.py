@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.bench.turns import ROOT
+from tools.bench.workers import ROOT
 
 SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)
 CPU_GIB = 3.0  # far above noise, yet small enough to share a machine
@@ -33,8 +33,8 @@ def shape(gib: float, on_cpu: bool) -> list[str]:
     table = state * 50257 * width
     layers = max(2, int((gib * 2**30 / 2 - table) / (state * 12 * width**2)))
     layers = min(layers, 8) if on_cpu else layers
-    kept = layers * length * width * (100 if on_cpu else 60)
-    batch = max(1, int((gib * 2**30 / 2) / kept))
+    saved_bytes = layers * length * width * (100 if on_cpu else 60)
+    batch = max(1, int((gib * 2**30 / 2) / saved_bytes))
     fields = {
         "model.dim": width,
         "model.stack.num_layers": layers,
@@ -55,7 +55,7 @@ def measure(fields: list[str]) -> dict[str, Any]:
 
     from plimsoll import configs
     from plimsoll.framework.metrics.memory import memory_in_use, rss_bytes
-    from plimsoll.framework.plan.plan import plan
+    from plimsoll.framework.plan.build_report import compile_report
     from plimsoll.framework.plan.targets import resolve
     from plimsoll.framework.program.program import Program
 
@@ -63,7 +63,7 @@ def measure(fields: list[str]) -> dict[str, Any]:
     for field in fields:
         config.override(*field.split("=", 1))
     target = resolve("local")
-    report = plan("gpt2-124m", config, target, None, phases=False)
+    report = compile_report("gpt2-124m", config, target, None, phases=False)
     found = {"predicted": report["device_allocated_bytes"], "limit": target.limit_bytes, "closed form": 0}
     found["closed form"] = report["estimate"]["device_peak_bytes"]
     program = Program(config.instantiate())

@@ -113,7 +113,7 @@ class PublicFact:
         machine: the unit that `devices` counts: a GPU, or a TPU chip.
         verdict: Verdict; "needs" if a source states the required memory without a run.
         differs: difference from what we would compute or measure.
-        hub_id: id of the published model, listed in configs/families/published.json if we can load it.
+        hub_id: id of the published model, listed in framework/families/published.json if we can load it.
         shape: fields of config.json of a model that was not published.
         not_of_the_step: why the figure does not describe a training step, if it does not.
         outdated: why the source's own program gives another figure today, if we compiled it.
@@ -167,11 +167,11 @@ def _fact(values: dict[str, Any]) -> PublicFact:
         if name in parts:
             parts[name] = _row(kind, parts[name])
     fact = _row(PublicFact, parts)
-    _check_word(fact.verdict, Verdict, "verdict")
-    _check_word(fact.settings.method, Method, "method")
+    _check_choice(fact.verdict, Verdict, "verdict")
+    _check_choice(fact.settings.method, Method, "method")
     for amount in (fact.peak, fact.rate):
         if amount is not None:
-            _check_word(amount.of, Scope, "of")
+            _check_choice(amount.of, Scope, "of")
     if fact.source.page is None and None in (fact.source.repository, fact.source.path, fact.source.commit):
         raise ValueError("source: expected a page, or a repository with path and commit")
     return fact
@@ -184,7 +184,7 @@ def _row(kind: type[Row], values: dict[str, Any]) -> Row:
     return kind(**values)
 
 
-def _check_word(word: str, words: Any, name: str) -> None:
+def _check_choice(word: str, words: Any, name: str) -> None:
     if word not in get_args(words):
         raise ValueError(f"{name} = {word!r}; expected one of {', '.join(get_args(words))}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from plimsoll import configs
 from tools.bench.maxtext_function import ENVIRONMENT
 from tools.bench.public_record import PublicFact
-from tools.bench.record_results import PlannedFact, read_results, report_of, write_results
+from tools.bench.record_results import PlannedFact, read_results, run_plan, write_results
 from tools.bench.record_settings import nearest_setting
 
 _FUNCTION = Path(__file__).with_name("maxtext_function.py")
@@ -51,21 +51,21 @@ def _plan_fact(number: int, fact: PublicFact, python: Path, folder: Path) -> Pla
     setting = nearest_setting(fact, folder)
     fields = f"compile_topology={setting.target} {fact.settings.maxtext}"
     root = Path(__file__).parents[2]
-    words = [f"--function={_FUNCTION.relative_to(root)}:step", f"--target={setting.target}"]
+    argv = [f"--function={_FUNCTION.relative_to(root)}:step", f"--target={setting.target}"]
     environment = os.environ | ENVIRONMENT | {"MAXTEXT": fields, "PYTHONPATH": str(root)}
-    report = report_of([str(python), "-m", "plimsoll", "plan", *words], folder, env=environment, cwd=root)
+    report = run_plan([str(python), "-m", "plimsoll", "plan", *argv], folder, env=environment, cwd=root)
     seconds = (report["time"] or {}).get("seconds")
     tokens_per_second = None
     flops_per_second = None
     if seconds is not None and fact.settings.rows_per_device is not None and fact.settings.seq_len is not None:
         device_tokens = fact.settings.rows_per_device * fact.settings.seq_len
         # FLOPs per token come from our model: MaxText's shapes are also written as configs of ours.
-        model = configs.load(setting.config, shape_is_enough=True).instantiate().model
+        model = configs.load(setting.config, shape_only=True).instantiate().model
         tokens_per_second = device_tokens * fact.devices / seconds
         flops_per_second = device_tokens * model.flops_per_token(fact.settings.seq_len) / seconds
     return PlannedFact(
         fact=number,
-        command=" ".join([f'MAXTEXT="{fields}" plimsoll plan', *words]),
+        command=" ".join([f'MAXTEXT="{fields}" plimsoll plan', *argv]),
         compiled=True,
         fits=report["fits"],
         peak_bytes=report["device_allocated_bytes"],

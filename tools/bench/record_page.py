@@ -25,7 +25,7 @@ FAR = 0.25
 NEAR = 0.05
 
 
-class Judged(NamedTuple):
+class JudgedFact(NamedTuple):
     """A fact next to our plan.
 
     Attributes:
@@ -76,16 +76,16 @@ def is_like_ours(fact: PublicFact) -> bool:
     if fact.outdated is not None:
         return False
     settings = fact.settings
-    is_cut_as_said = fact.devices == 1 or settings.sharding is not None
-    return bool(settings.compile) and settings.packed is not False and settings.remat is not None and is_cut_as_said
+    has_known_sharding = fact.devices == 1 or settings.sharding is not None
+    return bool(settings.compile) and settings.packed is not False and settings.remat is not None and has_known_sharding
 
 
-def judged(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[Judged]:
+def judge_facts(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[JudgedFact]:
     """Return all planned facts, in the order of the record."""
     rows = []
     for number, plan in sorted(results.items()):
         fact = facts[number - 1]
-        rows.append(Judged(number, fact, plan, _peak_ratio(fact, plan), _rate_ratio(fact, plan)))
+        rows.append(JudgedFact(number, fact, plan, _peak_ratio(fact, plan), _rate_ratio(fact, plan)))
     return rows
 
 
@@ -130,12 +130,12 @@ class Summary(NamedTuple):
     false_fits: int
     peaks: int
     median_error: float
-    beyond: list[Judged]
+    beyond: list[JudgedFact]
     rates: int
     median_rate_ratio: float | None
 
 
-def summary(rows: list[Judged]) -> Summary:
+def summary(rows: list[JudgedFact]) -> Summary:
     """Summarize the rows."""
     errors = [abs(row.peak_ratio - 1) for row in rows if row.peak_ratio is not None]
     rates = [row.rate_ratio for row in rows if row.rate_ratio is not None]
@@ -155,7 +155,7 @@ def summary(rows: list[Judged]) -> Summary:
 
 def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
     """Return the page in Markdown."""
-    rows = judged(facts, results)
+    rows = judge_facts(facts, results)
     like_ours = [row for row in rows if is_like_ours(row.fact)]
     others = [row for row in rows if not is_like_ours(row.fact)]
     dates = sorted({row.plan.date for row in rows}) or ["never"]
@@ -194,7 +194,7 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sums(title: str, rows: list[Judged]) -> list[str]:
+def _sums(title: str, rows: list[JudgedFact]) -> list[str]:
     sums = summary(rows)
     planners = "all by the compiler" if sums.compiled == sums.planned else f"{sums.compiled} of them by the compiler"
     line = f"- **{title}**: {sums.planned} planned, {planners}. "
@@ -210,7 +210,7 @@ def _sums(title: str, rows: list[Judged]) -> list[str]:
     return [line]
 
 
-def _table(rows: list[Judged]) -> list[str]:
+def _table(rows: list[JudgedFact]) -> list[str]:
     header = ("fact", "theirs", "ours", "peak ratio", "rate ratio", "by", "why they differ")
     return [f"| {' | '.join(header)} |", "|---|---|---|---|---|---|---|", *map(_line, rows)]
 
@@ -230,7 +230,7 @@ def _list_unplanned(facts: list[PublicFact], results: dict[int, PlannedFact]) ->
     return lines
 
 
-def _line(row: Judged) -> str:
+def _line(row: JudgedFact) -> str:
     fact = row.fact
     settings = fact.settings
     title = f"{fact.model}, {fact.devices} x {fact.machine}, {settings.method}, "

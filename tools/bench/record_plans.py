@@ -21,11 +21,11 @@ from pathlib import Path
 from plimsoll.launch import cli
 from tools.bench import record_maxtext, record_page
 from tools.bench.public_record import PublicFact, read_record
-from tools.bench.record_results import RESULTS, PlannedFact, read_results, report_of, write_results
+from tools.bench.record_results import RESULTS, PlannedFact, read_results, run_plan, write_results
 from tools.bench.record_settings import NearestSetting, nearest_setting
 
 
-def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Path) -> PlannedFact:
+def plan_fact(number: int, setting: NearestSetting, *, estimate: bool, folder: Path) -> PlannedFact:
     """Plan a setting in a separate process.
 
     Raises:
@@ -36,7 +36,7 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
     if setting.device_memory_gib is not None:
         words.append(f"--device_memory_gib={setting.device_memory_gib}")
     flags = ["--step_only", "--verdict_only", *(["--estimate"] if estimate else [])]
-    report = report_of([sys.executable, "-m", "plimsoll", "plan", *words, *flags], folder)
+    report = run_plan([sys.executable, "-m", "plimsoll", "plan", *words, *flags], folder)
     tokens_per_second = (report.get("time") or {}).get("tokens_per_second")
     flops_per_second = None
     if tokens_per_second is not None:
@@ -62,15 +62,15 @@ def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missi
         folder = Path(name)
         for number, fact in enumerate(facts, start=1):
             earlier = results.get(number)
-            is_judged = earlier is not None and earlier.compiled
-            if not _has_words(fact, words) or ((estimate or missing) and is_judged):
+            is_compiled = earlier is not None and earlier.compiled
+            if not _matches(fact, words) or ((estimate or missing) and is_compiled):
                 continue
             # A plan of their own step is more accurate than one of our nearest setting.
             if earlier is not None and earlier.is_by_maxtext:
                 continue
             try:
                 setting = nearest_setting(fact, folder)
-                result = planned(number, setting, estimate=estimate, folder=folder)
+                result = plan_fact(number, setting, estimate=estimate, folder=folder)
             except ValueError as error:
                 print(f"{number}: {fact.line()}: not planned: {error}", file=sys.stderr)
                 continue
@@ -79,7 +79,7 @@ def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missi
             print(f"{number}: {fact.line()}: ours {result.peak_bytes / 2**30:.2f} GiB, fits: {result.fits}", flush=True)
 
 
-def _has_words(fact: PublicFact, words: list[str]) -> bool:
+def _matches(fact: PublicFact, words: list[str]) -> bool:
     text = f"{fact.line()} {fact.source.repository} {fact.source.page}".lower()
     return all(word.lower() in text for word in words)
 

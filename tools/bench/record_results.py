@@ -66,7 +66,7 @@ def write_results(results: dict[int, PlannedFact], path: Path = RESULTS) -> None
     path.write_text("\n".join(lines) + "\n")
 
 
-def report_of(command: list[str], folder: Path, **process: Any) -> dict[str, Any]:
+def run_plan(command: list[str], folder: Path, **process: Any) -> dict[str, Any]:
     """Run `plimsoll plan` in a separate process and return its report.
 
     Args:

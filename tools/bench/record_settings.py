@@ -40,7 +40,7 @@ _REMAT = {
     "qkv projections in host memory, the rest again": "offload:query,key,value",
 }
 # Maps the source's words for what is offloaded to the fields of `memory` that offload it.
-_HOSTED = {
+_OFFLOADED_FIELDS = {
     "each layer's input in host memory": ("activations",),
     "the 8-bit state in host memory, as the card is full": ("optimizer_state",),
     "gradients, optimizer state and float32 masters in host memory, the CPU updates": ("gradients", "optimizer_state"),
@@ -111,8 +111,8 @@ def _refuse_others(fact: PublicFact) -> None:
     if fact.not_of_the_step is not None:
         raise NotPlannedError(fact.not_of_the_step)
     described = f"{settings.precision} {settings.sharding}"
-    for words, reason in _NOT_OURS.items():
-        if words in described:
+    for phrase, reason in _NOT_OURS.items():
+        if phrase in described:
             raise NotPlannedError(reason)
     if settings.method == "adapter":
         raise NotPlannedError("LLaMA-Adapter is not one of our methods")
@@ -204,10 +204,10 @@ def _offloading(settings: Settings) -> dict[str, str]:
     """Return the overrides that offload arrays to host memory; on a GPU, only layer programs can move them."""
     if settings.offload in (None, "none"):
         return {}
-    hosted = _HOSTED.get(settings.offload)
-    if hosted is None:
+    offloaded = _OFFLOADED_FIELDS.get(settings.offload)
+    if offloaded is None:
         raise NotPlannedError(f"in host memory: {settings.offload}")
-    overrides = {"memory.update": "layer_programs"} | {f"memory.{field}": "pinned_host" for field in hosted}
+    overrides = {"memory.update": "layer_programs"} | {f"memory.{field}": "pinned_host" for field in offloaded}
     if "backward" in f"{settings.update} {settings.optimizer}":
         overrides["memory.gradients"] = "none"
     return overrides

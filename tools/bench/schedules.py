@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from plimsoll import configs
-from plimsoll.framework.plan.guard import need
+from plimsoll.framework.plan.device_budget import measure_need
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.tables import human_bytes
 from plimsoll.launch import cli
@@ -50,7 +50,7 @@ SETTINGS = {
 }
 
 
-class Contestant:
+class TimedProgram:
     """A program with its state, and the seconds of its steps per round."""
 
     def __init__(self, spec: str, overrides: cli.Overrides, name: str):
@@ -58,7 +58,7 @@ class Contestant:
         cli.apply_overrides(config, [*overrides, *SETTINGS[name].items()])
         self.name = name
         self.program = Program(config.instantiate(), jax.devices()[:1])
-        self.hosted = self.program.layout.bytes_per_device(memory_kind="pinned_host")
+        self.offloaded = self.program.layout.bytes_per_device(memory_kind="pinned_host")
         self.state: Any = self.program.init()
         shape = self.program.batch_specs["tokens"].shape
         tokens = np.random.default_rng(0).integers(
@@ -80,7 +80,7 @@ class Contestant:
     @property
     def peak(self) -> int:
         """The compiled peak of the step in bytes."""
-        return need(self.program).peak
+        return measure_need(self.program).peak
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     spec, overrides, rest = cli.split(sys.argv[1:])
     args = parser.parse_args(rest)
-    contestants = [Contestant(spec or "nanogpt-cpu", overrides, name) for name in SETTINGS]
+    contestants = [TimedProgram(spec or "nanogpt-cpu", overrides, name) for name in SETTINGS]
     for contestant in contestants:
         contestant.run(1)  # compiles
         contestant.wall.clear()
@@ -102,7 +102,7 @@ def main() -> None:
     first = contestants[0]
     for one in contestants:
         wall, cpu = ratio(one.wall, first.wall), ratio(one.cpu, first.cpu)
-        cells = [one.name, human_bytes(one.peak), human_bytes(one.hosted), f"{wall}", f"{cpu}"]
+        cells = [one.name, human_bytes(one.peak), human_bytes(one.offloaded), f"{wall}", f"{cpu}"]
         print(f"| {' | '.join(cells)} |")
 
 

@@ -30,15 +30,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from tests.support.silences import hear
-from tools.bench.turns import ROOT, ContestantError
+from tests.support.timed_output import run_module_timed
+from tools.bench.workers import ROOT, ContestantError
 
 LIMIT_S = 1800.0
 SAMPLE_S = 0.004
 REPORT_VARIABLE = "PLIMSOLL_START_TIME_REPORT"
 DEFAULT_CONFIGS = ("nanogpt-cpu", "stdlib-tiny")
 KINDS = ("cold", "cached")
-# Verbs that do not need an earlier run; tools.bench.silence covers all verbs.
+# Verbs that do not need an earlier run; tools.bench.output_gaps covers all verbs.
 FIRST_CHARACTERS = {
     "train": ["plimsoll.launch.train", "--config=nanogpt-cpu"],
     "plan": ["plimsoll.launch.plan", "--config=nanogpt-cpu", "--target=cpu:1"],
@@ -73,10 +73,10 @@ TRACING = {
     "trace",
 }
 # Our functions that only concern the training step.
-OF_STEP = {"traced_step", "compiled_step", "step_ledger", "_compile_step"}
+OF_STEP = {"traced_step", "compiled_step", "step_tracker", "_compile_step"}
 OF_DATA = {"setup", "train_batch", "eval_batches"}
 OF_RUN = {"_steps", "_initialize", "compile_evaluation"}
-OF_CONFIG = {"instantiate", "parse", "resolve", "check", "start_report", "check_host"}
+OF_CONFIG = {"instantiate", "parse", "resolve", "check", "report_start", "check_host"}
 
 
 class Start(NamedTuple):
@@ -234,12 +234,14 @@ def first_characters(repeats: int) -> list[str]:
     lines = ["| wall seconds until the first character | in a pipe | on a terminal |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         place = {"train": f"--workdir={folder}/run", "prepare": f"--out={folder}/tokens"}
-        for verb, words in FIRST_CHARACTERS.items():
+        for verb, argv in FIRST_CHARACTERS.items():
             flags = [place[verb]] if verb in place else []
             best = []
             for terminal in (False, True):
-                heard = [hear([*words, *flags], terminal=terminal, until_first=True) for _ in range(repeats)]
-                best.append(min(one.first for one in heard))
+                outputs = [
+                    run_module_timed([*argv, *flags], terminal=terminal, until_first=True) for _ in range(repeats)
+                ]
+                best.append(min(one.first for one in outputs))
             lines.append(f"| {verb} | {' | '.join(f'{seconds:.2f}' for seconds in best)} |")
     return lines
 

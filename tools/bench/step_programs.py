@@ -1,7 +1,7 @@
 """Steps compiled for TPUs and GPUs, for analysis: compiled here, saved to a folder, or read from one.
 
 A folder contains the compiler's text (hlo.txt, or hlo-000.txt, ... if a step consists of several programs) and
-meta.json, which is an `About`. The step of any framework can be stored this way.
+meta.json, which is an `StepInfo`. The step of any framework can be stored this way.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from plimsoll import configs
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.step_time.step_count import StepProgram
 from plimsoll.launch.cli import Command, UsageError, prepare_jax
 
 if TYPE_CHECKING:
-    from plimsoll.framework.plan.compiled import Compiled
+    from plimsoll.framework.plan.compilation import CompiledProgram
     from plimsoll.framework.plan.targets import Target
 
 META = "meta.json"
 
 
 @dataclass(frozen=True)
-class About:
+class StepInfo:
     """Facts about a step in addition to its text; None means unknown.
 
     Attributes:
@@ -64,8 +64,8 @@ class About:
 class CompiledStep:
     """A compiled step: its programs, and facts about it."""
 
-    about: About
-    parts: list[Part]
+    about: StepInfo
+    parts: list[StepProgram]
 
 
 def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
     add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
 
 
-def chosen_step(
+def load_or_compile_step(
     args: argparse.Namespace,
     spec: str | None,
     overrides: list[tuple[str, str]],
@@ -123,16 +123,16 @@ def compile_config(
     check(target.spec)
     command = Command(argparse.Namespace(), spec, configs.load(spec), overrides)
     command.config  # noqa: B018  (a mistake in it shows before JAX starts)
-    targets.environment(name)
+    targets.set_environment(name)
     prepare_jax()
 
     import jax
 
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program lacks its buffers
-    return _compiled(command, target)
+    return _compile(command, target)
 
 
-def _compiled(command: Command, target: Target) -> CompiledStep:
+def _compile(command: Command, target: Target) -> CompiledStep:
     """Compile the training step of a config for a target.
 
     Raises:
@@ -140,8 +140,8 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
         ValueError: config and target do not fit each other.
     """
     from plimsoll.framework.plan.cache import versions
-    from plimsoll.framework.plan.jaxprs import flops_of_calls
-    from plimsoll.framework.plan.rehearsal import compile_step
+    from plimsoll.framework.plan.dry_run import compile_step
+    from plimsoll.framework.plan.jaxpr_analysis import sum_flops
     from plimsoll.framework.program.program import Program
 
     config, lines = command.resolve(target.name)
@@ -151,9 +151,9 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
         raise UsageError(f"{command.spec} on {target.name}: {step.message}")
     experiment = program.experiment
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
-    traced = flops_of_calls(program.execution.step_jaxprs(step.ledger)).flops
+    traced = sum_flops(program.backend.step_jaxprs(step.ledger)).flops
     parts = _parts(step)
-    about = About(
+    about = StepInfo(
         name=command.spec,
         target=target.name,
         accelerator=target.spec.name,
@@ -169,14 +169,14 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
     return CompiledStep(about, parts)
 
 
-def _parts(step: Compiled) -> list[Part]:
+def _parts(step: CompiledProgram) -> list[StepProgram]:
     """Return the distinct programs of a step."""
     assert step.ledger is not None, "refused steps have none"
     calls = Counter(call.about.text for call in step.ledger.calls)
-    return [Part(Module(text), runs) for text, runs in calls.items()]
+    return [StepProgram(Module(text), runs) for text, runs in calls.items()]
 
 
-def _files(parts: list[Part]) -> dict[str, int]:
+def _files(parts: list[StepProgram]) -> dict[str, int]:
     if len(parts) == 1:
         return {"hlo.txt": parts[0].runs}
     return {f"hlo-{index:03d}.txt": part.runs for index, part in enumerate(parts)}
@@ -203,17 +203,17 @@ def load(folder: Path) -> CompiledStep:
     missing = [name for name in about.files if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{folder / META} names {missing[0]}, which is not there")
-    parts = [Part(Module((folder / name).read_text()), runs) for name, runs in about.files.items()]
+    parts = [StepProgram(Module((folder / name).read_text()), runs) for name, runs in about.files.items()]
     for name, part in zip(about.files, parts, strict=True):
         if not part.module.entry:
             raise UsageError(f"{folder / name}: expected the compiler's text of a program, found no ENTRY computation")
     return CompiledStep(about, parts)
 
 
-def _about(path: Path) -> About:
+def _about(path: Path) -> StepInfo:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
-        return About(**fields)
+        return StepInfo(**fields)
     except (TypeError, ValueError) as error:
-        names = ", ".join(one.name for one in dataclasses.fields(About))
+        names = ", ".join(one.name for one in dataclasses.fields(StepInfo))
         raise UsageError(f"{path}: expected a JSON object with {names}: {error}") from None

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.calibration import store
-from plimsoll.framework.terminal.tables import Section, render
+from plimsoll.framework.plan.calibration import rates_store
+from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli
 
 _SMALL = "--config=nanogpt-cpu"
@@ -50,7 +50,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
 _WINDOWS = 6
 
 
-class Row(NamedTuple):
+class StepTimeRow(NamedTuple):
     """A setting, and its estimated and measured seconds per step."""
 
     setting: str
@@ -63,20 +63,20 @@ class Row(NamedTuple):
         return self.estimated / self.measured
 
 
-def estimate_step_time(words: Sequence[str], folder: Path) -> float:
+def estimate_step_time(setting_args: Sequence[str], folder: Path) -> float:
     """Return the planned seconds of a step."""
     path = folder / "plan.json"
-    _run("plimsoll.launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
+    _run("plimsoll.launch.plan", *setting_args, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
     return json.loads(path.read_text())["time"]["seconds"]
 
 
-def measure_step_time(words: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
+def measure_step_time(setting_args: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
     """Return the seconds of a step in training, measured over the fastest window of steps."""
     window = max(2, round(seconds / _WINDOWS / estimate))
     workdir = folder / "run"
     _run(
         "plimsoll.launch.train",
-        *words,
+        *setting_args,
         f"--workdir={workdir}",
         f"--config.trainer.max_steps={window * (_WINDOWS + 1)}",
         f"--config.trainer.log_every={window}",
@@ -92,26 +92,26 @@ def measure_step_time(words: Sequence[str], estimate: float, seconds: float, fol
     return min(windows)
 
 
-def _run(module: str, *words: str) -> None:
+def _run(module: str, *setting_args: str) -> None:
     """Run a Plimsoll command.
 
     Raises:
         UsageError: the command failed; the message has its last line of output.
     """
-    done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", module, *setting_args], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no word of why"]
-        raise cli.UsageError(f"{module} {' '.join(words)}: {lines[-1]}")
+        raise cli.UsageError(f"{module} {' '.join(setting_args)}: {lines[-1]}")
 
 
-def rank_correlation(rows: Sequence[Row]) -> float:
+def rank_correlation(rows: Sequence[StepTimeRow]) -> float:
     """Return Spearman's rank correlation of estimated and measured times."""
     estimated_ranks = np.argsort(np.argsort([row.estimated for row in rows]))
     measured_ranks = np.argsort(np.argsort([row.measured for row in rows]))
     return float(np.corrcoef(estimated_ranks, measured_ranks)[0, 1])
 
 
-def section(rows: Sequence[Row]) -> Section:
+def section(rows: Sequence[StepTimeRow]) -> TableSection:
     """Return the table of all settings, with summary rows."""
     cells = [["setting", "estimated, ms", "measured, ms", "ratio"]]
     for row in rows:
@@ -119,7 +119,7 @@ def section(rows: Sequence[Row]) -> Section:
     error = median(abs(row.ratio - 1) for row in rows)
     cells.append(["rank correlation", f"{rank_correlation(rows):.3f}", "", ""])
     cells.append(["median error", f"{100 * error:.0f}%", "", ""])
-    return Section("a step on this CPU", cells, numbers=True)
+    return TableSection("a step on this CPU", cells, numbers=True)
 
 
 @cli.main
@@ -130,18 +130,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="settings that have this word")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the rows as JSON too")
     args = parser.parse_args(argv)
-    if store.load("cpu") is None:
+    if rates_store.load("cpu") is None:
         raise cli.UsageError("this machine was never measured: plimsoll calibrate")
     rows = []
-    for words in SETTINGS:
-        setting = " ".join(words).replace("--config.", "").replace("--config=", "")
+    for setting_args in SETTINGS:
+        setting = " ".join(setting_args).replace("--config.", "").replace("--config=", "")
         if args.only not in setting:
             continue
         with tempfile.TemporaryDirectory(prefix="plimsoll-step-time-") as name:
             folder = Path(name)
-            estimate = estimate_step_time(words, folder)
-            measured = measure_step_time(words, estimate, args.seconds, folder)
-        rows.append(Row(setting, estimate, measured))
+            estimate = estimate_step_time(setting_args, folder)
+            measured = measure_step_time(setting_args, estimate, args.seconds, folder)
+        rows.append(StepTimeRow(setting, estimate, measured))
         print(f"{setting}: {1e3 * estimate:.1f} estimated, {1e3 * measured:.1f} measured", file=sys.stderr)
     print(render([section(rows)]), end="")
     if args.write:

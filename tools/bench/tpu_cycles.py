@@ -29,7 +29,7 @@ qwen2.5-7b v5p-8 4096 data.global_batch_size=4 data.seq_len=4096 memory.remat=fu
 """.strip().splitlines()
 
 
-def planned(setting: str) -> dict[str, Any]:
+def run_plan(setting: str) -> dict[str, Any]:
     """Return the report of `plimsoll plan` for a setting.
 
     Raises:
@@ -78,7 +78,7 @@ def main() -> None:
     for setting in SETTINGS:
         if setting in reports:
             continue
-        report = planned(setting)
+        report = run_plan(setting)
         reports[setting] = {key: report[key] for key in ("flops_per_step", "time", "versions", "compile_seconds")}
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(reports, indent=1) + "\n")

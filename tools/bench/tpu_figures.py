@@ -6,23 +6,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plimsoll.framework.plan.hlo.host import DIRECTIONS, Direction
-from plimsoll.framework.plan.hlo.source import SourceLine
-from plimsoll.framework.plan.naming import place
-from plimsoll.framework.plan.step_time.categories import THIN
-from plimsoll.framework.plan.step_time.count import StepCount
-from plimsoll.framework.plan.step_time.operations import Operation
-from tools.bench.step_programs import About
+from plimsoll.framework.plan.buffer_names import describe_operation
+from plimsoll.framework.plan.hlo.host_transfers import DIRECTIONS, Direction
+from plimsoll.framework.plan.hlo.source_lines import SourceLine
+from plimsoll.framework.plan.step_time.step_count import StepCount
+from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation
+from plimsoll.framework.plan.step_time.work_categories import OVERESTIMATED
+from tools.bench.step_programs import StepInfo
 
 MODES = ("sync", "fused", "async")
-_COMPARED = ("matmul", "collective matmul", "attention", "kernel", *THIN, "custom call")
+_COMPARED = ("matmul", "collective matmul", "attention", "kernel", *OVERESTIMATED, "custom call")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class Counted(NamedTuple):
+class CountedStep(NamedTuple):
     """A step, and its count."""
 
-    about: About
+    about: StepInfo
     count: StepCount
 
     @property
@@ -52,7 +52,7 @@ class Sums(NamedTuple):
     hbm_bytes: int
 
     @staticmethod
-    def of(operations: Iterable[Operation]) -> Sums:
+    def total(operations: Iterable[TpuOperation]) -> Sums:
         """Add up operations."""
         members = list(operations)
         return Sums(
@@ -65,7 +65,7 @@ class Sums(NamedTuple):
         )
 
 
-class Group(NamedTuple):
+class OperationGroup(NamedTuple):
     """Operations of one category with the same name in the traced program, from the same line of Python."""
 
     category: str
@@ -74,13 +74,13 @@ class Group(NamedTuple):
     sums: Sums
 
 
-def groups(operations: Iterable[Operation]) -> list[Group]:
+def groups(operations: Iterable[TpuOperation]) -> list[OperationGroup]:
     """Group the operations by layer and line, longest first; groups that take no core time are sorted by bytes."""
-    members: dict[tuple[str, str, str], list[Operation]] = {}
+    members: dict[tuple[str, str, str], list[TpuOperation]] = {}
     for one in operations:
-        name = place(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
+        name = describe_operation(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
         members.setdefault((one.category, name, source_line(one.source)), []).append(one)
-    found = [Group(*key, Sums.of(alike)) for key, alike in members.items()]
+    found = [OperationGroup(*key, Sums.total(alike)) for key, alike in members.items()]
     return sorted(found, key=lambda group: (-group.sums.seconds, -group.sums.hbm_bytes))
 
 
@@ -92,7 +92,7 @@ def source_line(source: SourceLine | None) -> str:
     return f"{file}:{source.line}"
 
 
-def received(count: StepCount, mode: str) -> float:
+def sum_received_bytes(count: StepCount, mode: str) -> float:
     """Return the bytes that a chip receives in a step through collectives of a mode."""
     return sum(one.bytes_received * one.runs for one in count.collectives if one.mode == mode)
 
@@ -104,7 +104,7 @@ class HostFigures(NamedTuple):
         num_bytes, transfers: bytes moved, and number of transfers.
         seconds: seconds that the link takes.
         hidden: share of these seconds in which the chip worked; None if nothing is moved.
-        hidden_alone: share of the bytes that the work between the start and the end of a transfer would hide if the
+        hidden_without_contention: share of the bytes that the work between the start and the end of a transfer would hide if the
             transfer had the link to itself; None if nothing is moved.
     """
 
@@ -112,7 +112,7 @@ class HostFigures(NamedTuple):
     transfers: int
     seconds: float
     hidden: float | None
-    hidden_alone: float | None
+    hidden_without_contention: float | None
 
 
 def host_figures(count: StepCount) -> dict[Direction, HostFigures]:
@@ -122,21 +122,21 @@ def host_figures(count: StepCount) -> dict[Direction, HostFigures]:
         moved = timeline.moved[direction]
         seconds = moved / count.rates.pcie
         hidden = 1 - timeline.exposed[direction] / seconds if moved else None
-        alone = timeline.hidden_alone[direction] / moved if moved else None
-        found[direction] = HostFigures(moved, timeline.transfers[direction], seconds, hidden, alone)
+        hidden_bytes_share = timeline.hidden_without_contention[direction] / moved if moved else None
+        found[direction] = HostFigures(moved, timeline.transfers[direction], seconds, hidden, hidden_bytes_share)
     return found
 
 
-def figures(counted: Counted) -> dict[str, float | None]:
+def figures(counted: CountedStep) -> dict[str, float | None]:
     """Return the figures for comparing steps, by their names in the table; None means unknown."""
     count, about = counted.count, counted.about
     found: dict[str, float | None] = {"products, TFLOP": count.product_flops / 1e12}
     for category in _COMPARED:
-        sums = Sums.of(one for one in count.operations if one.category == category)
+        sums = Sums.total(one for one in count.operations if one.category == category)
         found[f"{category}, ms"] = 1e3 * sums.seconds
-    found["HBM of operations, GB"] = Sums.of(count.operations).hbm_bytes / 1e9
+    found["HBM of operations, GB"] = Sums.total(count.operations).hbm_bytes / 1e9
     for mode in MODES:
-        found[f"{mode} collectives, GB"] = received(count, mode) / 1e9
+        found[f"{mode} collectives, GB"] = sum_received_bytes(count, mode) / 1e9
     for direction, host in host_figures(count).items():
         found[f"{direction}, GB"] = host.num_bytes / 1e9
     found |= {
@@ -153,7 +153,7 @@ def figures(counted: Counted) -> dict[str, float | None]:
     return found
 
 
-def as_json(counted: Counted) -> dict[str, Any]:
+def as_json(counted: CountedStep) -> dict[str, Any]:
     """Convert everything to JSON data: seconds, bytes and FLOPs of one device and step."""
     count = counted.count
     return {

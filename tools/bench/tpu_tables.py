@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from plimsoll.framework.plan.buffer_names import describe_operation
 from plimsoll.framework.plan.hlo.collectives import Collective
-from plimsoll.framework.plan.naming import place
-from plimsoll.framework.plan.step_time.categories import THIN
-from plimsoll.framework.plan.step_time.count import StepCount
-from plimsoll.framework.plan.step_time.operations import Operation
-from plimsoll.framework.plan.step_time.rates import (
+from plimsoll.framework.plan.step_time.step_count import StepCount
+from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation
+from plimsoll.framework.plan.step_time.tpu_rates import (
+    ATTENTION_EFFICIENCY,
     ATTENTION_FULL_HEAD,
-    ATTENTION_OF_PEAK,
     CAUSAL_SHARE,
-    PCIE_REACHED,
-    THIN_OVER_HBM,
+    ELEMENTWISE_OVER_HBM,
+    PCIE_EFFICIENCY,
     VMEM_BYTES_PER_CYCLE,
-    Rates,
+    TpuRates,
 )
-from plimsoll.framework.terminal.tables import Section, human_bytes
-from tools.bench.step_programs import About
-from tools.bench.tpu_figures import MODES, Counted, Sums, figures, groups, host_figures, received
+from plimsoll.framework.plan.step_time.work_categories import OVERESTIMATED
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
+from tools.bench.step_programs import StepInfo
+from tools.bench.tpu_figures import MODES, CountedStep, Sums, figures, groups, host_figures, sum_received_bytes
 
 _LEAST_BYTES = 1e6  # smaller collectives are left out of the table, but counted in the sums
 
 
-def sections(counted: Counted, top: int, category: str | None) -> list[Section]:
+def sections(counted: CountedStep, top: int, category: str | None) -> list[TableSection]:
     """Return all tables of one step.
 
     Args:
@@ -35,8 +35,8 @@ def sections(counted: Counted, top: int, category: str | None) -> list[Section]:
     """
     count = counted.count
     tables = [
-        Section("step", _head(counted.about)),
-        Section("assumptions", assumptions(count.rates)),
+        TableSection("step", _head(counted.about)),
+        TableSection("assumptions", assumptions(count.rates)),
         _categories(count),
         _largest(count, top, category),
     ]
@@ -44,10 +44,10 @@ def sections(counted: Counted, top: int, category: str | None) -> list[Section]:
         tables.append(_collectives(count))
     if any(count.at_all_links.moved.values()):
         tables.append(_host(count))
-    return [*tables, Section("the step, by the compiler's model", _verdict(counted))]
+    return [*tables, TableSection("the step, by the compiler's model", _verdict(counted))]
 
 
-def _head(about: About) -> list[list[str]]:
+def _head(about: StepInfo) -> list[list[str]]:
     rows = [["program", f"{about.name} on {about.target}"]]
     if about.settings:
         rows.append(["settings", " ".join(about.settings)])
@@ -58,40 +58,42 @@ def _head(about: About) -> list[list[str]]:
     return rows
 
 
-def assumptions(rates: Rates) -> list[list[str]]:
+def assumptions(rates: TpuRates) -> list[list[str]]:
     """Describe the assumptions behind the figures."""
     clock = f"{rates.flops_per_cycle:,.0f} a cycle, so {rates.cycles / 1e9:.3f} GHz"
     links = f"{rates.all_links / 1e9:.0f} GB/s (all links) .. {rates.two_links / 1e9:.0f} GB/s (two: a slice's corner)"
-    thin = f"at most {THIN_OVER_HBM} x the time of their bytes in HBM, or {VMEM_BYTES_PER_CYCLE} B of VMEM a cycle"
-    attention = f"{ATTENTION_OF_PEAK:.0%} of the peak, of {CAUSAL_SHARE:.0%} of the products (causal)"
+    thin = (
+        f"at most {ELEMENTWISE_OVER_HBM} x the time of their bytes in HBM, or {VMEM_BYTES_PER_CYCLE} B of VMEM a cycle"
+    )
+    attention = f"{ATTENTION_EFFICIENCY:.0%} of the peak, of {CAUSAL_SHARE:.0%} of the products (causal)"
     hidden = "asynchronous ones are taken as hidden by products"
     return [
         ["nothing ran", "the compiler's cost model, calibrated on v5e: ratios are worth more than milliseconds"],
         [rates.name, f"{rates.flops / 1e12:.0f} TFLOP/s ({clock}); HBM {rates.hbm / 1e9:.0f} GB/s"],
         ["matrix products", "the compiler's estimate"],
-        [", ".join(THIN), f"the compiler's estimate, but {thin}"],
+        [", ".join(OVERESTIMATED), f"the compiler's estimate, but {thin}"],
         ["attention", f"{attention}; less in proportion for heads under {ATTENTION_FULL_HEAD}"],
         ["other kernels", "no estimate: the time of their bytes in HBM"],
         ["collectives", f"what a chip receives, at {links}; {hidden}"],
-        ["host", f"{rates.pcie / 1e9:.0f} GB/s each way at once ({PCIE_REACHED:.0%} of PCIe as published)"],
+        ["host", f"{rates.pcie / 1e9:.0f} GB/s each way at once ({PCIE_EFFICIENCY:.0%} of PCIe as published)"],
     ]
 
 
-def _categories(count: StepCount) -> Section:
+def _categories(count: StepCount) -> TableSection:
     rows = [["category", "operations", "estimate ms", "adjusted ms", "roof ms", "TFLOP", "HBM GB"]]
-    members: defaultdict[str, list[Operation]] = defaultdict(list)
+    members: defaultdict[str, list[TpuOperation]] = defaultdict(list)
     for operation in count.operations:
         members[operation.category].append(operation)
-    sums = sorted(((name, Sums.of(alike)) for name, alike in members.items()), key=lambda row: -row[1].seconds)
-    for name, one in [*sums, ("sum", Sums.of(count.operations))]:
+    sums = sorted(((name, Sums.total(alike)) for name, alike in members.items()), key=lambda row: -row[1].seconds)
+    for name, one in [*sums, ("sum", Sums.total(count.operations))]:
         times = (f"{1e3 * seconds:,.1f}" for seconds in (one.estimate, one.seconds, one.roof))
         flops = f"{one.flops / 1e12:.3f}" if one.flops else ""
         rows.append([name, f"{one.runs:,}", *times, flops, f"{one.hbm_bytes / 1e9:,.2f}"])
-    return Section("time by category, a step (attention's TFLOP as if nothing were masked)", rows, numbers=True)
+    return TableSection("time by category, a step (attention's TFLOP as if nothing were masked)", rows, numbers=True)
 
 
-def _largest(count: StepCount, top: int, category: str | None) -> Section:
-    whole = Sums.of(count.operations).seconds
+def _largest(count: StepCount, top: int, category: str | None) -> TableSection:
+    whole = Sums.total(count.operations).seconds
     rows = [["layer and operation", "adjusted ms", "share", "estimate ms", "HBM GB", "runs", "category", "line"]]
     chosen = [one for one in count.operations if category in (None, one.category)]
     for group in groups(chosen)[:top]:
@@ -99,15 +101,15 @@ def _largest(count: StepCount, top: int, category: str | None) -> Section:
         share = f"{one.seconds / whole:.1%}" if whole else ""
         times = [f"{1e3 * one.seconds:.2f}", share, f"{1e3 * one.estimate:.2f}"]
         rows.append([group.name, *times, f"{one.hbm_bytes / 1e9:.2f}", f"{one.runs:,}", group.category, group.line])
-    return Section(f"largest operations{f', {category}' if category else ''}", rows, numbers=True)
+    return TableSection(f"largest operations{f', {category}' if category else ''}", rows, numbers=True)
 
 
-def _collectives(count: StepCount) -> Section:
+def _collectives(count: StepCount) -> TableSection:
     rates = count.rates
     rows = [["collective", "mode", "type", "GB received", "ms, all links", "ms, two links", "runs", "largest MB"]]
     members: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in count.collectives:
-        where = place(one.instruction.op_name) if one.instruction.op_name else ""
+        where = describe_operation(one.instruction.op_name) if one.instruction.op_name else ""
         members[f"{one.kind} {where}", one.mode, one.dtype].append(one)
     sums = [(sum(one.bytes_received * one.runs for one in alike), key, alike) for key, alike in members.items()]
     for size, key, alike in sorted(sums, key=lambda row: -row[0]):
@@ -115,27 +117,27 @@ def _collectives(count: StepCount) -> Section:
             largest = max(one.bytes_received for one in alike)
             runs = sum(one.runs for one in alike)
             rows.append([*key, *_bytes_and_ms(size, rates), f"{runs:,}", f"{largest / 1e6:.1f}"])
-    rows += [["sum", mode, "", *_bytes_and_ms(received(count, mode), rates), "", ""] for mode in MODES]
-    return Section("collectives: what one chip receives in a step", rows, numbers=True)
+    rows += [["sum", mode, "", *_bytes_and_ms(sum_received_bytes(count, mode), rates), "", ""] for mode in MODES]
+    return TableSection("collectives: what one chip receives in a step", rows, numbers=True)
 
 
-def _bytes_and_ms(size: float, rates: Rates) -> list[str]:
+def _bytes_and_ms(size: float, rates: TpuRates) -> list[str]:
     at_all, at_two = (1e3 * size / speed for speed in (rates.all_links, rates.two_links))
     return [f"{size / 1e9:.3f}", f"{at_all:.1f}", f"{at_two:.1f}"]
 
 
-def _host(count: StepCount) -> Section:
+def _host(count: StepCount) -> TableSection:
     rows = [["direction", "GB", "transfers", "ms", "hidden", "hidden if each had the link to itself"]]
     for direction, one in host_figures(count).items():
-        shares = [f"{share:.0%}" if share is not None else "" for share in (one.hidden, one.hidden_alone)]
+        shares = [f"{share:.0%}" if share is not None else "" for share in (one.hidden, one.hidden_without_contention)]
         rows.append(
             [direction, f"{one.num_bytes / 1e9:.2f}", f"{one.transfers:,}", f"{1e3 * one.seconds:.0f}", *shares]
         )
     title = "transfers to and from host memory, and how much of them work on the chip hides"
-    return Section(title, rows, numbers=True)
+    return TableSection(title, rows, numbers=True)
 
 
-def _verdict(counted: Counted) -> list[list[str]]:
+def _verdict(counted: CountedStep) -> list[list[str]]:
     count, about = counted.count, counted.about
     low, high = count.at_all_links, count.at_two_links
     not_hidden = _range(count.not_hidden_at_all_links, count.not_hidden_at_two_links)
@@ -174,7 +176,7 @@ def _range(low: float, high: float) -> str:
     return _milliseconds(low) if low == high else f"{1e3 * low:,.1f} .. {1e3 * high:,.1f} ms"
 
 
-def comparison(one: Counted, other: Counted, name: str, other_name: str) -> Section:
+def comparison(one: CountedStep, other: CountedStep, name: str, other_name: str) -> TableSection:
     """Compare two steps side by side; the ratio is first over second."""
     rows = [["", name, other_name, "ratio"]]
     others = figures(other)
@@ -183,7 +185,7 @@ def comparison(one: Counted, other: Counted, name: str, other_name: str) -> Sect
         if figure or against:
             ratio = f"{figure / against:.3f}" if figure and against else ""
             rows.append([key, _figure(figure), _figure(against), ratio])
-    return Section("side by side", rows, numbers=True)
+    return TableSection("side by side", rows, numbers=True)
 
 
 def _figure(value: float | None) -> str:

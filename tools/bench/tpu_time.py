@@ -22,13 +22,13 @@ from typing import get_args
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.files.workdir import writing
-from plimsoll.framework.plan.step_time import Rates, count
-from plimsoll.framework.plan.step_time.categories import Category
+from plimsoll.framework.plan.step_time import TpuRates, count
+from plimsoll.framework.plan.step_time.work_categories import WorkCategory
 from plimsoll.framework.terminal.tables import render
 from plimsoll.launch import cli
 from tools.bench import tpu_tables
-from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
-from tools.bench.tpu_figures import Counted, as_json
+from tools.bench.step_programs import CompiledStep, add_arguments, load, load_or_compile_step
+from tools.bench.tpu_figures import CountedStep, as_json
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,7 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(parser, "v5e-16, v5p-128, v6e-8")
     add = parser.add_argument
     add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
-    add("--category", choices=get_args(Category), metavar="NAME", help=f"of one kind: {', '.join(get_args(Category))}")
+    add(
+        "--category",
+        choices=get_args(WorkCategory),
+        metavar="NAME",
+        help=f"of one kind: {', '.join(get_args(WorkCategory))}",
+    )
     add("--json", type=Path, metavar="FILE", help="write all figures")
     return parser
 
@@ -48,9 +53,9 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(rest)
     if args.json and not args.json.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.json.absolute().parent} to write {args.json.name} into")
-    other = counted(load(args.against)) if args.against else None
-    step = chosen_step(args, spec, overrides, check=Rates.of)
-    this = counted(step)
+    other = count_step(load(args.against)) if args.against else None
+    step = load_or_compile_step(args, spec, overrides, check=TpuRates.look_up)
+    this = count_step(step)
     tables = tpu_tables.sections(this, args.top, args.category)
     if other is not None:
         tables.append(tpu_tables.comparison(this, other, str(args.program or args.target), str(args.against)))
@@ -61,9 +66,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def counted(step: CompiledStep) -> Counted:
+def count_step(step: CompiledStep) -> CountedStep:
     """Count a step with the rates of the accelerator that it was compiled for."""
-    return Counted(step.about, count(step.parts, Rates.of(spec_for(step.about.accelerator))))
+    return CountedStep(step.about, count(step.parts, TpuRates.look_up(spec_for(step.about.accelerator))))
 
 
 if __name__ == "__main__":

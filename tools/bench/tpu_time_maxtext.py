@@ -22,15 +22,15 @@ from pathlib import Path
 from plimsoll import configs
 from plimsoll.framework.plan import buffers, targets
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time import Rates
-from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.step_time import TpuRates
+from plimsoll.framework.plan.step_time.step_count import StepProgram
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import render
 from plimsoll.launch import cli
 from tools.bench import tpu_tables
 from tools.bench.maxtext_function import ENVIRONMENT
-from tools.bench.step_programs import About, CompiledStep, load, save
-from tools.bench.tpu_time import counted
+from tools.bench.step_programs import CompiledStep, StepInfo, load, save
+from tools.bench.tpu_time import count_step
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
 
@@ -56,15 +56,15 @@ def main(argv: list[str]) -> int:
     """Compile MaxText's step, save it and print its count."""
     args = _parser().parse_intermixed_args(argv)
     target = targets.resolve(args.target)
-    Rates.of(target.spec)  # raises for a target without known rates before minutes of compiling
+    TpuRates.look_up(target.spec)  # raises for a target without known rates before minutes of compiling
     if not args.python.is_file():
         raise cli.UsageError(f"--python={args.python}: expected the Python of an environment that has MaxText")
     if wrong := [field for field in args.field if "=" not in field]:
         raise cli.UsageError(f"{wrong[0]}: expected FIELD=VALUE, a field of MaxText's config")
-    other = counted(load(args.against)) if args.against else None
+    other = count_step(load(args.against)) if args.against else None
     step = _step(args, target)
     save(step, args.save)
-    this = counted(step)
+    this = count_step(step)
     tables = tpu_tables.sections(this, args.top, None)
     if other is not None:
         tables.append(tpu_tables.comparison(this, other, "MaxText", str(args.against)))
@@ -88,9 +88,9 @@ def _step(args: argparse.Namespace, target: Target) -> CompiledStep:
         beside = ["dataset_type=synthetic", f"base_output_directory={folder}", "run_name=count", "jax_cache_dir="]
         _run([str(args.python), str(_SCRIPT), str(folder), *beside, *settings])
         found = json.loads((folder / "step.json").read_text())
-        peak_bytes = buffers.read(folder / found["dump"]).live_bytes
+        peak_bytes = buffers.read_dump(folder / found["dump"]).live_bytes
         module = Module((folder / "hlo.txt").read_text())
-    about = About(
+    about = StepInfo(
         name=f"MaxText {found['versions']['maxtext']} {fields['model_name']}",
         target=target.name,
         accelerator=target.spec.name,
@@ -101,7 +101,7 @@ def _step(args: argparse.Namespace, target: Target) -> CompiledStep:
         compile_seconds=found["compile_seconds"],
         versions=found["versions"],
     )
-    return CompiledStep(about, [Part(module, 1)])
+    return CompiledStep(about, [StepProgram(module, 1)])
 
 
 def _run(command: list[str]) -> None:

@@ -75,7 +75,7 @@ def transcript(recordings: list[Recording], folder: Path) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     python = ".".join(map(str, sys.version_info[:3]))
     num_well = sum(not recording.faults for recording in recordings)
-    minutes = sum(recording.heard.seconds for recording in recordings) / 60
+    minutes = sum(recording.output.seconds for recording in recordings) / 60
     about = (
         f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own, "
         f"with what a terminal shows. {num_well} of {len(recordings)} are well: they end as they should, without a "
@@ -98,8 +98,8 @@ def transcript(recordings: list[Recording], folder: Path) -> str:
         "      first character  longest silence     all  exit code",
     ]
     for number, recording in enumerate(recordings, 1):
-        silence_seconds, _ = recording.heard.longest()
-        times = f"{recording.heard.first:13.1f} s{silence_seconds:15.1f} s{recording.heard.seconds:6.1f} s"
+        silence_seconds, _ = recording.output.longest()
+        times = f"{recording.output.first:13.1f} s{silence_seconds:15.1f} s{recording.output.seconds:6.1f} s"
         lines.append(f"{number:4}  {times}{recording.code:11}  {recording.command.purpose}")
     for number, recording in enumerate(recordings, 1):
         interruption = recording.command.interruption

@@ -17,7 +17,7 @@ class Interruption:
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class RecordedCommand:
     """A command, and its expected exit."""
 
     purpose: str  # the newcomer's goal
@@ -83,96 +83,104 @@ _MINE = "plimsoll train --config=stdlib-tiny --data=notes/ --workdir=runs/mine"
 _SHORT = "--config.trainer.max_steps=60"
 
 COMMANDS = [
-    Command("What is there?", "plimsoll"),
-    Command("How is it used?", "plimsoll train --help"),
-    Command("What can be trained?", "plimsoll configs list"),
-    Command("What is in a config?", "plimsoll configs show nanogpt-cpu"),
-    Command("And about one thing only?", "plimsoll configs show nanogpt-cpu --only=learning_rate"),
-    Command("A name typed wrong", "plimsoll train --config=nanogtp-cpu --workdir=runs/a", ExitCode.USAGE),
-    Command("A field typed wrong", f"{_GPT} --config.trainer.max_step=200", ExitCode.USAGE),
-    Command("A value typed wrong", f"{_GPT} --config.data.global_batch_size=12k", ExitCode.USAGE),
-    Command("A first run", f"{_GPT} --config.trainer.max_steps=200"),
-    Command("What came of it?", "plimsoll status --workdir=runs/a"),
-    Command("Does it speak?", "plimsoll generate --workdir=runs/a --prompt='def ' --max_new_tokens=40"),
-    Command("A little longer", f"{_GPT} --config.trainer.max_steps=300"),
-    Command(
+    RecordedCommand("What is there?", "plimsoll"),
+    RecordedCommand("How is it used?", "plimsoll train --help"),
+    RecordedCommand("What can be trained?", "plimsoll configs list"),
+    RecordedCommand("What is in a config?", "plimsoll configs show nanogpt-cpu"),
+    RecordedCommand("And about one thing only?", "plimsoll configs show nanogpt-cpu --only=learning_rate"),
+    RecordedCommand("A name typed wrong", "plimsoll train --config=nanogtp-cpu --workdir=runs/a", ExitCode.USAGE),
+    RecordedCommand("A field typed wrong", f"{_GPT} --config.trainer.max_step=200", ExitCode.USAGE),
+    RecordedCommand("A value typed wrong", f"{_GPT} --config.data.global_batch_size=12k", ExitCode.USAGE),
+    RecordedCommand("A first run", f"{_GPT} --config.trainer.max_steps=200"),
+    RecordedCommand("What came of it?", "plimsoll status --workdir=runs/a"),
+    RecordedCommand("Does it speak?", "plimsoll generate --workdir=runs/a --prompt='def ' --max_new_tokens=40"),
+    RecordedCommand("A little longer", f"{_GPT} --config.trainer.max_steps=300"),
+    RecordedCommand(
         "A smaller batch and rate from here on",
         f"{_GPT} --config.trainer.max_steps=400 --config.data.global_batch_size=6 "
         "--config.learner.optimizer.learning_rate.peak_value=5e-4",
     ),
-    Command(
+    RecordedCommand(
         "A change that a resume cannot take",
         f"{_GPT} --config.trainer.max_steps=500 --config.model.dim=256",
         ExitCode.USAGE,
     ),
-    Command(
+    RecordedCommand(
         "Ctrl-C in the middle",
         "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
         ExitCode.INTERRUPTED,
         CTRL_C,
     ),
-    Command(
+    RecordedCommand(
         "On with it, and the process is killed",
         "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
         KILLED,
         KILL,
     ),
-    Command(
+    RecordedCommand(
         "The same command once more",
         "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
     ),
-    Command("Own text from a folder that is not there", f"{_MINE.replace('notes/', 'note/')} {_SHORT}", ExitCode.USAGE),
-    Command("Own text: a folder", f"{_MINE} {_SHORT}"),
-    Command(
+    RecordedCommand(
+        "Own text from a folder that is not there", f"{_MINE.replace('notes/', 'note/')} {_SHORT}", ExitCode.USAGE
+    ),
+    RecordedCommand("Own text: a folder", f"{_MINE} {_SHORT}"),
+    RecordedCommand(
         "Own text: JSON lines with a bad row",
         f"plimsoll train --config=stdlib-tiny --data=broken.jsonl --workdir=runs/broken {_SHORT}",
         ExitCode.USAGE,
     ),
-    Command("How good is it on another file?", "plimsoll evaluate --workdir=runs/mine --files own_layer.py"),
-    Command("Out to transformers", "plimsoll export --workdir=runs/mine --to=exported"),
-    Command(
+    RecordedCommand("How good is it on another file?", "plimsoll evaluate --workdir=runs/mine --files own_layer.py"),
+    RecordedCommand("Out to transformers", "plimsoll export --workdir=runs/mine --to=exported"),
+    RecordedCommand(
         "Fine-tune the export on chats",
         "plimsoll train --config=lora:exported --data=chats.jsonl --workdir=runs/tuned "
         f"--config.data.tokenizer.chat_template=chat.jinja --config.data.global_batch_size=4 {_SHORT}",
     ),
-    Command("Talk with it", "echo 'What is 4 + 4?' | plimsoll chat --workdir=runs/tuned --max_new_tokens=12"),
-    Command("The adapter for peft", "plimsoll export --workdir=runs/tuned --to=adapter --adapter"),
-    Command("Will 8B fit eight chips?", "plimsoll plan --config=llama3-8b --target=v5e-8 --estimate", ExitCode.TOO_BIG),
-    Command(
+    RecordedCommand("Talk with it", "echo 'What is 4 + 4?' | plimsoll chat --workdir=runs/tuned --max_new_tokens=12"),
+    RecordedCommand("The adapter for peft", "plimsoll export --workdir=runs/tuned --to=adapter --adapter"),
+    RecordedCommand(
+        "Will 8B fit eight chips?", "plimsoll plan --config=llama3-8b --target=v5e-8 --estimate", ExitCode.TOO_BIG
+    ),
+    RecordedCommand(
         "And offloaded?",
         "plimsoll plan --config=llama3-8b --target=v5e-16 --estimate --config.memory.optimizer_state=pinned_host "
         "--config.memory.remat=full --config.data.global_batch_size=16",
     ),
-    Command("A plan by the compiler", "plimsoll plan --config=nanogpt-cpu --target=cpu:2"),
-    Command(
+    RecordedCommand("A plan by the compiler", "plimsoll plan --config=nanogpt-cpu --target=cpu:2"),
+    RecordedCommand(
         "A machine that nobody has",
         "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate",
         ExitCode.USAGE,
     ),
-    Command("What would a run need here?", "plimsoll train --config=nanogpt-cpu --workdir=runs/dry --dry_run"),
-    Command(
+    RecordedCommand("What would a run need here?", "plimsoll train --config=nanogpt-cpu --workdir=runs/dry --dry_run"),
+    RecordedCommand(
         "A run that does not fit",
         "plimsoll train --config=stdlib-tiny --workdir=runs/big --device_memory_gib=0.05",
         ExitCode.TOO_BIG,
     ),
-    Command(
+    RecordedCommand(
         "Optimizer state in host memory",
         "plimsoll train --config=nanogpt-cpu --config.memory.optimizer_state=pinned_host --workdir=runs/hosted "
         + _SHORT,
     ),
-    Command(
+    RecordedCommand(
         "Another optimizer",
         "plimsoll train --config=nanogpt-cpu --config.learner.optimizer=lion "
         f"--config.learner.optimizer.learning_rate=1e-4 --workdir=runs/lion {_SHORT}",
     ),
-    Command("A layer of one's own", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"),
-    Command("What is different in it?", "plimsoll configs diff nanogpt-cpu own_layer.py:clipped"),
-    Command("The same run again from its folder", "plimsoll train --config=runs/lion/config.json --workdir=runs/again"),
-    Command("Text as token files", "plimsoll prepare --config=stdlib-tiny --data=notes/ --out=tokens"),
-    Command(
+    RecordedCommand(
+        "A layer of one's own", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"
+    ),
+    RecordedCommand("What is different in it?", "plimsoll configs diff nanogpt-cpu own_layer.py:clipped"),
+    RecordedCommand(
+        "The same run again from its folder", "plimsoll train --config=runs/lion/config.json --workdir=runs/again"
+    ),
+    RecordedCommand("Text as token files", "plimsoll prepare --config=stdlib-tiny --data=notes/ --out=tokens"),
+    RecordedCommand(
         "From token files",
         "plimsoll train --config=stdlib-tiny --data=tokens --workdir=runs/tokens " + _SHORT,
     ),
-    Command("From Python", "python first.py"),
-    Command("A flow of images", f"plimsoll train --config=digits-glow --workdir=runs/glow {_SHORT}"),
+    RecordedCommand("From Python", "python first.py"),
+    RecordedCommand("A flow of images", f"plimsoll train --config=digits-glow --workdir=runs/glow {_SHORT}"),
 ]

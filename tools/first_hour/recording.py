@@ -8,8 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.support.silences import Heard, hear_program
-from tools.first_hour.commands import Command
+from tests.support.timed_output import TimedOutput, run_timed
+from tools.first_hour.commands import RecordedCommand
 
 MAX_SILENCE_SECONDS = 2.0
 MAX_FIRST_SECONDS = 1.0
@@ -25,21 +25,21 @@ class Recording:
 
     Attributes:
         command: the command that was typed.
-        heard: its output, with the times.
+        output: its output, with the times.
     """
 
-    command: Command
-    heard: Heard
+    command: RecordedCommand
+    output: TimedOutput
 
     @property
     def code(self) -> int:
         """The exit code as a shell reports it."""
-        return 128 - self.heard.code if self.heard.code < 0 else self.heard.code
+        return 128 - self.output.code if self.output.code < 0 else self.output.code
 
     @property
     def lines(self) -> list[str]:
         """The lines as finally visible on screen; a rewritten line has its last state."""
-        lines = [shown(line) for line in self.heard.text.replace("\r\n", "\n").split("\n")]
+        lines = [render_line(line) for line in self.output.text.replace("\r\n", "\n").split("\n")]
         while lines and not lines[-1]:
             lines.pop()
         return lines
@@ -50,11 +50,11 @@ class Recording:
         faults = []
         if self.code != self.command.code:
             faults.append(f"exit code {self.code}, expected {int(self.command.code)}")
-        if "Traceback" in self.heard.text:
+        if "Traceback" in self.output.text:
             faults.append("a traceback")
-        if self.heard.first > MAX_FIRST_SECONDS:
-            faults.append(f"first character after {self.heard.first:.1f} s")
-        silence_seconds, line_before = self.heard.longest()
+        if self.output.first > MAX_FIRST_SECONDS:
+            faults.append(f"first character after {self.output.first:.1f} s")
+        silence_seconds, line_before = self.output.longest()
         if silence_seconds > MAX_SILENCE_SECONDS:
             faults.append(f"{silence_seconds:.1f} s of silence after {line_before!r}")
         return faults
@@ -62,12 +62,12 @@ class Recording:
     @property
     def verdict(self) -> str:
         """The times, and what is wrong."""
-        silence_seconds, _ = self.heard.longest()
-        times = f"{self.heard.seconds:.1f} s; first {self.heard.first:.1f} s, silent {silence_seconds:.1f} s"
+        silence_seconds, _ = self.output.longest()
+        times = f"{self.output.seconds:.1f} s; first {self.output.first:.1f} s, silent {silence_seconds:.1f} s"
         return "; ".join([times, *self.faults] if self.faults else [times, "well"])
 
 
-def shown(line: str) -> str:
+def render_line(line: str) -> str:
     """Return the final state of a terminal line.
 
     Each carriage return restarts the line and overwrites its old text, which stays visible where it is not erased.
@@ -81,7 +81,7 @@ def shown(line: str) -> str:
     return text.rstrip()
 
 
-def record(command: Command, folder: Path, environment: dict[str, str]) -> Recording:
+def record(command: RecordedCommand, folder: Path, environment: dict[str, str]) -> Recording:
     """Run a command in a folder, on its own terminal."""
     interruption = command.interruption
     is_interrupted = False
@@ -95,5 +95,5 @@ def record(command: Command, folder: Path, environment: dict[str, str]) -> Recor
     # `exec` makes the exit code the program's own, instead of that of a shell that reports why it ended; a pipe
     # needs the shell.
     line = command.line if "|" in command.line else f"exec {command.line}"
-    heard = hear_program(["bash", "-c", line], environment, folder=folder, terminal=True, react=interrupt)
-    return Recording(command, heard)
+    output = run_timed(["bash", "-c", line], environment, folder=folder, terminal=True, react=interrupt)
+    return Recording(command, output)

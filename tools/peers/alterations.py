@@ -60,22 +60,22 @@ def alterations(shape: str, fields: Facts) -> Iterator[Alteration]:
     """Yield all alterations of a shape. `fields` are the family's fields in transformers, with their values."""
     base = base_facts(shape)
 
-    def altered(name: str, **changes: Any) -> Alteration:
+    def alter(name: str, **changes: Any) -> Alteration:
         facts = {key: value for key, value in {**base, **changes}.items() if value is not ABSENT}
         return Alteration(shape, name, facts)
 
-    yield altered("nothing")
+    yield alter("nothing")
     for field in sorted({*fields, *base}):
         now = base.get(field, fields.get(field))
         values = [ABSENT, *_near(now), *SPECIAL.get(field, [])]
         for value in _distinct(values, base.get(field, ABSENT)):
-            yield altered(f"{field} = {_text(value)}", **{field: value})
+            yield alter(f"{field} = {_text(value)}", **{field: value})
     for field, values in FOREIGN.items():
         if field not in fields:
             for value in _distinct(values, base.get(field, ABSENT)):
-                yield altered(f"{field} = {_text(value)}", **{field: value})
+                yield alter(f"{field} = {_text(value)}", **{field: value})
     for changes in PAIRS if shape != "gpt2" else GPT2_PAIRS:
-        yield altered(", ".join(f"{key} = {_text(value)}" for key, value in changes.items()), **changes)
+        yield alter(", ".join(f"{key} = {_text(value)}" for key, value in changes.items()), **changes)
     for name, damage in FILES.items():
         yield Alteration(shape, name, base, damage)
 

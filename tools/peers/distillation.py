@@ -23,7 +23,7 @@ FILE = TUNING / "distillation.npz"
 SHAPE = (2, 6, 11)
 
 
-class Setting(NamedTuple):
+class DivergenceSetting(NamedTuple):
     """A divergence and its parameters in our terms."""
 
     divergence: str
@@ -32,12 +32,12 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "forward": Setting("forward", 0.5, 1.0),
-    "forward, T = 2": Setting("forward", 0.5, 2.0),
-    "reverse": Setting("reverse", 0.5, 1.0),
-    "reverse, T = 0.7": Setting("reverse", 0.5, 0.7),
-    "jsd, beta = 0.5": Setting("jsd", 0.5, 1.0),
-    "jsd, beta = 0.1, T = 3": Setting("jsd", 0.1, 3.0),
+    "forward": DivergenceSetting("forward", 0.5, 1.0),
+    "forward, T = 2": DivergenceSetting("forward", 0.5, 2.0),
+    "reverse": DivergenceSetting("reverse", 0.5, 1.0),
+    "reverse, T = 0.7": DivergenceSetting("reverse", 0.5, 0.7),
+    "jsd, beta = 0.5": DivergenceSetting("jsd", 0.5, 1.0),
+    "jsd, beta = 0.1, T = 3": DivergenceSetting("jsd", 0.1, 3.0),
 }
 
 
@@ -57,14 +57,14 @@ class Logits(NamedTuple):
         return cls(2 * rng.normal(size=SHAPE), 2 * rng.normal(size=SHAPE), labels)
 
 
-class Value(NamedTuple):
+class LossAndGrad(NamedTuple):
     """The sum over counted positions, and its gradient with respect to the student's logits."""
 
     loss: float
     grad: np.ndarray
 
 
-def ours(logits: Logits, setting: Setting) -> Value:
+def ours(logits: Logits, setting: DivergenceSetting) -> LossAndGrad:
     """Compute with `framework.objectives.distillation` in float64, without its factor of T^2."""
     objective: Any = config_for(Distillation, alpha=0.0, **setting._asdict()).instantiate()
     with jax.enable_x64(True):
@@ -83,10 +83,10 @@ def ours(logits: Logits, setting: Setting) -> Value:
             return distillation_loss(student, inputs, objective=objective, softcap=None)[0]
 
         value, grad = jax.value_and_grad(loss)(jnp.asarray(logits.student))
-        return Value(float(value), np.asarray(grad))
+        return LossAndGrad(float(value), np.asarray(grad))
 
 
-def by_trl(logits: Logits, setting: Setting) -> Value:
+def by_trl(logits: Logits, setting: DivergenceSetting) -> LossAndGrad:
     """Compute with trl.experimental.gkd in float64."""
     import torch
     from trl.experimental.gkd import GKDTrainer
@@ -104,10 +104,10 @@ def by_trl(logits: Logits, setting: Setting) -> Value:
     )
     loss.backward()
     assert student.grad is not None
-    return Value(float(loss.detach()), student.grad.numpy())
+    return LossAndGrad(float(loss.detach()), student.grad.numpy())
 
 
-def by_torch(logits: Logits, setting: Setting) -> Value:
+def by_torch(logits: Logits, setting: DivergenceSetting) -> LossAndGrad:
     """Compute with torch.nn.functional.kl_div in float64; only forward and reverse."""
     import torch
     from torch.nn import functional
@@ -124,7 +124,7 @@ def by_torch(logits: Logits, setting: Setting) -> Value:
     loss = terms[torch.tensor(logits.labels >= 0)].sum()
     loss.backward()
     assert student.grad is not None
-    return Value(float(loss.detach()), student.grad.numpy())
+    return LossAndGrad(float(loss.detach()), student.grad.numpy())
 
 
 def main(argv: list[str]) -> int:

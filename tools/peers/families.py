@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.families import described, family_of
+from plimsoll.framework.families import build_model_config, find_family
 from plimsoll.framework.weights import family
 from plimsoll.framework.weights.source import Source
 
@@ -22,7 +22,7 @@ ZERO_CENTERED = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
-class Family:
+class PeerFamily:
     """One shape.
 
     Args:
@@ -36,13 +36,13 @@ class Family:
     no_gradient: tuple[str, ...] = ()
 
     @property
-    def mapping(self) -> family.Family:
+    def mapping(self) -> family.ModelFamily:
         """The mapping of tensor names."""
-        return family_of(self.facts)()
+        return find_family(self.facts)()
 
     def ours(self) -> Config:
         """Return our model's config, in float32."""
-        return described(self.mapping, self.facts)
+        return build_model_config(self.mapping, self.facts)
 
     @cached_property
     def places(self) -> dict[str, list[Source]]:
@@ -50,7 +50,7 @@ class Family:
         return self.mapping.places(self.ours().instantiate())
 
 
-def _gpt2() -> Family:
+def _gpt2() -> PeerFamily:
     facts = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -66,10 +66,10 @@ def _gpt2() -> Family:
         "eos_token_id": 0,
     }
     # The key bias adds the same to all logits of a query, and softmax ignores that. (With rotation, it does matter.)
-    return Family("gpt2", facts, no_gradient=("stack/block0/attention/key/bias",))
+    return PeerFamily("gpt2", facts, no_gradient=("stack/block0/attention/key/bias",))
 
 
-def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> Family:
+def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> PeerFamily:
     facts = {
         "architectures": [architecture],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -86,7 +86,7 @@ def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> 
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return Family(name, facts | fields)
+    return PeerFamily(name, facts | fields)
 
 
 # Wavelengths of the eight frequencies: 6.3 (kept), 20 and 63 (between the thresholds 16 and 64), 199 and up (slowed).
@@ -99,7 +99,7 @@ _SCALING = {
 }
 
 _QWEN: dict[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, PeerFamily] = {
     family.name: family
     for family in (
         _gpt2(),
@@ -221,7 +221,7 @@ FAMILIES["gpt-oss"] = _llama(
 )
 
 
-def _deepseek(name: str, **fields: Any) -> Family:
+def _deepseek(name: str, **fields: Any) -> PeerFamily:
     facts = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -248,7 +248,7 @@ def _deepseek(name: str, **fields: Any) -> Family:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return Family(name, facts | fields)
+    return PeerFamily(name, facts | fields)
 
 
 _DEEPSEEK = (

@@ -101,8 +101,8 @@ def ours(name: str) -> tuple[Tensors, Any]:
             "adalomo": adalomo(learning_rate=RATE, weight_decay=decay),
         }
         optimizer = made[name]
-        if getattr(optimizer, "of_specs", None) is not None:
-            optimizer = optimizer.of_specs({key: one.spec for key, one in chosen.items()})
+        if getattr(optimizer, "fit_to_specs", None) is not None:
+            optimizer = optimizer.fit_to_specs({key: one.spec for key, one in chosen.items()})
         flip = lambda tree, chosen=chosen: {key: one.flip(tree[key]) for key, one in chosen.items()}  # noqa: E731
         own, update = flip(first(name)), jax.jit(optimizer.update)
         state = optimizer.init(own)
@@ -113,7 +113,7 @@ def ours(name: str) -> tuple[Tensors, Any]:
     return params, state
 
 
-def quantized_inputs(*, signed: bool) -> np.ndarray:
+def make_quantization_inputs(*, signed: bool) -> np.ndarray:
     """Return float32[4000] in [-1, 1] or [0, 1] across all decades: the input of both sides' code search."""
     x = numbers((4000,), 77) * 10.0 ** (-4 - 4 * numbers((4000,), 78).astype(np.float64))
     return np.clip(x if signed else np.abs(x), -1, 1).astype(np.float32)

@@ -27,7 +27,7 @@ from tools.peers.optimizer_cases import (
     Tensors,
     first,
     gradients,
-    quantized_inputs,
+    make_quantization_inputs,
 )
 
 
@@ -82,7 +82,7 @@ def _torchao(params: dict[str, Any]) -> Tensors:
         more |= {f"{part}/codes": state.codes.numpy(), f"{part}/scale": state.scale.numpy()}
     for signed in (True, False):
         table = torch.tensor(quant_utils.create_dynamic_map(signed=signed))
-        x = torch.as_tensor(quantized_inputs(signed=signed))
+        x = torch.as_tensor(make_quantization_inputs(signed=signed))
         codes = quant_utils.quantize_8bit_with_qmap(x, table)
         more |= {f"map/{signed}": table.numpy(), f"codes/{signed}": codes.numpy().astype(np.uint8)}
     return more

@@ -14,7 +14,7 @@ from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import TokenMemmap
 from plimsoll.framework.data.tokenizers import NoTokenizer
-from plimsoll.framework.families.facts import Facts
+from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import rope
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.rotary import Rotary
@@ -24,19 +24,19 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.after_backward import accumulate_gradients
 from plimsoll.framework.schedules.step import training_context
-from tools.peers.families import BATCH, SEQ_LEN, VOCAB, Family
-from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, Results, Tensors
+from tools.peers.families import BATCH, SEQ_LEN, VOCAB, PeerFamily
+from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, PeerResults, Tensors
 
 
-def to_ours(family: Family, tensors: Tensors) -> Nested:
+def to_ours(family: PeerFamily, tensors: Tensors) -> Nested:
     """Convert transformers' tensors (weights, gradients, or anything else per element) to our nested arrays.
 
     Raises:
         ValueError: a tensor is left over, so the mapping is not complete.
     """
-    pieces, flat, specs = dict.fromkeys(tensors, 0.0), {}, family.ours().instantiate().base_specs
+    covered_shares, flat, specs = dict.fromkeys(tensors, 0.0), {}, family.ours().instantiate().base_specs
     for path, sources in family.places.items():
         shape = specs[path].shape if specs[path].num_layers is None else specs[path].shape[1:]
         whole = tuple(slice(None) for _ in shape)
@@ -44,14 +44,14 @@ def to_ours(family: Family, tensors: Tensors) -> Nested:
         flat[path] = parts[0] if specs[path].num_layers is None else np.stack(parts)
         for source in sources:
             for part in source.parts(shape):
-                pieces[part.source.name] += part.ours[-1] / part.source.width(part.ours)
-    wrong = [name for name, share in pieces.items() if not np.isclose(share, 1.0)]
+                covered_shares[part.source.name] += part.ours[-1] / part.source.width(part.ours)
+    wrong = [name for name, share in covered_shares.items() if not np.isclose(share, 1.0)]
     if wrong:
         raise ValueError(f"these tensors of transformers do not end up once each in our parameters: {wrong}")
     return unflatten(flat)
 
 
-def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
+def parameters(family: PeerFamily, model: CausalLM, tensors: Tensors) -> Nested:
     """Convert transformers' tensors to our parameters (or gradients, ...).
 
     Raises:
@@ -65,7 +65,7 @@ def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
     return params
 
 
-def experiment(family: Family, *, unroll: int = 1, chunk_tokens: int = 1024, **memory: Any) -> Config:
+def experiment(family: PeerFamily, *, unroll: int = 1, chunk_tokens: int = 1024, **memory: Any) -> Config:
     """Build a whole experiment with the family's model; its data is never opened."""
     model = family.ours()
     model.stack.unroll = unroll
@@ -91,7 +91,7 @@ def experiment(family: Family, *, unroll: int = 1, chunk_tokens: int = 1024, **m
     return config
 
 
-def program_of(config: Config) -> Program:
+def build_program(config: Config) -> Program:
     """Build the program on one device."""
     return Program(config.instantiate(), jax.devices()[:1])
 
@@ -104,7 +104,7 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
         counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
         ctx = training_context(batch, counter, model, program.layout, experiment.memory.remat)
         state = {"parameter": params, "frozen": {}, "buffer": {}}
-        (loss, _), grads = accumulated_gradients(model, experiment.learner, state, ctx)
+        (loss, _), grads = accumulate_gradients(model, experiment.learner, state, ctx)
         return model.logits(params, program.evaluation_context(batch), {}), loss, grads
 
     return jax.device_get(jax.jit(run)(params, batch))
@@ -137,7 +137,7 @@ def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray,
 
 
 def _rotary(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Rotary:
-    theta, ours = rope(Facts({"rope_theta": theta, "rope_scaling": scaling}))
+    theta, ours = rope(ConfigFacts({"rope_theta": theta, "rope_scaling": scaling}))
     return config_for(Rotary, theta=theta, scaling=ours).instantiate(head_dim=head_dim)
 
 
@@ -146,7 +146,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | No
     return _rotary(head_dim, theta, scaling).frequencies
 
 
-def rotated(
+def rotate(
     head_dim: int, theta: float, scaling: dict[str, Any] | None, positions_P: np.ndarray, query_PH: np.ndarray
 ) -> np.ndarray:
     """Rotate queries [P, H] by their positions [P], in the query's dtype."""
@@ -155,7 +155,7 @@ def rotated(
     return np.asarray(turned[0, :, 0])
 
 
-def relative_errors(family: Family, ours: Nested, theirs: Results) -> dict[str, float]:
+def relative_errors(family: PeerFamily, ours: Nested, theirs: PeerResults) -> dict[str, float]:
     """Return ||ours - theirs|| / ||theirs|| of each gradient.
 
     The error of a gradient that is zero in exact arithmetic is relative to the norm of all gradients.

@@ -12,7 +12,7 @@ import numpy as np
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.objectives.policy_gradient import GRPO
-from tools.peers.families import Family
+from tools.peers.families import PeerFamily
 from tools.peers.recording import TUNING, Tensors
 
 VOCAB = 48
@@ -20,7 +20,7 @@ VOCAB = 48
 BATCH, GROUP, PROMPT, ANSWER = 6, 3, 5, 7
 SEQ_LEN = PROMPT + ANSWER - 1
 # Small enough that the gradients of each case take only a few kilobytes.
-MODEL = Family(
+MODEL = PeerFamily(
     "policy",
     {
         "architectures": ["LlamaForCausalLM"],
@@ -43,7 +43,7 @@ MODEL = Family(
 
 
 @dataclass(frozen=True)
-class Case:
+class PolicyCase:
     """One loss, as both sides configure it.
 
     Args:
@@ -55,13 +55,13 @@ class Case:
     arguments: dict[str, Any]
 
 
-CASES: dict[str, Case] = {
-    "grpo": Case(config_for(GRPO, normalization="grpo"), {"loss_type": "grpo", "beta": 0.0}),
-    "grpo-kl": Case(config_for(GRPO, normalization="grpo", beta=0.3), {"loss_type": "grpo", "beta": 0.3}),
-    "dr-grpo": Case(
+CASES: dict[str, PolicyCase] = {
+    "grpo": PolicyCase(config_for(GRPO, normalization="grpo"), {"loss_type": "grpo", "beta": 0.0}),
+    "grpo-kl": PolicyCase(config_for(GRPO, normalization="grpo", beta=0.3), {"loss_type": "grpo", "beta": 0.3}),
+    "dr-grpo": PolicyCase(
         config_for(GRPO, normalization="dr_grpo", answer_tokens=ANSWER), {"loss_type": "dr_grpo", "beta": 0.0}
     ),
-    "dapo": Case(
+    "dapo": PolicyCase(
         config_for(GRPO, normalization="dapo", epsilon=0.15, epsilon_high=0.28, beta=0.1, unbiased_kl=False),
         {"loss_type": "dapo", "epsilon": 0.15, "epsilon_high": 0.28, "beta": 0.1, "use_bias_correction_kl": False},
     ),
@@ -101,8 +101,8 @@ class Samples:
 
     def batch(self, advantages_B: np.ndarray, spreads_B: np.ndarray) -> Batch:
         """Return the arrays of a step."""
-        from plimsoll.framework.companions.answers import rows_of_answers
-        from plimsoll.framework.inference.rollout import Answers
+        from plimsoll.framework.batch_transforms.answers import build_answer_rows
+        from plimsoll.framework.inference.rollout import SampledAnswers
 
         counts_B = np.asarray([len(answer) for answer in self.answers], np.int32)
         tokens_BA = np.zeros((BATCH, ANSWER), np.int32)
@@ -112,9 +112,9 @@ class Samples:
             tokens_BA[row, : len(answer)] = answer
         prompt_lengths_B = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
         host_batch = {"prompts": prompts_BS, "lengths": prompt_lengths_B}
-        arrays = rows_of_answers(host_batch, Answers(tokens_BA, self.behavior, counts_B))
+        arrays = build_answer_rows(host_batch, SampledAnswers(tokens_BA, self.behavior, counts_B))
         # Occupies the same columns as `behavior`.
-        reference = rows_of_answers(host_batch, Answers(tokens_BA, self.reference, counts_B))["behavior"]
+        reference = build_answer_rows(host_batch, SampledAnswers(tokens_BA, self.reference, counts_B))["behavior"]
         return {
             **arrays,
             "reference": reference,
@@ -142,7 +142,7 @@ class PolicyResults:
     metrics: Tensors
 
 
-def file_of(name: str, folder: Path = TUNING) -> Path:
+def get_case_path(name: str, folder: Path = TUNING) -> Path:
     """Return the path of a case's recorded file."""
     return folder / f"policy-{name}.npz"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from plimsoll.framework.companions.answers import advantages
+from plimsoll.framework.batch_transforms.answers import compute_advantages
 from plimsoll.framework.layout import Nested, flatten
 from plimsoll.framework.program.program import Program
 from tools.peers import ours
-from tools.peers.policy_cases import BATCH, GROUP, MODEL, SEQ_LEN, VOCAB, Case, PolicyResults, Samples
+from tools.peers.policy_cases import BATCH, GROUP, MODEL, SEQ_LEN, VOCAB, PolicyCase, PolicyResults, Samples
 
 
 def loss_and_gradients(
-    case: Case, samples: Samples, results: PolicyResults, *, dtype: str = "float32"
+    case: PolicyCase, samples: Samples, results: PolicyResults, *, dtype: str = "float32"
 ) -> tuple[np.ndarray, Nested, np.ndarray]:
     """Return (loss, gradients, advantages f32[B])."""
     config = ours.experiment(MODEL, chunk_tokens=8)
@@ -25,7 +25,7 @@ def loss_and_gradients(
     # Not for training: the batch below has arrays that this experiment's data lacks.
     program = Program(config.instantiate(), jax.devices()[:1], training=False)
     params = ours.parameters(MODEL, program.experiment.language_model, results.weights)
-    advantages_B, spreads_B = advantages(samples.rewards, GROUP, "group")
+    advantages_B, spreads_B = compute_advantages(samples.rewards, GROUP, "group")
     batch = samples.batch(advantages_B, spreads_B)
     if dtype == "float64":
         params = jax.tree.map(lambda x: x.astype(np.float64), params)

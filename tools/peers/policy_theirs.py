@@ -16,22 +16,22 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tools.peers import theirs
-from tools.peers.policy_cases import ANSWER, BATCH, GROUP, MODEL, PROMPT, VOCAB, Case, PolicyResults, Samples
+from tools.peers.policy_cases import ANSWER, BATCH, GROUP, MODEL, PROMPT, VOCAB, PolicyCase, PolicyResults, Samples
 
 # Maps our names to TRL's metrics.
 _METRICS = {"clipped": "clip_ratio/region_mean", "kl": "kl"}
 
 
-def compute(case: Case, seed: int, *, wide: bool = False) -> PolicyResults:
+def compute(case: PolicyCase, seed: int, *, wide: bool = False) -> PolicyResults:
     """Compute loss and gradients of a batch, in float64 if `wide`. `seed` determines the samples and the model."""
     with theirs.wide_float() if wide else nullcontext():
         return _compute(case, seed, torch.float64 if wide else torch.float32)
 
 
-def _compute(case: Case, seed: int, dtype: torch.dtype) -> PolicyResults:
+def _compute(case: PolicyCase, seed: int, dtype: torch.dtype) -> PolicyResults:
     samples = Samples.draw(seed)
     model = theirs.build(MODEL, seed).to(dtype)
-    weights = theirs.weights_of(model)
+    weights = theirs.get_weights(model)
     trainer = _trainer(case, model)
     advantages_B = _advantages(samples)
     loss = trainer.compute_loss(trainer.model, _inputs(samples, advantages_B, dtype))
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
     return {**theirs.versions(), "trl": trl.__version__}
 
 
-def _trainer(case: Case, model: Any) -> Any:
+def _trainer(case: PolicyCase, model: Any) -> Any:
     """Build TRL's trainer. It requires a dataset, but does not use it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
@@ -79,10 +79,10 @@ def _trainer(case: Case, model: Any) -> Any:
 
 def _tokenizer() -> Any:
     ids = {f"w{number}": number for number in range(VOCAB)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="w4"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="w4"))
+    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w4"
+        tokenizer_object=word_tokenizer, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w4"
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.objectives.preferences import DPO, IPO, ORPO, SimPO
-from plimsoll.framework.objectives.thumbs import KTO
-from tools.peers.families import Family
+from tools.peers.families import PeerFamily
 
 VOCAB = 48
 # Examples of a batch, and the number of rows that they take when packed.
@@ -21,7 +21,7 @@ PADDED_LEN, PACKED_LEN = 24, 48
 TRAINING_STEPS = 10
 LEARNING_RATE, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-6
 # Smaller than the families' shapes, because gradients and weights of each loss are recorded.
-MODEL = Family(
+MODEL = PeerFamily(
     "preferences",
     {
         "architectures": ["LlamaForCausalLM"],
@@ -46,7 +46,7 @@ Ids = list[int]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """A prompt and two answers to it."""
 
     prompt: Ids
@@ -55,7 +55,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Thumb:
+class UnpairedExample:
     """An unpaired preference (KTO): a prompt, an answer, an unrelated answer for the KL estimate, and a label.
 
     `other_answer` answers another prompt; `liked` is the label of `answer`.
@@ -68,7 +68,7 @@ class Thumb:
 
 
 @dataclass(frozen=True)
-class Case:
+class PreferenceCase:
     """One loss, as both sides configure it.
 
     Args:
@@ -89,31 +89,31 @@ class Case:
         return self.trainer == "kto"
 
 
-CASES: dict[str, Case] = {
+CASES: dict[str, PreferenceCase] = {
     case.name: case
     for case in (
-        Case("dpo", config_for(DPO, beta=0.2), "dpo", {"beta": 0.2}),
-        Case(
+        PreferenceCase("dpo", config_for(DPO, beta=0.2), "dpo", {"beta": 0.2}),
+        PreferenceCase(
             "dpo-sft",
             config_for(DPO, beta=0.2, sft=0.7),
             "dpo",
             {"beta": 0.2, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]},
         ),
-        Case("ipo", config_for(IPO, beta=0.3), "dpo", {"beta": 0.3, "loss_type": ["ipo"]}),
-        Case("orpo", config_for(ORPO, beta=0.6), "orpo", {"beta": 0.6}),
-        Case(
+        PreferenceCase("ipo", config_for(IPO, beta=0.3), "dpo", {"beta": 0.3, "loss_type": ["ipo"]}),
+        PreferenceCase("orpo", config_for(ORPO, beta=0.6), "orpo", {"beta": 0.6}),
+        PreferenceCase(
             "simpo",
             config_for(SimPO, beta=2.0, gamma=1.2),
             "cpo",
             {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.2, "cpo_alpha": 0.0},
         ),
-        Case(
+        PreferenceCase(
             "simpo-sft",
             config_for(SimPO, beta=2.0, gamma=0.5, label_smoothing=0.1, sft=0.4),
             "cpo",
             {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.1, "cpo_alpha": 0.4},
         ),
-        Case(
+        PreferenceCase(
             "kto",
             config_for(KTO, beta=0.2, desirable_weight=1.5, undesirable_weight=0.8),
             "kto",
@@ -123,25 +123,25 @@ CASES: dict[str, Case] = {
 }
 
 
-def pairs(seed: int) -> list[Pair]:
+def pairs(seed: int) -> list[PreferencePair]:
     """Return the pairs of a batch."""
     rng = np.random.default_rng(seed)
-    return [Pair(_ids(rng, PROMPT), _ids(rng, ANSWER), _ids(rng, ANSWER)) for _ in range(BATCH)]
+    return [PreferencePair(_ids(rng, PROMPT), _ids(rng, ANSWER), _ids(rng, ANSWER)) for _ in range(BATCH)]
 
 
-def thumbs(seed: int) -> list[Thumb]:
+def make_unpaired(seed: int) -> list[UnpairedExample]:
     """Return the unpaired examples of a batch; as in TRL, the answer to another prompt is the neighbor's."""
     rng = np.random.default_rng(seed)
     prompts = [_ids(rng, PROMPT) for _ in range(BATCH)]
     answers = [_ids(rng, ANSWER) for _ in range(BATCH)]
     # Unequal numbers of the two labels, so that their weights matter.
     liked = [True, False, True, True]
-    return [Thumb(prompts[i], answers[i], answers[i - 1], liked[i]) for i in range(BATCH)]
+    return [UnpairedExample(prompts[i], answers[i], answers[i - 1], liked[i]) for i in range(BATCH)]
 
 
-def examples(case: Case, seed: int) -> list[Pair] | list[Thumb]:
+def examples(case: PreferenceCase, seed: int) -> list[PreferencePair] | list[UnpairedExample]:
     """Return the examples of a batch."""
-    return thumbs(seed) if case.thumbs else pairs(seed)
+    return make_unpaired(seed) if case.thumbs else pairs(seed)
 
 
 def training_seeds(seed: int) -> list[int]:

@@ -17,7 +17,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.after_backward import accumulated_gradients
+from plimsoll.framework.schedules.after_backward import accumulate_gradients
 from plimsoll.framework.schedules.step import training_context
 from tools.peers import ours
 from tools.peers.preference_cases import (
@@ -30,16 +30,16 @@ from tools.peers.preference_cases import (
     PACKED_ROWS,
     PADDED_LEN,
     VOCAB,
-    Case,
+    PreferenceCase,
     examples,
     training_seeds,
 )
 from tools.peers.preference_recording import PreferenceResults
-from tools.peers.preference_rows import GivenBatches, batch_of, rows_of
+from tools.peers.preference_rows import GivenBatches, to_batch, to_rows
 from tools.peers.recording import Tensors
 
 
-def shape_of(*, packed: bool) -> tuple[int, int]:
+def get_batch_shape(*, packed: bool) -> tuple[int, int]:
     """Return [B, S]: one example per row, or two if packed."""
     return (PACKED_ROWS, PACKED_LEN) if packed else (BATCH, PADDED_LEN)
 
@@ -49,7 +49,7 @@ def extra_arrays(objective: Any) -> dict[str, str]:
     return {name: "float32" for name in ("reference", "labels") if name in objective.arrays}
 
 
-def program_of(case: Case, *, packed: bool, chunk_tokens: int = 8) -> Program:
+def build_program(case: PreferenceCase, *, packed: bool, chunk_tokens: int = 8) -> Program:
     """Build the program of the case's loss on one device, with small chunks of logits."""
     model = MODEL.ours()
     model.head.chunk_tokens = chunk_tokens
@@ -57,7 +57,7 @@ def program_of(case: Case, *, packed: bool, chunk_tokens: int = 8) -> Program:
     optimizer = config_for(
         optax.adamw, learning_rate=LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=0.0
     )
-    data = GivenBatches(shape_of(packed=packed), VOCAB, extra_arrays(case.objective.instantiate()))
+    data = GivenBatches(get_batch_shape(packed=packed), VOCAB, extra_arrays(case.objective.instantiate()))
     config: Config = config_for(
         Experiment,
         model=model,
@@ -68,11 +68,11 @@ def program_of(case: Case, *, packed: bool, chunk_tokens: int = 8) -> Program:
     return Program(config.instantiate(data=data), jax.devices()[:1])
 
 
-def batch(program: Program, case: Case, reference: Nested, seed: int, *, packed: bool) -> Batch:
+def batch(program: Program, case: PreferenceCase, reference: Nested, seed: int, *, packed: bool) -> Batch:
     """Return the examples of a seed as a batch; `reference` are the weights of the reference model."""
-    num_rows, seq_len = shape_of(packed=packed)
-    rows = rows_of(examples(case, seed), num_rows)
-    arrays = batch_of(rows, seq_len, labels=case.thumbs)
+    num_rows, seq_len = get_batch_shape(packed=packed)
+    rows = to_rows(examples(case, seed), num_rows)
+    arrays = to_batch(rows, seq_len, labels=case.thumbs)
     if "reference" not in program.batch_specs:
         return arrays
     return {**arrays, "reference": np.asarray(_log_probs(program)(reference, arrays))}
@@ -89,7 +89,7 @@ def _log_probs(program: Program) -> Any:
     return jax.jit(log_probs)
 
 
-def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
+def gradient_errors(case: PreferenceCase, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
     """Return the relative errors of our loss, gradients and metrics of a batch against TRL's, by path.
 
     Compares only the metrics that TRL has.
@@ -104,7 +104,7 @@ def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed
     return errors
 
 
-def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
+def training_errors(case: PreferenceCase, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
     """Return the relative errors of the losses of ten steps, and of the weights after them, against TRL's, by path."""
     program, params, reference = _build_case(case, results, packed=packed)
     batches = [batch(program, case, reference, number, packed=packed) for number in training_seeds(seed)]
@@ -113,9 +113,9 @@ def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed
     return {"losses": worst_loss, **_tensor_errors(trained, results.trained)}
 
 
-def _build_case(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
+def _build_case(case: PreferenceCase, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
     """Return (program, weights, weights of the reference)."""
-    program = program_of(case, packed=packed)
+    program = build_program(case, packed=packed)
     model = program.experiment.language_model
     params = ours.parameters(MODEL, model, results.weights)
     return program, params, ours.parameters(MODEL, model, results.reference)
@@ -127,7 +127,7 @@ def _gradients(program: Program, params: Nested, arrays: Batch) -> tuple[np.ndar
 
     def run(state: Nested, arrays: Batch) -> Any:
         ctx = training_context(arrays, state["counter"], experiment.model, program.layout, experiment.memory.remat)
-        (loss, out), grads = accumulated_gradients(experiment.model, experiment.learner, state, ctx)
+        (loss, out), grads = accumulate_gradients(experiment.model, experiment.learner, state, ctx)
         return loss, out.metrics, grads
 
     return jax.device_get(jax.jit(run)(_state(program, params), program.put(arrays)))

@@ -45,9 +45,9 @@ def save(path: Path, results: PreferenceResults) -> None:
             arrays[field.name] = value
             continue
         for name, array in value.items():
-            kept = array.astype(np.float16) if field.name in _HALVES else array
-            assert np.array_equal(kept.astype(np.float32), array), name
-            arrays[f"{field.name}:{name}"] = kept
+            rounded_array = array.astype(np.float16) if field.name in _HALVES else array
+            assert np.array_equal(rounded_array.astype(np.float32), array), name
+            arrays[f"{field.name}:{name}"] = rounded_array
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
 

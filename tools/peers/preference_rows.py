@@ -11,11 +11,11 @@ import numpy as np
 from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.tokenizers import NoTokenizer
-from tools.peers.preference_cases import Pair, Thumb
+from tools.peers.preference_cases import PreferencePair, UnpairedExample
 
 
 @dataclass(frozen=True)
-class Answered:
+class LabeledAnswer:
     """A prompt with an answer.
 
     Args:
@@ -64,25 +64,28 @@ class GivenBatches(Pipeline):
         raise AssertionError("the caller makes the batches")
 
 
-def sequences_of(example: Pair | Thumb) -> list[Answered]:
+def to_sequences(example: PreferencePair | UnpairedExample) -> list[LabeledAnswer]:
     """Return the two sequences of an example: chosen and rejected, or the answer and the one for the KL estimate."""
-    if isinstance(example, Pair):
-        return [Answered(example.prompt, example.chosen), Answered(example.prompt, example.rejected)]
+    if isinstance(example, PreferencePair):
+        return [LabeledAnswer(example.prompt, example.chosen), LabeledAnswer(example.prompt, example.rejected)]
     label = 1 if example.liked else -1
-    return [Answered(example.prompt, example.answer, label), Answered(example.prompt, example.other_answer, 0)]
+    return [
+        LabeledAnswer(example.prompt, example.answer, label),
+        LabeledAnswer(example.prompt, example.other_answer, 0),
+    ]
 
 
-def rows_of(examples: Sequence[Pair | Thumb], num_rows: int) -> list[list[Answered]]:
+def to_rows(examples: Sequence[PreferencePair | UnpairedExample], num_rows: int) -> list[list[LabeledAnswer]]:
     """Return the sequences of each row; all rows have the same number of examples."""
     per_row = len(examples) // num_rows
     rows = []
     for row in range(num_rows):
         members = examples[row * per_row : (row + 1) * per_row]
-        rows.append([sequence for example in members for sequence in sequences_of(example)])
+        rows.append([sequence for example in members for sequence in to_sequences(example)])
     return rows
 
 
-def batch_of(rows: Sequence[Sequence[Answered]], seq_len: int, *, labels: bool) -> Batch:
+def to_batch(rows: Sequence[Sequence[LabeledAnswer]], seq_len: int, *, labels: bool) -> Batch:
     """Return the arrays of a batch, [B, S], without `reference`; a sequence of n tokens takes n - 1 columns."""
     shape = (len(rows), seq_len)
     batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segments")}

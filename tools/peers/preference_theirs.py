@@ -26,9 +26,9 @@ from tools.peers.preference_cases import (
     LEARNING_RATE,
     MODEL,
     VOCAB,
-    Case,
-    Pair,
-    Thumb,
+    PreferenceCase,
+    PreferencePair,
+    UnpairedExample,
     examples,
     training_seeds,
 )
@@ -64,11 +64,11 @@ _METRICS = {
 }
 
 
-def compute(case: Case, seed: int) -> PreferenceResults:
+def compute(case: PreferenceCase, seed: int) -> PreferenceResults:
     """Compute loss, gradients and metrics of a batch, and run ten steps of training."""
     model = theirs.build(MODEL, seed)
     reference = theirs.build(MODEL, seed + 1)
-    weights = theirs.weights_of(model)
+    weights = theirs.get_weights(model)
     trainer = _trainer(case, model, reference)
     loss = trainer.compute_loss(trainer.model, _inputs(trainer, case, seed))
     loss.backward()
@@ -77,12 +77,12 @@ def compute(case: Case, seed: int) -> PreferenceResults:
     losses = _train(trainer, case, seed)
     return PreferenceResults(
         weights=weights,
-        reference=theirs.weights_of(reference),
+        reference=theirs.get_weights(reference),
         loss=_array(loss),
         gradients=gradients,
         metrics=metrics,
         losses=losses,
-        trained=theirs.weights_of(model),
+        trained=theirs.get_weights(model),
     )
 
 
@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
     return {**theirs.versions(), "trl": trl.__version__}
 
 
-def _trainer(case: Case, model: Any, reference: Any) -> Any:
+def _trainer(case: PreferenceCase, model: Any, reference: Any) -> Any:
     """Build TRL's trainer. It requires a dataset, but does not use it."""
     trainer_type, config_type = _TRAINERS[case.trainer]
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def _trainer(case: Case, model: Any, reference: Any) -> Any:
     return trainer
 
 
-def _any_data(case: Case) -> datasets.Dataset:
+def _any_data(case: PreferenceCase) -> datasets.Dataset:
     texts: dict[str, list[Any]] = {"prompt": ["w5", "w6"]}
     if case.thumbs:
         texts |= {"completion": [" w7", " w8"], "label": [True, False]}
@@ -125,21 +125,21 @@ def _any_data(case: Case) -> datasets.Dataset:
 
 def _tokenizer() -> Any:
     ids = {f"w{number}": number for number in range(VOCAB)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="w4"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="w4"))
+    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w4"
+        tokenizer_object=word_tokenizer, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w4"
     )
 
 
-def _inputs(trainer: Any, case: Case, seed: int) -> dict[str, Any]:
+def _inputs(trainer: Any, case: PreferenceCase, seed: int) -> dict[str, Any]:
     """Collate our examples into a batch with TRL's own collator."""
     features = [_feature(case, example) for example in examples(case, seed)]
     return trainer.data_collator(features)
 
 
-def _feature(case: Case, example: Pair | Thumb) -> dict[str, Any]:
-    if isinstance(example, Thumb):
+def _feature(case: PreferenceCase, example: PreferencePair | UnpairedExample) -> dict[str, Any]:
+    if isinstance(example, UnpairedExample):
         return {
             "prompt_ids": example.prompt,
             "completion_ids": example.answer,
@@ -157,7 +157,7 @@ def _feature(case: Case, example: Pair | Thumb) -> dict[str, Any]:
     return feature
 
 
-def _train(trainer: Any, case: Case, seed: int) -> np.ndarray:
+def _train(trainer: Any, case: PreferenceCase, seed: int) -> np.ndarray:
     """Train with AdamW, without weight decay or clipping; return the loss before each update."""
     model = trainer.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0)
@@ -171,7 +171,7 @@ def _train(trainer: Any, case: Case, seed: int) -> np.ndarray:
     return np.asarray(losses, np.float32)
 
 
-def _metrics(trainer: Any, case: Case) -> Tensors:
+def _metrics(trainer: Any, case: PreferenceCase) -> Tensors:
     """Return the metrics of the only batch so far, by our names."""
     stored = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
     return {ours: np.asarray(stored["train"][name][-1], np.float32) for ours, name in _METRICS[case.trainer].items()}

@@ -67,14 +67,14 @@ class Inputs:
         """Return one batch per step."""
         return [pack(list(windows), SEQ_LEN, separators=None) for windows in self.training]
 
-    def packed_batch(self) -> Batch:
+    def pack_batch(self) -> Batch:
         """Return `packed` with document masks, made by the data pipeline; what follows the last document is padding."""
         rows = [row[: sum(lengths) + 1] for row, lengths in zip(self.packed, DOCUMENTS, strict=True)]
         return pack(rows, SEQ_LEN, separators=[SEPARATOR] * len(rows))
 
 
 @dataclass(frozen=True)
-class Results:
+class PeerResults:
     """Results of transformers and torch in float32, under their names.
 
     Args:
@@ -97,12 +97,12 @@ class Results:
     update_norms: Tensors
 
     @staticmethod
-    def of_gradients(weights: Tensors, logits: np.ndarray, loss: np.ndarray, gradients: Tensors) -> Results:
+    def from_gradients(weights: Tensors, logits: np.ndarray, loss: np.ndarray, gradients: Tensors) -> PeerResults:
         """Build results without packed inputs and without training."""
-        return Results(weights, logits, loss, gradients, np.zeros(0), np.zeros(0), {})
+        return PeerResults(weights, logits, loss, gradients, np.zeros(0), np.zeros(0), {})
 
 
-def save(path: Path, inputs: Inputs, results: Results) -> None:
+def save(path: Path, inputs: Inputs, results: PeerResults) -> None:
     """Write both into one compressed file, weights as float16."""
     arrays: Tensors = {}
     for part in (inputs, results):
@@ -120,7 +120,7 @@ def save(path: Path, inputs: Inputs, results: Results) -> None:
     np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
 
 
-def load(path: Path) -> tuple[Inputs, Results]:
+def load(path: Path) -> tuple[Inputs, PeerResults]:
     """Read a file that `save` wrote; weights become float32."""
     single: Tensors = {}
     groups: dict[str, Tensors] = {}
@@ -133,4 +133,4 @@ def load(path: Path) -> tuple[Inputs, Results]:
                 single[group] = file[key]
     groups["weights"] = {name: array.astype(np.float32) for name, array in groups["weights"].items()}
     inputs = Inputs(**{field.name: single.pop(field.name) for field in fields(Inputs)})
-    return inputs, Results(**single, **groups)  # pyright: ignore[reportArgumentType]
+    return inputs, PeerResults(**single, **groups)  # pyright: ignore[reportArgumentType]

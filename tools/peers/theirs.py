@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from plimsoll.framework.families import scores
 from plimsoll.framework.layout import flatten
-from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, Family
+from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, PeerFamily
 from tools.peers.ours import to_ours
 from tools.peers.recording import (
     BETAS,
@@ -26,7 +26,7 @@ from tools.peers.recording import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Inputs,
-    Results,
+    PeerResults,
     Tensors,
 )
 
@@ -34,7 +34,7 @@ Model = Any  # a transformers model, whose classes are hardly typed
 Gradients = tuple[np.ndarray, np.ndarray, Tensors]
 
 
-def build(family: Family, seed: int) -> Model:
+def build(family: PeerFamily, seed: int) -> Model:
     """Build a model with random weights, float32, without dropout.
 
     All weights are random, including norm scales and biases, because initial ones and zeros would hide mistakes. Values
@@ -60,7 +60,7 @@ def build(family: Family, seed: int) -> Model:
     return model
 
 
-def _empty(family: Family) -> Model:
+def _empty(family: PeerFamily) -> Model:
     # Copied, because transformers completes the dict of the rotary scaling in place.
     config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
     # Eager: attention is written out instead of one fused operation, and experts run one after the other.
@@ -87,27 +87,27 @@ def wide_float() -> Iterator[None]:
         yield
 
 
-def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
-    """Run `gradients_of` in float64, with the weights of a float32 model."""
+def compute_wide(model: Model, family: PeerFamily, inputs: Inputs) -> Gradients:
+    """Run `compute_gradients` in float64, with the weights of a float32 model."""
     with wide_float():
         wide = _empty(family).double()
         wide.load_state_dict(model.state_dict())
-        return gradients_of(wide, inputs)
+        return compute_gradients(wide, inputs)
 
 
-def compute(model: Model, family: Family, inputs: Inputs) -> Results:
+def compute(model: Model, family: PeerFamily, inputs: Inputs) -> PeerResults:
     """Compute everything that is compared. This trains the model, so its weights change."""
-    weights = weights_of(model)
-    logits, loss, gradients = gradients_of(model, inputs)
+    weights = get_weights(model)
+    logits, loss, gradients = compute_gradients(model, inputs)
     packed_logits = _compute_packed_logits(model, inputs)
     losses = _train(model, inputs)
-    moved = {name: p - weights[name] for name, p in weights_of(model).items()}
+    moved = {name: p - weights[name] for name, p in get_weights(model).items()}
     ours = flatten(to_ours(family, moved))
     norms = {path: np.asarray(np.linalg.norm(array.astype(np.float64)), np.float32) for path, array in ours.items()}
-    return Results(weights, logits, loss, gradients, packed_logits, losses, norms)
+    return PeerResults(weights, logits, loss, gradients, packed_logits, losses, norms)
 
 
-def gradients_of(model: Model, inputs: Inputs) -> Gradients:
+def compute_gradients(model: Model, inputs: Inputs) -> Gradients:
     """Return (logits [B, S, V], loss, gradients by name). transformers shifts the labels and ignores those of -100."""
     ids = torch.as_tensor(inputs.windows, dtype=torch.int64)
     labels = ids.clone()
@@ -116,16 +116,16 @@ def gradients_of(model: Model, inputs: Inputs) -> Gradients:
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    published_gradients = published(model.config.model_type, _numpy(gradients))
+    published_gradients = to_published_names(model.config.model_type, _numpy(gradients))
     return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), published_gradients
 
 
-def weights_of(model: Model) -> Tensors:
+def get_weights(model: Model) -> Tensors:
     """Return the weights by the names in published files."""
-    return published(model.config.model_type, _numpy(dict(model.named_parameters())))
+    return to_published_names(model.config.model_type, _numpy(dict(model.named_parameters())))
 
 
-def published(model_type: str, tensors: Tensors) -> Tensors:
+def to_published_names(model_type: str, tensors: Tensors) -> Tensors:
     """Rename tensors as in published files. In memory, transformers keeps the experts of a layer in one tensor."""
     if model_type == "gpt_oss":
         # Its files keep them in one tensor, too.
@@ -204,9 +204,9 @@ def _rotate_query(name: str, query_PH: np.ndarray) -> np.ndarray:
     return rotated[0, 0].numpy()
 
 
-def rounding(family: Family, model: Model, inputs: Inputs) -> dict[str, float]:
+def rounding(family: PeerFamily, model: Model, inputs: Inputs) -> dict[str, float]:
     """Return torch's own float32 error: relative differences from the same computation in float64."""
-    logits, loss, gradients = gradients_of(model, inputs)
+    logits, loss, gradients = compute_gradients(model, inputs)
     logits64, loss64, gradients64 = compute_wide(model, family, inputs)
     skipped = {source.name for path in family.no_gradient for source in family.places[path]}
     return {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def experts_of_rows(sizes_E: jax.Array, num_rows: int) -> jax.Array:
+def find_row_experts(sizes_E: jax.Array, num_rows: int) -> jax.Array:
     """Return the expert of each row, int32[N], with rows sorted by expert; E for rows after the last expert's."""
     ends_E = jnp.cumsum(sizes_E)
     rows_N1 = jnp.arange(num_rows)[:, None]
@@ -27,7 +27,7 @@ def add_biases(y_NO: jax.Array, bias_EO: jax.Array, experts_N: jax.Array) -> jax
         y_NO: rows; those after the last expert's may hold anything, and do not contribute to the gradient of the
             biases.
         bias_EO: biases in y's dtype.
-        experts_N: the result of `experts_of_rows`.
+        experts_N: the result of `find_row_experts`.
     """
     return _add(bias_EO.shape[0], y_NO, bias_EO, experts_N)
 
@@ -48,9 +48,9 @@ def _backward(num_experts: int, experts_N: jax.Array, grad_NO: jax.Array) -> tup
     # Rows after the last expert's may hold NaN, and 0 times NaN is NaN, so they are replaced by zeros first.
     is_row_N1 = (experts_N < num_experts)[:, None]
     rows_grad_NO = jnp.where(is_row_N1, grad_NO, 0)
-    is_of_expert_NE = jax.nn.one_hot(experts_N, num_experts, dtype=grad_NO.dtype)
+    one_hot_NE = jax.nn.one_hot(experts_N, num_experts, dtype=grad_NO.dtype)
     wide = jnp.promote_types(grad_NO.dtype, jnp.float32)
-    bias_grad_EO = jnp.einsum("ne,no->eo", is_of_expert_NE, rows_grad_NO, preferred_element_type=wide)
+    bias_grad_EO = jnp.einsum("ne,no->eo", one_hot_NE, rows_grad_NO, preferred_element_type=wide)
     # float0 is JAX's dtype for cotangents of integers.
     return grad_NO, bias_grad_EO.astype(grad_NO.dtype), np.zeros(experts_N.shape, jax.dtypes.float0)
 

@@ -23,21 +23,21 @@ _ROUNDING = 1.0 - 1e-6
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Places:
+class Slots:
     """The slot of each choice.
 
     Attributes:
-        places_BSK: int32, e * C + c; E * C for a dropped choice.
+        slots_BSK: int32, e * C + c; E * C for a dropped choice.
         tokens_BEC: int32, the token of each slot; S for an empty one.
         is_kept_BSK: bool, whether the choice has a slot.
     """
 
-    places_BSK: jax.Array
+    slots_BSK: jax.Array
     tokens_BEC: jax.Array
     is_kept_BSK: jax.Array
 
 
-def tokens_of(batch: Mapping[str, jax.Array]) -> jax.Array | None:
+def find_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
     """Return which positions are not padding, bool[B, S]; None if the batch does not tell.
 
     Args:
@@ -47,12 +47,14 @@ def tokens_of(batch: Mapping[str, jax.Array]) -> jax.Array | None:
     if "segments" in batch:
         return batch["segments"] != 0
     if "weights" in batch:
-        counted_BS = (batch["weights"] > 0).astype(jnp.int32)
-        return jax.lax.cummax(counted_BS, axis=1, reverse=True) > 0
+        is_counted_BS = (batch["weights"] > 0).astype(jnp.int32)
+        return jax.lax.cummax(is_counted_BS, axis=1, reverse=True) > 0
     return None
 
 
-def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_BS: jax.Array | None = None) -> Places:
+def assign_slots(
+    experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_BS: jax.Array | None = None
+) -> Slots:
     """Assign slots: first choices come before second ones, and earlier tokens before later ones.
 
     Args:
@@ -76,23 +78,23 @@ def places(experts_BSK: jax.Array, num_experts: int, capacity: float, is_token_B
     before_BNE = jnp.cumsum(chosen_BNE, axis=1) - chosen_BNE
     queue_BN = jnp.sum(before_BNE * chosen_BNE, axis=-1)
     is_kept_BN = (queue_BN < limit_B1) & jnp.any(chosen_BNE, axis=-1)
-    places_BN = jnp.where(is_kept_BN, experts_BN * count + queue_BN, num_experts * count)
+    slots_BN = jnp.where(is_kept_BN, experts_BN * count + queue_BN, num_experts * count)
     tokens_N = jnp.tile(jnp.arange(length, dtype=jnp.int32), top_k)
 
-    def scatter_tokens(places_N: jax.Array) -> jax.Array:
+    def scatter_tokens(slots_N: jax.Array) -> jax.Array:
         empty = jnp.full(num_experts * count, length, jnp.int32)
         # The index of dropped choices is past the last slot.
-        return empty.at[places_N].set(tokens_N, mode="drop")
+        return empty.at[slots_N].set(tokens_N, mode="drop")
 
-    tokens_BEC = jax.vmap(scatter_tokens)(places_BN).reshape(batch, num_experts, count)
+    tokens_BEC = jax.vmap(scatter_tokens)(slots_BN).reshape(batch, num_experts, count)
 
     def by_token(x_BN: jax.Array) -> jax.Array:
         return x_BN.reshape(batch, top_k, length).swapaxes(1, 2)
 
-    return Places(by_token(places_BN), tokens_BEC, by_token(is_kept_BN))
+    return Slots(by_token(slots_BN), tokens_BEC, by_token(is_kept_BN))
 
 
-def dispatch(x_BSD: jax.Array, places: Places) -> jax.Array:
+def dispatch(x_BSD: jax.Array, places: Slots) -> jax.Array:
     """Return the token of each slot, [B, E, C, D]; zeros for empty slots."""
     return jax.vmap(_rows_or_zeros)(x_BSD, places.tokens_BEC)
 
@@ -102,17 +104,17 @@ def multiply_stored(
 ) -> jax.Array:
     """Multiply slots [B, E, C, in] by their experts' stored weights.
 
-    See `framework.layers.experts.stored.Multiply`.
+    See `framework.layers.experts.expert_storage.Multiply`.
     """
     weight_EIO = dense(weights)
     return jnp.einsum("beco,eio->beci" if transpose else "beci,eio->beco", x, weight_EIO)
 
 
-def collect(y_BECD: jax.Array, places: Places) -> jax.Array:
+def collect(y_BECD: jax.Array, places: Slots) -> jax.Array:
     """Return the result of each choice, [B, S, K, D]; zeros for dropped ones."""
     batch, num_experts, count, dim = y_BECD.shape
     y_BPD = y_BECD.reshape(batch, num_experts * count, dim)
-    return jax.vmap(_rows_or_zeros)(y_BPD, places.places_BSK)
+    return jax.vmap(_rows_or_zeros)(y_BPD, places.slots_BSK)
 
 
 def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
 from plimsoll.framework.layers.experts import capacity as capacities
-from plimsoll.framework.layers.experts.biases import add_biases, experts_of_rows
+from plimsoll.framework.layers.experts.biases import add_biases, find_row_experts
+from plimsoll.framework.layers.experts.expert_storage import StoredMatrix, dense_experts
 from plimsoll.framework.layers.experts.grouped import (
     Implementation,
     check_platform,
@@ -31,10 +32,9 @@ from plimsoll.framework.layers.experts.grouped import (
     with_spare_rows,
 )
 from plimsoll.framework.layers.experts.groups import collect, dispatch, group
-from plimsoll.framework.layers.experts.scores import Choice
-from plimsoll.framework.layers.experts.stored import StoredMatrix, dense_experts
-from plimsoll.framework.layers.keeping import keeping_inputs
+from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
+from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested, ParameterSpec
 
 
@@ -87,7 +87,7 @@ class Experts(Layer):
         self.top_k = top_k
         self.hidden = hidden
         self.activation = ACTIVATIONS[activation]
-        self.gating: Any = self._gated if gating is None else gating.instantiate()
+        self.gating: Any = self._apply_gate if gating is None else gating.instantiate()
         self.names = ("gate", "up", "down") if gated else ("up", "down")
         self.bias = bias
         self.capacity = capacity
@@ -102,7 +102,7 @@ class Experts(Layer):
         if self.capacity is None:
             check_platform(self.implementation, platform)
 
-    def own_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> dict[str, Any]:
         """Return the specs of gate and up [E, D, F], and down [E, F, D].
 
         With biases, also gate_bias and up_bias [E, F], and down_bias [E, D]; with `model.lora`, those of
@@ -144,13 +144,13 @@ class Experts(Layer):
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
 
-        def prepared(spec: ParameterSpec, param: jax.Array) -> jax.Array:
+        def cast_param(spec: ParameterSpec, param: jax.Array) -> jax.Array:
             return param if spec.quantized else cast(param, ctx.compute_dtype)
 
-        return jax.tree.map(prepared, self.own_specs(), params)
+        return jax.tree.map(cast_param, self.param_specs(), params)
 
     def __call__(
-        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
+        self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return (the weighted sum of the chosen experts' results, which choices were kept).
 
@@ -163,11 +163,11 @@ class Experts(Layer):
             # This is a trace of one device's share: the arrays are that device's, and the weights are gathered.
             return self._on_device(weights, x_BSD, choice, ctx, gathers=False), None
         if mesh is None or mesh.size == 1:
-            return self._of_tokens(weights, x_BSD, choice, ctx, first_expert=0, shards=1), None
+            return self._run_local_experts(weights, x_BSD, choice, ctx, first_expert=0, shards=1), None
         # A single token, as in generation, cannot be sharded over seq: these devices compute the same.
         length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
         token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
-        weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.own_specs())
+        weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.param_specs())
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
             mesh=mesh,
@@ -177,7 +177,9 @@ class Experts(Layer):
         )
         return on_device(weights, x_BSD, choice), None
 
-    def _on_device(self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, gathers: bool) -> jax.Array:
+    def _on_device(
+        self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context, gathers: bool
+    ) -> jax.Array:
         """Process one device's tokens with its shard of the weights, inside shard_map.
 
         With `gathers`, the weights are first all-gathered over fsdp.
@@ -185,7 +187,7 @@ class Experts(Layer):
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
         if gathers and sizes["fsdp"] > 1:
-            weights = jax.tree.map(_gathered, self.own_specs(), weights)
+            weights = jax.tree.map(_gather, self.param_specs(), weights)
         if self.bias and sizes["model"] > 1:
             # Each device of the model axis has a partial sum over F, so only one of them may add the bias.
             is_first = jax.lax.axis_index("model") == 0
@@ -195,15 +197,15 @@ class Experts(Layer):
             tokens = (x_BSD, choice)
             x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
             first_expert = jax.lax.axis_index("expert") * _num_experts(weights)
-        y_BSD = self._of_tokens(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
+        y_BSD = self._run_local_experts(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
         if sizes["model"] > 1:
             y_BSD = jax.lax.psum(y_BSD, "model")
         if sizes["expert"] > 1:
             y_BSD = jax.lax.psum_scatter(y_BSD, "expert", scatter_dimension=0, tiled=True)
         return y_BSD
 
-    def _of_tokens(
-        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, first_expert: Any, shards: int
+    def _run_local_experts(
+        self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context, first_expert: Any, shards: int
     ) -> jax.Array:
         """Return the sum of the local experts' results for their tokens, [B, S, D].
 
@@ -227,7 +229,7 @@ class Experts(Layer):
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
             multiply = partial(_multiply_for_estimate, dot)
-        experts_N = experts_of_rows(groups.sizes_E, num_rows) if self.bias else None
+        experts_N = find_row_experts(groups.sizes_E, num_rows) if self.bias else None
 
         def project(name: str, rows_NI: jax.Array) -> jax.Array:
             if name in self.stored:
@@ -238,37 +240,37 @@ class Experts(Layer):
                 return y_NO
             return add_biases(y_NO, weights[f"{name}_bias"], experts_N)
 
-        h_NF = self._hidden(project, x_ND)
+        h_NF = self._compute_hidden(project, x_ND)
         y_ND = checkpoint_name(project("down", h_NF), "mlp_down")
         y_TKD = collect(y_ND, groups)
         y_TD = _combine_outputs(y_TKD, choice.shares_BSK.reshape(-1, top_k))
         return y_TD.reshape(x_BSD.shape)
 
-    def _hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    def _compute_hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Return the inner activations; project(name, x) is the projection with that name."""
         up = checkpoint_name(project("up", x), "mlp_up")
         if "gate" not in self.names:
-            return keeping_inputs(self.activation)(up)
+            return save_inputs(self.activation)(up)
         gate = checkpoint_name(project("gate", x), "mlp_gate")
-        return keeping_inputs(self.gating)(gate, up)
+        return save_inputs(self.gating)(gate, up)
 
-    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def _apply_gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return self.activation(gate) * up
 
     def _with_capacity(
-        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
+        self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
     ) -> tuple[jax.Array, jax.Array]:
         assert self.capacity is not None
-        is_token_BS = capacities.tokens_of(ctx.batch)
-        places = capacities.places(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
+        is_token_BS = capacities.find_tokens(ctx.batch)
+        places = capacities.assign_slots(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
         x_BECD = capacities.dispatch(x_BSD, places)
         # From here on, experts are sharded instead of sequences: the partitioner inserts an all-to-all.
         sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")
 
-        def placed(x_BECD: jax.Array, last_axis: str | None) -> jax.Array:
+        def constrain_experts(x_BECD: jax.Array, last_axis: str | None) -> jax.Array:
             return ctx.constrain(x_BECD, sequence_axes, "expert", None, last_axis)
 
-        x_BECD = placed(x_BECD, None)
+        x_BECD = constrain_experts(x_BECD, None)
 
         def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
             return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
@@ -282,8 +284,8 @@ class Experts(Layer):
                 return y_BECO
             return add_shared(y_BECO, weights[f"{name}_bias"][:, None])
 
-        h_BECF = placed(self._hidden(project, x_BECD), "model")
-        y_BECD = placed(project("down", h_BECF), None)
+        h_BECF = constrain_experts(self._compute_hidden(project, x_BECD), "model")
+        y_BECD = constrain_experts(project("down", h_BECF), None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
         y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
         return _combine_outputs(y_BSKD, choice.shares_BSK), places.is_kept_BSK
@@ -300,7 +302,7 @@ def _num_experts(weights: Nested) -> int:
     return jax.tree.leaves(weights["up"])[0].shape[0]
 
 
-def _gathered(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+def _gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
     """All-gather a weight over fsdp, inside shard_map, if it is sharded over fsdp."""
     if "fsdp" not in spec.mesh_axes:
         return weight

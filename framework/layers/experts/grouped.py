@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.framework.layers.experts import grouped_gpu, grouped_tpu
-from plimsoll.framework.layers.experts.stored import dense_experts
+from plimsoll.framework.layers.experts.expert_storage import dense_experts
 from plimsoll.framework.layers.products import dense_cotangent
 
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
 Chosen = Literal["megablox", "triton", "blocks", "ragged"]
 _ONLY_PLATFORM = {"megablox": "tpu", "triton": "gpu"}
-# Prefix of the name of a scope around the products; framework/plan/grouped_work.py counts them by it.
+# Prefix of the name of a scope around the products; framework/plan/grouped_products.py counts them by it.
 EVEN_ROWS = "even_rows_"
 # Rows per block, largest first: many rows make a fast product, few rows waste little at an expert's end.
 BLOCKS = (256, 64, 16)
@@ -92,8 +92,8 @@ def grouped_dot(
     if implementation == "ragged":
         return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
     # Kernels skip rows without a token; array shapes do not show this, so the scope records the number of rows.
-    work = _Work(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
-    return _multiply_groups(x_NI, weight_EIO, sizes_E, work)
+    options = _ProductOptions(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
+    return _multiply_groups(x_NI, weight_EIO, sizes_E, options)
 
 
 def multiply_stored(
@@ -106,7 +106,7 @@ def multiply_stored(
     implementation: Chosen,
     even_rows: int,
 ) -> jax.Array:
-    """Compute `grouped_dot` with stored weights, see `framework.layers.experts.stored.Multiply`.
+    """Compute `grouped_dot` with stored weights, see `framework.layers.experts.expert_storage.Multiply`.
 
     "blocks" has one expert's dense weights at a time; the others have the matrix of all local experts.
     """
@@ -119,7 +119,7 @@ def multiply_stored(
         return _PRODUCTS[implementation].rows_times_weights(x, weight_EIO, sizes, transpose=transpose)
 
 
-class _Work(NamedTuple):
+class _ProductOptions(NamedTuple):
     """The implementation of products, and the name of the scope that records the amount of work."""
 
     implementation: Chosen
@@ -127,27 +127,27 @@ class _Work(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply_groups(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, work: _Work) -> jax.Array:
-    with jax.named_scope(work.scope):
-        return _PRODUCTS[work.implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
+def _multiply_groups(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, options: _ProductOptions) -> jax.Array:
+    with jax.named_scope(options.scope):
+        return _PRODUCTS[options.implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _multiply_groups_forward(x: Any, weight: Any, sizes: Any, work: _Work) -> Any:
+def _multiply_groups_forward(x: Any, weight: Any, sizes: Any, options: _ProductOptions) -> Any:
     """Return the product, and the residuals of the gradients: frozen weights need no rows."""
     # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
-    y_NO = _multiply_groups(x.value, weight.value, sizes.value, work)
+    y_NO = _multiply_groups(x.value, weight.value, sizes.value, options)
     return y_NO, (x_residual, weight_residual, sizes.value)
 
 
-def _multiply_groups_backward(work: _Work, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
+def _multiply_groups_backward(options: _ProductOptions, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
-    products = _PRODUCTS[work.implementation]
+    products = _PRODUCTS[options.implementation]
     grad_NO = dense_cotangent(grad_NO)
     x_grad = None
     weight_grad = None
-    with jax.named_scope(work.scope):
+    with jax.named_scope(options.scope):
         if weight_EIO is not None:
             x_grad = products.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
         if x_NI is not None:
@@ -242,8 +242,8 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
             grad_block = jax.lax.dynamic_slice_in_dim(grad_NO, row, block)
             if block == BLOCKS[-1]:
                 # The block may contain rows of the next expert, which must not contribute.
-                is_own = row + jnp.arange(block) < end
-                grad_block = jnp.where(is_own[:, None], grad_block, 0)
+                is_in_expert = row + jnp.arange(block) < end
+                grad_block = jnp.where(is_in_expert[:, None], grad_block, 0)
             block_grad = jax.lax.dot_general(
                 x_block,
                 grad_block,

@@ -43,8 +43,8 @@ def rows_times_weights(
         interpret: run the kernel as JAX operations, on any platform.
     """
     columns = weight_EIO.shape[1 if transpose else 2]
-    x_NI = _padded(x_NI, 1)
-    weight_EIO = _padded(_padded(weight_EIO, 1), 2)
+    x_NI = _pad(x_NI, 1)
+    weight_EIO = _pad(_pad(weight_EIO, 1), 2)
     num_rows, contracted = x_NI.shape
     padded_columns = weight_EIO.shape[1 if transpose else 2]
     _check_size(x_NI.dtype, num_rows * max(contracted, padded_columns))
@@ -80,8 +80,8 @@ def weight_gradients(
         sizes_E, interpret: see `rows_times_weights`.
     """
     shape = (sizes_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
-    x_NI = _padded(x_NI, 1)
-    grad_NO = _padded(grad_NO, 1)
+    x_NI = _pad(x_NI, 1)
+    grad_NO = _pad(grad_NO, 1)
     inputs = x_NI.shape[1]
     outputs = grad_NO.shape[1]
     _check_size(x_NI.dtype, x_NI.shape[0] * max(inputs, outputs))
@@ -100,7 +100,7 @@ def weight_gradients(
     return weight_grads[:, : shape[1], : shape[2]]
 
 
-def _padded(x: jax.Array, axis: int) -> jax.Array:
+def _pad(x: jax.Array, axis: int) -> jax.Array:
     """Pad an axis of x with zeros to a multiple of the smallest tile: adapters may have few columns."""
     missing = -x.shape[axis] % _TILE_CONTRACTED[-1]
     if missing == 0:
@@ -166,7 +166,7 @@ def _rows_kernel(
     columns = pl.ds(pl.program_id(1) * tile_columns, tile_columns)
     # Rows after the expert's belong to the next one. They are read, because each row of a product is independent, but
     # not written.
-    is_own = (first_row + jnp.arange(TILE_ROWS)) < end_row
+    is_in_expert = (first_row + jnp.arange(TILE_ROWS)) < end_row
 
     def add_product(step: jax.Array, total: jax.Array) -> jax.Array:
         contracted = pl.ds(step * tile_contracted, tile_contracted)
@@ -182,7 +182,7 @@ def _rows_kernel(
     steps = is_used * (x_ref.shape[1] // tile_contracted)
     zeros = jnp.zeros((TILE_ROWS, tile_columns), jnp.float32)
     y_tile = jax.lax.fori_loop(0, steps, add_product, zeros)
-    plgpu.store(y_ref.at[rows, columns], y_tile.astype(y_ref.dtype), mask=is_own[:, None])
+    plgpu.store(y_ref.at[rows, columns], y_tile.astype(y_ref.dtype), mask=is_in_expert[:, None])
 
 
 def _weights_kernel(
@@ -205,10 +205,10 @@ def _weights_kernel(
     def add_product(step: jax.Array, total: jax.Array) -> jax.Array:
         first_row = start + step * TILE_ROWS
         rows = pl.ds(first_row, TILE_ROWS)
-        is_own = ((first_row + jnp.arange(TILE_ROWS)) < end)[:, None]
+        is_in_expert = ((first_row + jnp.arange(TILE_ROWS)) < end)[:, None]
         # Both are masked: a spare row may hold NaN, and 0 times NaN is NaN.
-        x_tile = plgpu.load(x_ref.at[rows, inputs], mask=is_own, other=0.0)
-        grad_tile = plgpu.load(grad_ref.at[rows, outputs], mask=is_own, other=0.0)
+        x_tile = plgpu.load(x_ref.at[rows, inputs], mask=is_in_expert, other=0.0)
+        grad_tile = plgpu.load(grad_ref.at[rows, outputs], mask=is_in_expert, other=0.0)
         return total + plgpu.dot(x_tile, grad_tile, trans_a=True, allow_tf32=False)
 
     steps = (end - start + TILE_ROWS - 1) // TILE_ROWS

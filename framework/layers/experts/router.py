@@ -19,7 +19,7 @@ from plimsoll.framework.config import (
 )
 from plimsoll.framework.layers.base import Context, Layer
 from plimsoll.framework.layers.experts import scores
-from plimsoll.framework.layers.experts.scores import Choice, GroupLimit, GroupScore, Scope, Score
+from plimsoll.framework.layers.experts.scores import ExpertChoice, GroupLimit, GroupScore, Scope, Score
 from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
 
 
@@ -35,7 +35,7 @@ class Routing:
         buffers: new values of the router's buffers.
     """
 
-    choice: Choice
+    choice: ExpertChoice
     loss: jax.Array | None
     metrics: dict[str, jax.Array]
     buffers: Nested
@@ -113,7 +113,7 @@ class Router(Layer):
         self.expert_metrics = expert_metrics
         self._init = init.instantiate()
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of weight [D, E] and, with logit_bias, bias [E].
 
         E is not sharded over the `expert` axis: every device routes its own tokens among all experts.
@@ -130,7 +130,7 @@ class Router(Layer):
         bias = ParameterSpec((self.num_experts,), "float32", (None,), roles=("router",))
         return {"weight": weight, "bias": bias}
 
-    def own_buffers(self) -> dict[str, TensorSpec]:
+    def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         """Return the specs of bias [E], updated up to the step before last, and loads [E], of the last step.
 
         There are none without bias_rate.
@@ -176,7 +176,7 @@ class Router(Layer):
         return {"bias": bias_E, "loads": earlier_E + loads_E}
 
     def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
-        """Route the tokens x_BSD; `buffers` has the structure of `own_buffers`."""
+        """Route the tokens x_BSD; `buffers` has the structure of `layer_buffer_specs`."""
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
         inputs_BSD = self._apply_jitter(x_BSD.astype(wide), ctx)
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
@@ -213,7 +213,7 @@ class Router(Layer):
         return x_BSD * jax.vmap(row_factors)(ctx.rows)
 
     def _compute_losses(
-        self, logits_BSE: jax.Array, choice: Choice, ctx: Context
+        self, logits_BSE: jax.Array, choice: ExpertChoice, ctx: Context
     ) -> tuple[jax.Array | None, dict[str, jax.Array]]:
         """Return (the losses times their coefficients, metrics), both divided by ctx.num_targets."""
         assert ctx.num_targets is not None, "losses are means over targets"

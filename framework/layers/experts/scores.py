@@ -34,7 +34,7 @@ class GroupLimit:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """The experts of each token.
 
     Attributes:
@@ -55,7 +55,7 @@ def choose(
     normalize: bool,
     scale: float,
     limit: GroupLimit | None = None,
-) -> Choice:
+) -> ExpertChoice:
     """Choose each token's experts.
 
     Args:
@@ -88,7 +88,7 @@ def choose(
         # All sigmoids may underflow to 0. The smallest normal number avoids 0 / 0, and is lost in any other sum.
         tiny = jnp.finfo(sums_BS1.dtype).tiny
         shares_BSK = shares_BSK / (sums_BS1 + tiny)
-    return Choice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
+    return ExpertChoice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
 
 
 def _in_top_groups(ranks_BSE: jax.Array, limit: GroupLimit) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers.base import Context, Layer, Out, prepare_own
+from plimsoll.framework.layers.base import Context, Layer, Out, prepare_params
 from plimsoll.framework.layers.reversible import Reversible
 from plimsoll.framework.layout import Nested, fold_in_name
 
@@ -51,7 +51,7 @@ class Invertible(Layer):
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Prepare the layer's own parameters in float32 or wider, and those of children in the compute dtype."""
         weights = super().prepare(params, ctx)
-        wide_weights = prepare_own(self.own_specs(), params, wide(ctx))
+        wide_weights = prepare_params(self.param_specs(), params, widen_context(ctx))
         return {**weights, **wide_weights}
 
     def apply(
@@ -67,7 +67,7 @@ class Invertible(Layer):
         """
         x = carry["x"]
         y, log_det = self.forward(weights, x, ctx)
-        y, log_det = checked(self, x, y, log_det)
+        y, log_det = check_outputs(self, x, y, log_det)
         log_det_sum = carry["log_det"] + log_det
         return {**carry, "x": y, "log_det": log_det_sum}, Out()
 
@@ -93,7 +93,7 @@ class Bijection(Invertible, Reversible):
         return input_carry, grads, input_ct
 
 
-def checked(
+def check_outputs(
     layer: Layer,
     x: jax.Array,
     y: jax.Array,
@@ -119,7 +119,7 @@ def checked(
     return y, log_det
 
 
-def wide(ctx: Context) -> Context:
+def widen_context(ctx: Context) -> Context:
     """Return the same context with a compute dtype of float32 or wider."""
     dtype = jnp.promote_types(ctx.compute_dtype, jnp.float32)
     return replace(ctx, compute_dtype=dtype)

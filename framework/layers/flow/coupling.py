@@ -64,7 +64,7 @@ class AdditiveCoupling(Bijection):
         second = x_BHWC[..., self.half :]
         return (second, first) if self.flip else (first, second)
 
-    def _joined(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
+    def _join(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
         """Inverse of `_halves`."""
         halves = (changed, fixed) if self.flip else (fixed, changed)
         return jnp.concatenate(halves, axis=-1)
@@ -86,7 +86,7 @@ class AdditiveCoupling(Bijection):
         fixed, changed = self._halves(x_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
         y, log_det = self.change(raw, changed)
-        return self._joined(fixed, y), log_det
+        return self._join(fixed, y), log_det
 
     def inverse(
         self,
@@ -98,7 +98,7 @@ class AdditiveCoupling(Bijection):
         fixed, changed = self._halves(y_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
         x = self.restore(raw, changed)
-        x_BHWC = self._joined(fixed, x)
+        x_BHWC = self._join(fixed, x)
         _, log_det = self.change(raw, x)
         return x_BHWC, log_det
 
@@ -120,10 +120,10 @@ class AdditiveCoupling(Bijection):
         fixed_ct, changed_ct = self._halves(carry_ct["x"])
         raw_ct, x_ct = pull((changed_ct, carry_ct["log_det"]))
         net_grads, net_input_ct = pull_net(raw_ct)
-        input_x = self._joined(fixed, x)
+        input_x = self._join(fixed, x)
         input_carry = {**carry, "x": input_x, "log_det": carry["log_det"] - log_det}
         # The half that stays is both returned and read by the net.
-        input_x_ct = self._joined(fixed_ct + net_input_ct, x_ct)
+        input_x_ct = self._join(fixed_ct + net_input_ct, x_ct)
         input_ct = {**carry_ct, "x": input_x_ct}
         return input_carry, {"net": net_grads}, input_ct
 
@@ -133,7 +133,7 @@ class AffineCoupling(AdditiveCoupling):
     """Maps (a, b) to (a, b * exp(s(a)) + t(a)), s = bound * tanh(. / bound); log_det = sum of s.
 
     Args:
-        dim, net, flip: see AdditiveCoupling.
+        dim, net, flip: see StreamCoupling.
         bound: bound of |s|. Without one, a single step could scale by more than the inverse can recover from in
             float32.
     """
@@ -157,12 +157,12 @@ class AffineCoupling(AdditiveCoupling):
         return shift, log_scale
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `AdditiveCoupling.change`."""
+        """See `StreamCoupling.change`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         y = x * jnp.exp(log_scale) + shift
         return y, sum_each(log_scale)
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
-        """See `AdditiveCoupling.restore`."""
+        """See `StreamCoupling.restore`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         return (y - shift) * jnp.exp(-log_scale)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import Fraction, PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
-from plimsoll.framework.layers.flow.base import Carry, Invertible, log_normal, row_keys, sum_each, wide
+from plimsoll.framework.layers.flow.base import Carry, Invertible, log_normal, row_keys, sum_each, widen_context
 from plimsoll.framework.layers.flow.nets import Conv
 from plimsoll.framework.layout import Nested, ParameterSpec
 
@@ -52,7 +52,7 @@ class Preprocess(Invertible):
         inner_axes = (None,) * (images.ndim - 1)
         images = ctx.constrain(images, BATCH_AXES, *inner_axes)
         # float32 even if the nets compute in bfloat16, whose 8 bits cannot hold the noise.
-        dtype = wide(ctx).compute_dtype
+        dtype = widen_context(ctx).compute_dtype
         keys = row_keys(ctx, "dequantize", images.shape[0])
 
         def draw_noise(key: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ class Gaussian(Layer):
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Prepare the weights in float32 or wider: the density is computed with them."""
-        return super().prepare(params, wide(ctx))
+        return super().prepare(params, widen_context(ctx))
 
     def log_prior(
         self,
@@ -222,7 +222,7 @@ class Prior(Gaussian):
         self.dims = dims
         self.learned = learned
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of mean and log_std [H, W, C]."""
         if not self.learned:
             return {}
@@ -236,7 +236,7 @@ class Prior(Gaussian):
         ctx: Context,
     ) -> tuple[Any, Any]:
         """See `Gaussian.moments`."""
-        zero = jnp.zeros((), wide(ctx).compute_dtype)
+        zero = jnp.zeros((), widen_context(ctx).compute_dtype)
         if not self.learned:
             return zero, zero
         return weights["mean"], weights["log_std"]

@@ -35,7 +35,7 @@ class ActNorm(Bijection):
     def __init__(self, *, dim: PositiveInt):
         self.dim = dim
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of bias and log_scale [C], zeros before calibration."""
         spec = ParameterSpec((self.dim,), "float32", roles=("channel",))
         return {"bias": spec, "log_scale": spec}
@@ -89,7 +89,7 @@ class InvertibleConv(Bijection):
         self.dim = dim
         self.fixed = fixed
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of lower and upper [C, C], log_scale [C], and fixed [C, C], which is frozen.
 
         Only the triangles of lower and upper are used.

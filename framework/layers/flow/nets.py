@@ -40,7 +40,7 @@ class Conv(Layer):
         self.shape = (kernel, kernel, inputs, outputs)
         self.init = jax.nn.initializers.zeros if zero else jax.nn.initializers.he_normal()
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
+    def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of weight [K, K, inputs, outputs] and bias [outputs]."""
         roles = ("kernel", "kernel", "in", "out")
         return {
@@ -76,17 +76,17 @@ def convolve(weight: jax.Array, x_BHWC: jax.Array) -> jax.Array:
     margin = ((size - 1) // 2, size // 2)
     corners = [(i, j) for i in range(size) for j in range(size)]
 
-    def shifted(x: jax.Array) -> list[jax.Array]:
+    def shift_windows(x: jax.Array) -> list[jax.Array]:
         padded = jnp.pad(x, ((0, 0), margin, margin, (0, 0)))
         return [padded[:, i : i + height, j : j + width] for i, j in corners]
 
     if inputs <= outputs:
-        neighbors = jnp.concatenate(shifted(x_BHWC), axis=-1)
+        neighbors = jnp.concatenate(shift_windows(x_BHWC), axis=-1)
         return neighbors @ weight.reshape(-1, outputs)
     columns = weight.transpose(2, 0, 1, 3).reshape(inputs, -1)
     products = x_BHWC @ columns
     # Takes a window of the products for each kernel position; only that position's columns are used.
-    slices = (y[..., n * outputs : (n + 1) * outputs] for n, y in enumerate(shifted(products)))
+    slices = (y[..., n * outputs : (n + 1) * outputs] for n, y in enumerate(shift_windows(products)))
     return sum(slices)  # type: ignore
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer
-from plimsoll.framework.layers.flow.base import Invertible, row_keys, sum_each, wide
+from plimsoll.framework.layers.flow.base import Invertible, row_keys, sum_each, widen_context
 from plimsoll.framework.layers.flow.nets import Conv, convolve, with_coordinates
 from plimsoll.framework.layout import Nested, fold_in_name
 
@@ -86,14 +86,14 @@ class ResidualBlock(Invertible):
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Prepare the weights in float32 or wider, divided where their spectral norm is too large."""
-        weights = super().prepare(params, wide(ctx))
+        weights = super().prepare(params, widen_context(ctx))
         contracting = {}
         for name, conv_weights in weights.items():
-            weight = self._contracting(conv_weights["weight"])
+            weight = self._limit_norm(conv_weights["weight"])
             contracting[name] = {**conv_weights, "weight": weight}
         return contracting
 
-    def _contracting(self, weight: jax.Array) -> jax.Array:
+    def _limit_norm(self, weight: jax.Array) -> jax.Array:
         """Return the kernel [K, K, C, D], divided so that its spectral norm is at most `coefficient`."""
         # The iteration is not differentiated: the gradient of the norm is that of u^T W v at the vectors that it finds.
         constant_weight = jax.lax.stop_gradient(weight)
@@ -204,7 +204,7 @@ class ResidualBlock(Invertible):
     ) -> tuple[jax.Array, jax.Array]:
         """Compute the inverse by fixed-point iteration, and log_det as `forward` returns it."""
 
-        def unfinished(state: Arrays3) -> jax.Array:
+        def needs_iteration(state: Arrays3) -> jax.Array:
             _, change, count = state
             return (change > self.tolerance) & (count < self.max_iterations)
 
@@ -217,6 +217,6 @@ class ResidualBlock(Invertible):
         # Infinity: no change has been measured before the first step.
         first_change = jnp.asarray(jnp.inf, y_BHWC.dtype)
         start = (y_BHWC, first_change, jnp.int32(0))
-        x, _, _ = jax.lax.while_loop(unfinished, step, start)
+        x, _, _ = jax.lax.while_loop(needs_iteration, step, start)
         _, log_det = self.forward(weights, x, ctx)
         return x, log_det

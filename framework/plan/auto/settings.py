@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from plimsoll.framework.config import Config, diff, schema_of
-from plimsoll.framework.config.texts import as_text
+from plimsoll.framework.config import Config, diff, get_schema
+from plimsoll.framework.config.value_parsing import as_text
 
 # The tuned fields, in the order in which they are printed.
 MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
@@ -18,10 +18,10 @@ UPDATE = "memory.update"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
 # Fields that can be offloaded, in the order in which they are moved: those that are transferred once a step come first.
-PLACES = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
+PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
-SEARCHED = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, REMAT, *PLACES)
+TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, REMAT, *PLACEMENT_FIELDS)
 
 
 class Setting(NamedTuple):
@@ -62,20 +62,20 @@ def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
     return changed
 
 
-def ordered(settings: Iterable[Setting]) -> Settings:
-    """Sort settings in the order of `SEARCHED`, then all others by path. The last setting of a field wins."""
+def sort_settings(settings: Iterable[Setting]) -> Settings:
+    """Sort settings in the order of `TUNED_FIELDS`, then all others by path. The last setting of a field wins."""
     text_by_path = dict(settings)
-    places = {path: place for place, path in enumerate(SEARCHED)}
-    paths = sorted(text_by_path, key=lambda path: (places.get(path, len(places)), path))
+    positions = {path: position for position, path in enumerate(TUNED_FIELDS)}
+    paths = sorted(text_by_path, key=lambda path: (positions.get(path, len(positions)), path))
     return tuple(Setting(path, text_by_path[path]) for path in paths)
 
 
-def value_of(settings: Iterable[Setting], path: str) -> str | None:
+def get_text(settings: Iterable[Setting], path: str) -> str | None:
     """Return the text that a field is set to; None if it is not set."""
     return dict(settings).get(path)
 
 
-def fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
+def find_fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
     """Return the fields that autotuning leaves unchanged because the user has set them.
 
     Fields set on the command line are fixed, whatever their value. A config that sets memory.auto itself was written
@@ -88,11 +88,11 @@ def fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
     """
     fixed = set(chosen)
     if config.memory.auto and "memory.auto" not in fixed:
-        fixed |= {path for path in SEARCHED if path != BATCH and not _is_default(config, path)}
+        fixed |= {path for path in TUNED_FIELDS if path != BATCH and not _is_default(config, path)}
     if any(path == "mesh" or path.startswith("mesh.") for path in fixed):
         # The axes multiply to the number of devices, so setting one constrains all of them.
         fixed |= set(MESH)
-    return frozenset(path for path in SEARCHED if _is_within(path, fixed))
+    return frozenset(path for path in TUNED_FIELDS if _is_within(path, fixed))
 
 
 def _is_default(config: Config, path: str) -> bool:
@@ -101,15 +101,15 @@ def _is_default(config: Config, path: str) -> bool:
     # -1 (the remaining devices) and 1 both count as "not set".
     if section == "mesh" and value in (1, -1):
         return True
-    return value == schema_of(config[section])[field].default
+    return value == get_schema(config[section])[field].default
 
 
 def _is_within(path: str, fixed: Collection[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") for other in fixed)
 
 
-def changed(config: Config, settings: Iterable[Setting]) -> Settings:
+def select_changes(config: Config, settings: Iterable[Setting]) -> Settings:
     """Return the settings that change the config, in canonical order."""
     trial = with_settings(config, settings)
     differing = {path for path, _, _ in diff(config, trial)}
-    return ordered(one for one in settings if any(_is_within(path, {one.path}) for path in differing))
+    return sort_settings(one for one in settings if any(_is_within(path, {one.path}) for path in differing))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plimsoll.framework.devices.accelerators import AcceleratorSpec, spec_for
 from plimsoll.framework.devices.allocator import keep_freed_memory
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.calibration.rates import Curve, DeviceRates, Kind, Points
+from plimsoll.framework.plan.calibration.device_rates import CurvePoints, DeviceRates, TimeCurve, WorkKind
 from plimsoll.framework.plan.calibration.workloads import Workload, workloads
 from plimsoll.framework.terminal.phases import phase
 
@@ -25,11 +25,11 @@ from plimsoll.framework.terminal.phases import phase
 _SECONDS = 0.02
 _REPEATS = 3
 _LINK_BYTES = 1 << 27
-_STARTS = 100
+_PROGRAM_RUNS = 100
 _STATE_LEAVES = 60
 
 
-def measured_rates(devices: Sequence[Any]) -> DeviceRates:
+def measure_rates(devices: Sequence[Any]) -> DeviceRates:
     """Measure the rates of the first of several devices of one kind, while the others are idle."""
     device = devices[0]
     spec = spec_for(devices)
@@ -37,89 +37,91 @@ def measured_rates(devices: Sequence[Any]) -> DeviceRates:
         # As in training. Otherwise the operating system's kernel allocates the memory again in each step, and that time
         # would be measured, too.
         keep_freed_memory()
-    points: dict[Kind, list[tuple[float, float]]] = {}
+    points: dict[WorkKind, list[tuple[float, float]]] = {}
     for workload in workloads(spec.platform):
         with phase(f"measuring {workload.kind}"):
-            seconds = _measure_turn(workload, spec, device)
+            seconds = _measure_iteration(workload, spec, device)
         # A curve maps a size to the seconds for an amount equal to that size.
         point = (workload.size, seconds * workload.size / workload.amount)
         points.setdefault(workload.kind, []).append(point)
     on_host = spec.platform == "cpu"
     return DeviceRates(
         device=spec.name,
-        curves={kind: Curve(_sort_points(kind_points)) for kind, kind_points in points.items()},
-        program_start=_seconds_to_start(device),
-        host_link=None if on_host else _host_link(device),
-        links=None if on_host or len(devices) < 2 else _links(devices),
+        curves={kind: TimeCurve(_sort_points(kind_points)) for kind, kind_points in points.items()},
+        program_start=_measure_program_start(device),
+        host_link=None if on_host else _measure_host_link(device),
+        links=None if on_host or len(devices) < 2 else _measure_links(devices),
         measured=f"{date.today()}, {os.cpu_count()} cores" if on_host else str(date.today()),
         versions=versions("jax", "jaxlib"),
     )
 
 
-def _sort_points(kind_points: list[tuple[float, float]]) -> Points:
+def _sort_points(kind_points: list[tuple[float, float]]) -> CurvePoints:
     return tuple(sorted(kind_points))
 
 
-def _measure_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
+def _measure_iteration(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
     start, *others = (jax.device_put(array, device) for array in (workload.start, *workload.others))
 
-    def run(value: Any, turns: Any, others: Any) -> Any:
-        return jax.lax.fori_loop(0, turns, lambda _, turn_value: workload.turn(turn_value, *others), value)
+    def run(value: Any, iterations: Any, others: Any) -> Any:
+        return jax.lax.fori_loop(
+            0, iterations, lambda _, carried_value: workload.iteration(carried_value, *others), value
+        )
 
     options: dict[str, Any] = dict(spec.compiler_options)
     program = jax.jit(run).lower(start, jnp.int32(1), others).compile(compiler_options=options)
 
-    def time_turns(turns: int) -> float:
-        num_turns = jnp.int32(turns)
-        return _shortest(lambda: program(start, num_turns, others))
+    def time_iterations(iterations: int) -> float:
+        num_iterations = jnp.int32(iterations)
+        return _time_fastest(lambda: program(start, num_iterations, others))
 
-    seconds_of_start = time_turns(0)
-    turns = 1
+    seconds_of_start = time_iterations(0)
+    iterations = 1
     while True:
-        seconds = time_turns(turns) - seconds_of_start
+        seconds = time_iterations(iterations) - seconds_of_start
         if seconds > _SECONDS:
-            return seconds / turns
-        turns *= 4
+            return seconds / iterations
+        iterations *= 4
 
 
-def _seconds_to_start(device: Any) -> float:
+def _measure_program_start(device: Any) -> float:
     """Measure the seconds that Python takes to start a small program with as many arrays as a train step."""
     values = [jax.device_put(jnp.ones(8), device) for _ in range(_STATE_LEAVES)]
     program = jax.jit(lambda values: [value + 1.0 for value in values])
 
     def run() -> Any:
         result = values
-        for _ in range(_STARTS):
+        for _ in range(_PROGRAM_RUNS):
             result = program(result)
         return result
 
-    return _shortest(run) / _STARTS
+    return _time_fastest(run) / _PROGRAM_RUNS
 
 
-def _host_link(device: Any) -> float:
+def _measure_host_link(device: Any) -> float:
     """Measure the bytes per second between device and host memory, in the slower direction."""
     on_device = jax.device_put(jnp.ones(_LINK_BYTES // 4, jnp.float32), device)
     host_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     device_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
     on_host = jax.device_put(on_device, host_sharding)
-    seconds_out = _shortest(lambda: jax.device_put(on_device, host_sharding))
-    seconds_in = _shortest(lambda: jax.device_put(on_host, device_sharding))
+    seconds_out = _time_fastest(lambda: jax.device_put(on_device, host_sharding))
+    seconds_in = _time_fastest(lambda: jax.device_put(on_host, device_sharding))
     return _LINK_BYTES / max(seconds_out, seconds_in)
 
 
-def _links(devices: Sequence[Any]) -> float:
+def _measure_links(devices: Sequence[Any]) -> float:
     """Measure the bytes per second that each device receives during an all-gather."""
     mesh = Mesh(np.array(devices), ("all",))
-    cut = NamedSharding(mesh, PartitionSpec("all"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    sharded = NamedSharding(mesh, PartitionSpec("all"))
+    replicated = NamedSharding(mesh, PartitionSpec())
     length = _LINK_BYTES // 4 // len(devices) * len(devices)
-    array = jax.device_put(jnp.ones(length, jnp.float32), cut)
-    gather = jax.jit(lambda value: value + 0.0, out_shardings=whole)
-    seconds = _shortest(lambda: gather(array))
+    array = jax.device_put(jnp.ones(length, jnp.float32), sharded)
+    gather = jax.jit(lambda value: value + 0.0, out_shardings=replicated)
+    seconds = _time_fastest(lambda: gather(array))
     return 4 * length * (len(devices) - 1) / len(devices) / seconds
 
 
-def _shortest(run: Callable[[], Any]) -> float:
+def _time_fastest(run: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of several runs, after an untimed warm-up."""
     jax.block_until_ready(run())
     all_seconds = []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.plan.calibration.rates import Kind
+from plimsoll.framework.plan.calibration.device_rates import WorkKind
 
 # Sides of square matrix products: from one attention head to a layer of a large model.
 _SIDES = (32, 64, 128, 256, 512, 1024)
@@ -35,15 +35,15 @@ class Workload(NamedTuple):
         kind: kind of work.
         size: position on the kind's curve.
         amount: work of one iteration, in the unit of `size`; for memory, the bytes that are moved.
-        turn: one iteration: computes the next value from a value and the other operands.
+        iteration: one iteration: computes the next value from a value and the other operands.
         start: initial value.
         others: the other operands.
     """
 
-    kind: Kind
+    kind: WorkKind
     size: float
     amount: float
-    turn: Callable[..., Any]
+    iteration: Callable[..., Any]
     start: jax.Array
     others: tuple[jax.Array, ...] = ()
 
@@ -64,7 +64,7 @@ def workloads(platform: str) -> Iterator[Workload]:
         yield from map(_transcendental, _LENGTHS)
 
 
-def _product(kind: Kind, dtype: Any, side: int) -> Workload:
+def _product(kind: WorkKind, dtype: Any, side: int) -> Workload:
     """Return a square matrix product. The weights of 1 / side keep values near one."""
     weights = jnp.full((side, side), 1.0 / side, dtype)
     flops = 2.0 * side**3
@@ -80,7 +80,7 @@ def _batch_matmul(side: int) -> Workload:
         kind="batched product",
         size=flops,
         amount=_HEADS * flops,
-        turn=jnp.matmul,
+        iteration=jnp.matmul,
         start=jnp.ones(shape, jnp.float32),
         others=(weights,),
     )
@@ -94,7 +94,7 @@ def _memory(length: int) -> Workload:
         kind="memory",
         size=8.0 * length,
         amount=12.0 * length,
-        turn=lambda value, other: value * 0.5 + other,
+        iteration=lambda value, other: value * 0.5 + other,
         start=jnp.ones(shape, jnp.float32),
         others=(other,),
     )
@@ -103,13 +103,13 @@ def _memory(length: int) -> Workload:
 def _arithmetic(length: int) -> Workload:
     """Return a chain of multiply-adds in registers."""
 
-    def turn(value: jax.Array) -> jax.Array:
+    def iteration(value: jax.Array) -> jax.Array:
         for step in range(_CHAIN):
             value = value * 0.9 + 0.01 * step
         return value
 
     operations = 2.0 * _CHAIN * length
-    return Workload("arithmetic", operations, operations, turn, jnp.ones(length, jnp.float32))
+    return Workload("arithmetic", operations, operations, iteration, jnp.ones(length, jnp.float32))
 
 
 def _transcendental(length: int) -> Workload:
@@ -119,6 +119,6 @@ def _transcendental(length: int) -> Workload:
         kind="transcendental",
         size=operations,
         amount=operations,
-        turn=lambda value: jnp.tanh(jnp.exp(jnp.tanh(value)) * 0.5),
+        iteration=lambda value: jnp.tanh(jnp.exp(jnp.tanh(value)) * 0.5),
         start=jnp.ones(length, jnp.float32),
     )

@@ -38,7 +38,7 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-class Placed(NamedTuple):
+class StoredArray(NamedTuple):
     """An array type with its memory space and the bytes that it occupies there, including tile padding."""
 
     array: Array
@@ -53,20 +53,20 @@ def element_bits(dtype: str) -> int:
 
 
 @lru_cache(maxsize=65536)
-def placed(text: str) -> tuple[Placed, ...]:
+def parse_stored_arrays(text: str) -> tuple[StoredArray, ...]:
     """Return all array types in a text, in order, with their memory spaces and padded sizes."""
-    return tuple(_placed(dtype, _numbers(dims), layout) for dtype, dims, layout in _SHAPE.findall(text))
+    return tuple(_parse_stored_array(dtype, _numbers(dims), layout) for dtype, dims, layout in _SHAPE.findall(text))
 
 
 def arrays(text: str) -> list[Array]:
     """Return all array types in a text, in order."""
-    return [placed_array.array for placed_array in placed(text)]
+    return [placed_array.array for placed_array in parse_stored_arrays(text)]
 
 
 def bytes_in(text: str, *spaces: int) -> int:
     """Return the padded bytes of all arrays in a text that are in one of the memory spaces."""
     total = 0
-    for placed_array in placed(text):
+    for placed_array in parse_stored_arrays(text):
         if placed_array.space in spaces:
             total += placed_array.padded_bytes
     return total
@@ -76,16 +76,16 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number)
 
 
-def _placed(dtype: str, dims: tuple[int, ...], layout: str) -> Placed:
+def _parse_stored_array(dtype: str, dims: tuple[int, ...], layout: str) -> StoredArray:
     match = _SPACE.search(layout)
     # HBM is omitted in the text.
     space = int(match[1]) if match else HBM
-    padded_bytes = math.prod(_padded(dims, layout)) * element_bits(dtype) // 8
+    padded_bytes = math.prod(_pad_dims(dims, layout)) * element_bits(dtype) // 8
     array = Array(dtype, dims, on_host=space == HOST)
-    return Placed(array, space, padded_bytes)
+    return StoredArray(array, space, padded_bytes)
 
 
-def _padded(dims: tuple[int, ...], layout: str) -> list[int]:
+def _pad_dims(dims: tuple[int, ...], layout: str) -> list[int]:
     """Return the dimensions, with the minor ones rounded up to whole tiles.
 
     Only the first tile matters: later ones, such as `(2,1)` in T(8,128)(2,1), subdivide it and add no padding.

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.hlo.walk import executed
 
 KINDS = (
     "all-gather",
@@ -29,7 +29,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-Mode = Literal["sync", "fused", "async"]
+CollectiveMode = Literal["sync", "fused", "async"]
 _REDUCE_SCATTER_FUSION = "all-reduce-scatter"
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
@@ -50,7 +50,7 @@ class Collective(NamedTuple):
     """
 
     kind: str
-    mode: Mode
+    mode: CollectiveMode
     instruction: Instruction
     scheduled: Instruction
     last: Instruction
@@ -64,34 +64,36 @@ class Collective(NamedTuple):
         return result_arrays[0].dtype if result_arrays else "?"
 
 
-def kind_of(instruction: Instruction) -> str:
+def collective_kind(instruction: Instruction) -> str:
     """Return the kind of collective that an instruction is or starts; "" if none."""
     name = instruction.opcode.removesuffix("-start")
     return name if name in KINDS else ""
 
 
-def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+def iter_collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """Yield the collectives that an instruction is, starts, or contains in the computations that it calls."""
-    if kind_of(instruction):
+    if collective_kind(instruction):
         yield instruction
     elif instruction.opcode in ("fusion", "call", "async-start", "call-start"):
-        called_names = [instruction.called(role) for role in ("calls", "to_apply", "called_computation")]
+        called_names = [
+            instruction.get_called_computation(role) for role in ("calls", "to_apply", "called_computation")
+        ]
         computation = next(filter(None, called_names), "")
         for inner in module.computations.get(computation, []):
-            yield from inside(module, inner)
+            yield from iter_collectives(module, inner)
 
 
 def collectives(module: Module) -> list[Collective]:
     """Return all collectives that the program executes; each channel counts once per computation."""
     by_identity: dict[tuple[str, ...], Collective] = {}
     identity_by_start: dict[str, tuple[str, ...]] = {}
-    for instruction, runs in executed(module):
+    for instruction, runs in iter_executed(module):
         waited_for = instruction.operands if instruction.opcode.endswith("-done") else ()
         for operand in waited_for:
             if operand in identity_by_start:
                 identity = identity_by_start[operand]
                 by_identity[identity] = by_identity[identity]._replace(last=instruction)
-        for inner in inside(module, instruction):
+        for inner in iter_collectives(module, instruction):
             channel = _number(inner, r"channel_id=(\d+)")
             chain = _number(inner, r'chain_id="(\d+)"')
             # The steps of a chain have different names but the same channel.
@@ -115,11 +117,11 @@ def _number(instruction: Instruction, pattern: str) -> str:
     return match[1] if match else ""
 
 
-def _mode(instruction: Instruction) -> Mode:
+def _mode(instruction: Instruction) -> CollectiveMode:
     """Return the mode of a collective, given the scheduled instruction that is or contains it."""
-    if kind_of(instruction):
+    if collective_kind(instruction):
         return "async" if instruction.opcode.endswith("-start") else "sync"
-    is_fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.called("calls")
+    is_fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.get_called_computation("calls")
     return "fused" if is_fused else "async"
 
 
@@ -129,7 +131,7 @@ def _collective(
     scheduled: Instruction,
     runs: int,
 ) -> Collective:
-    kind = kind_of(instruction)
+    kind = collective_kind(instruction)
     mode = _mode(scheduled)
     received = _count_received(module, instruction)
     if mode == "fused" and kind == "all-reduce":
@@ -149,7 +151,7 @@ def _collective(
 
 def _count_received(module: Module, instruction: Instruction) -> float:
     """Return the bytes that one chip receives in a ring of n: (n-1)/n of the array, for an all-reduce twice that."""
-    kind = kind_of(instruction)
+    kind = collective_kind(instruction)
     size = group_size(instruction)
     operands = module.operands(instruction)
     operand_bytes = sum(operand.num_bytes for operand in operands)

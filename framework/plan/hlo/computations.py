@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plimsoll.framework.plan.hlo.arrays import arrays
-from plimsoll.framework.plan.hlo.source import SourceLine, Sources
+from plimsoll.framework.plan.hlo.source_lines import SourceLine, Sources
 
 NAMES = re.compile(r"%([\w.\-<>]+)")
 # The groups are ROOT, name, type, opcode, operands (which may contain one level of brackets) and attributes.
@@ -56,7 +56,7 @@ class Instruction:
         match = re.search(rf"\b{key}=%?([\w.\-<>]+)", self.attributes)
         return match[1] if match else ""
 
-    def called(self, role: str) -> str:
+    def get_called_computation(self, role: str) -> str:
         """Return the computation that it uses as "body", "condition" or "calls"; "" if none."""
         match = re.search(rf"{role}=%([\w.\-<>]+)", self.attributes)
         return match[1] if match else ""
@@ -96,7 +96,7 @@ class Computations:
         self.loops: dict[str, Instruction] = {}
         for instruction in self.instructions.values():
             if instruction.opcode == "while":
-                self.loops[instruction.called("body")] = instruction
+                self.loops[instruction.get_called_computation("body")] = instruction
 
     def _add(self, match: re.Match[str], computation: str) -> None:
         root, name, type_text, opcode, operand_text, attributes = match.groups()
@@ -126,11 +126,11 @@ class Computations:
         """Return the instructions that produce an instruction's operands."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
-    def fused(self, instruction: Instruction) -> list[Instruction]:
+    def get_fused_instructions(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions in a fusion; [] for anything else."""
         if instruction.opcode != "fusion":
             return []
-        return self.computations.get(instruction.called("calls"), [])
+        return self.computations.get(instruction.get_called_computation("calls"), [])
 
     @cached_property
     def _sources(self) -> Sources:
@@ -141,7 +141,7 @@ class Computations:
 
     def source(self, instruction: Instruction) -> SourceLine | None:
         """Return the line of Python that an instruction comes from; None if the text does not contain it."""
-        return self._sources.line_of(instruction.attributes)
+        return self._sources.find_line(instruction.attributes)
 
     def branches(self, conditional: Instruction) -> list[str]:
         """Return the computations that a conditional chooses between."""
@@ -149,7 +149,7 @@ class Computations:
         if branch_list:
             return NAMES.findall(branch_list[1])
         # A conditional on a boolean has two separately named branches.
-        return [conditional.called(role) for role in ("true_computation", "false_computation")]
+        return [conditional.get_called_computation(role) for role in ("true_computation", "false_computation")]
 
 
 def _logical_lines(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from plimsoll.framework.plan.grouped_work import grouped_flops
+from plimsoll.framework.plan.grouped_products import count_grouped_flops
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.module import Module
@@ -32,20 +32,20 @@ class Flops:
 
     def __init__(self, module: Module):
         self._module = module
-        self._of_computation: dict[str, int] = {}
+        self._by_computation: dict[str, int] = {}
 
-    def of(self, instruction: Instruction) -> int:
+    def look_up(self, instruction: Instruction) -> int:
         """Return the FLOPs of one instruction and of everything that it calls, except loops and branches."""
         if instruction.opcode == "convolution":
-            return _convolution(self._module, instruction)
+            return _count_convolution(self._module, instruction)
         if instruction.opcode == "dot":
-            return _dot(self._module, instruction)
+            return _count_dot(self._module, instruction)
         if instruction.opcode == "fusion":
-            return self._count_computation(instruction.called("calls"))
+            return self._count_computation(instruction.get_called_computation("calls"))
         if instruction.opcode == "call":
-            return self._count_computation(instruction.called("to_apply"))
+            return self._count_computation(instruction.get_called_computation("to_apply"))
         if instruction.opcode == "custom-call":
-            return _grouped(self._module, instruction)
+            return _count_grouped(self._module, instruction)
         return 0
 
     def product(self, instruction: Instruction) -> Instruction | None:
@@ -54,19 +54,19 @@ class Flops:
         Its name is more informative than that of the fusion's last operation.
         """
         products = list(self._products(instruction))
-        return max(products, key=self.of, default=None)
+        return max(products, key=self.look_up, default=None)
 
     def _products(self, instruction: Instruction) -> Iterator[Instruction]:
-        if instruction.opcode in PRODUCTS or (instruction.opcode == "custom-call" and self.of(instruction)):
+        if instruction.opcode in PRODUCTS or (instruction.opcode == "custom-call" and self.look_up(instruction)):
             yield instruction
-        for inner in self._module.fused(instruction):
+        for inner in self._module.get_fused_instructions(instruction):
             yield from self._products(inner)
 
     def _count_computation(self, computation: str) -> int:
-        if computation not in self._of_computation:
+        if computation not in self._by_computation:
             inner = self._module.computations.get(computation, [])
-            self._of_computation[computation] = sum(map(self.of, inner))
-        return self._of_computation[computation]
+            self._by_computation[computation] = sum(map(self.look_up, inner))
+        return self._by_computation[computation]
 
 
 def _operand_dims(module: Module, instruction: Instruction, index: int) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def _operand_dims(module: Module, instruction: Instruction, index: int) -> tuple
     return arrays(operand.type)[0].dims
 
 
-def _dot(module: Module, dot: Instruction) -> int:
+def _count_dot(module: Module, dot: Instruction) -> int:
     left_dims = _operand_dims(module, dot, 0)
     match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
     contracted_axes = []
@@ -85,10 +85,10 @@ def _dot(module: Module, dot: Instruction) -> int:
     return 2 * result_size * contracted_size
 
 
-def _grouped(module: Module, call: Instruction) -> int:
+def _count_grouped(module: Module, call: Instruction) -> int:
     types = [call.type, *(operand.type for operand in module.operands(call))]
     float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
-    return grouped_flops(call.op_name, float_shapes)
+    return count_grouped_flops(call.op_name, float_shapes)
 
 
 class _Window(NamedTuple):
@@ -101,7 +101,7 @@ class _Window(NamedTuple):
     kernel_dilation: int
 
 
-def _convolution(module: Module, convolution: Instruction) -> int:
+def _count_convolution(module: Module, convolution: Instruction) -> int:
     labels = _LABELS.search(convolution.attributes)
     if labels is None:
         return 0
@@ -121,9 +121,9 @@ def _convolution(module: Module, convolution: Instruction) -> int:
     for index, window in enumerate(_windows(convolution.attributes)):
         label = str(index)
         if label in result_labels and label in input_labels:
-            places = result_dims[result_labels.index(label)]
+            positions = result_dims[result_labels.index(label)]
             length = input_dims[input_labels.index(label)]
-            multiplied *= _meetings(places, length, window)
+            multiplied *= _count_overlaps(positions, length, window)
     return 2 * multiplied
 
 
@@ -155,19 +155,19 @@ def _windows(attributes: str) -> list[_Window]:
     return windows
 
 
-def _meetings(places: int, length: int, window: _Window) -> int:
+def _count_overlaps(positions: int, length: int, window: _Window) -> int:
     """Count the pairs of a result position and a window position that meet an element of the input.
 
     Args:
-        places: size of the result along this dimension.
+        positions: size of the result along this dimension.
         length: size of the input along this dimension.
         window: the window along this dimension.
     """
     stride = window.stride
     dilation = window.input_dilation
     is_plain = window.pad_low == 0 and dilation == 1 and window.kernel_dilation == 1
-    if is_plain and (places - 1) * stride + window.size <= length:
-        return places * window.size
+    if is_plain and (positions - 1) * stride + window.size <= length:
+        return positions * window.size
     # Dilation makes holes between the elements; this is the position of the last element.
     end = (length - 1) * dilation
     common = math.gcd(stride, dilation)
@@ -180,7 +180,7 @@ def _meetings(places: int, length: int, window: _Window) -> int:
         if shift % common:
             continue
         lowest = max(0, -(shift // stride))
-        highest = min(places - 1, (end - shift) // stride)
+        highest = min(positions - 1, (end - shift) // stride)
         # The first position that meets an element solves position * stride + shift = 0 modulo dilation.
         inverse = pow(stride // common, -1, period) if period > 1 else 0
         first = (-shift // common) * inverse % period

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import NAMES, Computations, Instruction
-from plimsoll.framework.plan.hlo.trips import trip_count
+from plimsoll.framework.plan.hlo.trip_counts import infer_trip_count
 
 _CALLED = re.compile(r"(calls|to_apply|called_computations|branch_computations|body)=(\{[^}]*\}|%[\w.\-]+)")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -19,12 +19,12 @@ class Module(Computations):
 
     def trip_count(self, loop: Instruction) -> int:
         """Return the trip count of a loop; 1 if its text does not contain it."""
-        return trip_count(self, loop) or 1
+        return infer_trip_count(self, loop) or 1
 
     @cached_property
     def unknown_loops(self) -> list[Instruction]:
         """Loops whose trip count is not known from the text; they count once."""
-        return [loop for loop in self.loops.values() if trip_count(self, loop) is None]
+        return [loop for loop in self.loops.values() if infer_trip_count(self, loop) is None]
 
     @cached_property
     def _runs(self) -> Counter[str]:

@@ -7,8 +7,8 @@ document: the page. hull: the chart, drawn as a ship; load computes its figures.
 commands: the other sections. slider: planned points of batch size and sequence length; bound: elements that follow it.
 """
 
-from plimsoll.framework.plan.page.colours import COLOURS
-from plimsoll.framework.plan.page.commands import Asked
+from plimsoll.framework.plan.page.colors import COLORS
+from plimsoll.framework.plan.page.commands import PlanCommand
 from plimsoll.framework.plan.page.document import page
 
-__all__ = ["COLOURS", "Asked", "page"]
+__all__ = ["COLORS", "PlanCommand", "page"]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from plimsoll.framework.plan.page.colours import EMPTY, colours, ink
+from plimsoll.framework.plan.page.colors import EMPTY, colors, ink
 from plimsoll.framework.plan.page.tables import breakable, verdict
-from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.terminal.tables import human_bytes
 
 
@@ -30,21 +30,21 @@ class _Bar(NamedTuple):
     limit: float | None
 
 
-def of_devices(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_device_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
     """Return a bar for each plan: the arrays that are alive on one device at its peak."""
-    return _picture([_device_bar(name, plan) for name, plan in zip(names, plans, strict=True)])
+    return _draw_chart([_device_bar(name, plan) for name, plan in zip(names, plans, strict=True)])
 
 
-def of_hosts(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_host_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
     """Return a bar for each plan: the host memory of one process; "" if no plan uses any."""
     bars = [_host_bar(name, plan) for name, plan in zip(names, plans, strict=True) if plan["host_process_bytes"]]
-    return _picture(bars) if bars else ""
+    return _draw_chart(bars) if bars else ""
 
 
-def of_phases(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_phase_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
     """Return a bar for each phase, with a heading for each of several plans; "" if there are no phases."""
     rows = _phase_rows(names, plans)
-    return _picture(rows, "thin") if rows else ""
+    return _draw_chart(rows, "thin") if rows else ""
 
 
 def _device_bar(name: str, plan: Report) -> _Bar:
@@ -80,7 +80,7 @@ def _phase_rows(names: Sequence[str], plans: Sequence[Report]) -> list[_Bar | st
     return rows
 
 
-def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
+def _draw_chart(rows: Sequence[_Bar | str], kind: str = "") -> str:
     """Return bars and headings on a common scale.
 
     A bar may exceed its limit. A limit far beyond all bars is only named, at the edge.
@@ -91,7 +91,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     near_limits = [limit for limit in limits if limit <= 8 * longest]
     # The largest bar or limit leaves a margin of 5%.
     scale = 1.05 * max(longest, 1, *near_limits)
-    drawing = _Drawing(kind, scale, colours(part for bar in bars for part in bar.parts))
+    drawing = _ChartDrawing(kind, scale, colors(part for bar in bars for part in bar.parts))
     marks = [drawing.limit_mark(limit) for limit in _select_labeled_limits(limits, scale)]
     drawn_rows = []
     for row in rows:
@@ -100,9 +100,9 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
         else:
             drawn_rows.append(drawing.row(row.label, drawing.bar(row), row.figure, "bar"))
     legend = ""
-    for group, colour in drawing.colours.items():
+    for group, color in drawing.colors.items():
         if group and any(bar.parts.get(group, 0) >= 1 for bar in bars):
-            legend += f'<span><i style="background: {colour}"></i>{escape(group.replace("_", " "))}</span>'
+            legend += f'<span><i style="background: {color}"></i>{escape(group.replace("_", " "))}</span>'
     axis = drawing.row("", drawing.tick_labels())
     return f"{drawing.row('', marks)}{''.join(drawn_rows)}{axis}<div class=legend>{legend}</div>"
 
@@ -117,11 +117,11 @@ def _select_labeled_limits(limits: Iterable[float], scale: float) -> list[float]
     return named
 
 
-class _Drawing:
+class _ChartDrawing:
     """HTML and SVG of a chart's rows; `scale` is the number of bytes that the full width represents."""
 
-    def __init__(self, kind: str, scale: float, colours: Mapping[str, str]):
-        self.colours = colours
+    def __init__(self, kind: str, scale: float, colors: Mapping[str, str]):
+        self.colors = colors
         self._kind = kind
         self._scale = scale
         # The distance of ticks is a power of two in bytes; there are at most six of them, plus zero.
@@ -166,11 +166,11 @@ class _Drawing:
         height = 12 if self._kind else 32
         position = f'x="{self._percentage(start)}" y="50%"'
         width = self._percentage(max(0, size))
-        yield f'<rect {position} width="{width}" height="{height}" fill="{self.colours[group]}" '
+        yield f'<rect {position} width="{width}" height="{height}" fill="{self.colors[group]}" '
         yield f'transform="translate(0 {-height / 2})"><title>{label}: {human_bytes(size)}</title></rect>'
         # A track is 600 pixels wide where text is shown, and a letter is about 7 pixels wide.
         if group and 600 * size / self._scale > 12 + 7 * len(label):
-            fill = ink(self.colours[group])
+            fill = ink(self.colors[group])
             yield f'<text class="inside" {position} dx="6" dy="4" fill="{fill}">{label}</text>'
 
     def limit_mark(self, limit: float) -> str:

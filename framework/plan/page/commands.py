@@ -5,13 +5,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plimsoll.framework.plan.grid import BATCH, SEQUENCE, Point
-from plimsoll.framework.plan.page.bound import Figures, bound
-from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.batch_grid import BATCH, SEQUENCE, GridPoint
+from plimsoll.framework.plan.page.data_binding import Figures, bind_element
+from plimsoll.framework.plan.report_tables import Report
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanCommand:
     """The command line that asked for the plans of a page.
 
     Attributes:
@@ -29,29 +29,29 @@ class Asked:
     train_flags: Sequence[str] = ()
 
 
-def settings_of(report: Report) -> list[str]:
+def get_overrides(report: Report) -> list[str]:
     """Return the overrides of a plan as `path=value`, without the lines about rules, which apply automatically."""
     return [setting for setting in report["settings"] if not setting.startswith("rule ")]
 
 
-def plan_command(asked: Asked, settings: Sequence[str]) -> str:
+def plan_command(asked: PlanCommand, settings: Sequence[str]) -> str:
     """Return the `plimsoll plan` command with these settings."""
     words = ["plimsoll", "plan", asked.source, asked.target]
-    return _line([*filter(None, words), *_overrides(settings), *asked.flags])
+    return _join_command([*filter(None, words), *_overrides(settings), *asked.flags])
 
 
-def train_command(asked: Asked, settings: Sequence[str]) -> str:
+def train_command(asked: PlanCommand, settings: Sequence[str]) -> str:
     """Return the `plimsoll train` command with these settings; "" if the source is not a config."""
     flag, _, config = asked.source.partition("=")
     if flag != "--config":
         return ""
     name = re.sub(r"[^A-Za-z0-9._]+", "-", config.removesuffix(".json")).strip("-.") or "run"
-    return _line(
+    return _join_command(
         ["plimsoll", "train", asked.source, *_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"]
     )
 
 
-def settings_at(point: Point, settings: Sequence[str]) -> list[str]:
+def settings_at(point: GridPoint, settings: Sequence[str]) -> list[str]:
     """Return the settings with the batch size and sequence length of a point."""
     paths = (f"{BATCH}=", f"{SEQUENCE}=")
     changed = [setting for setting in settings if not setting.startswith(paths)]
@@ -61,9 +61,9 @@ def settings_at(point: Point, settings: Sequence[str]) -> list[str]:
     return changed
 
 
-def box(figures: Figures, key: str, title: str) -> str:
+def render_command(figures: Figures, key: str, title: str) -> str:
     """Return a command with a copy button, which the script activates."""
-    code = bound("code", figures, {"text": key})
+    code = bind_element("code", figures, {"text": key})
     button = '<button type="button" class="copy" hidden>copy</button>'
     return f'<div class="command"><h3>{title}</h3>{button}<pre tabindex="0">{code}</pre></div>'
 
@@ -72,7 +72,7 @@ def _overrides(settings: Sequence[str]) -> list[str]:
     return [f"--config.{setting}" for setting in settings]
 
 
-def _line(words: Sequence[str]) -> str:
+def _join_command(words: Sequence[str]) -> str:
     """Quote words for a shell, and break long lines between them."""
     quoted = [shlex.quote(word) for word in words]
     lines = [" ".join(quoted[:2])]

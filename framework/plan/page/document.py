@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from plimsoll.framework.plan.grid import Point, point_of
-from plimsoll.framework.plan.levers import Lever, levers
-from plimsoll.framework.plan.page import bars, cargo, commands, hull, load, slider, step_time, tables
-from plimsoll.framework.plan.page.bound import Figures, bound
-from plimsoll.framework.plan.page.commands import Asked
-from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.batch_grid import GridPoint, point_from_report
+from plimsoll.framework.plan.memory_levers import Lever, levers
+from plimsoll.framework.plan.page import bars, chart, chart_figures, commands, memory_tables, slider, step_time, tables
+from plimsoll.framework.plan.page.commands import PlanCommand
+from plimsoll.framework.plan.page.data_binding import Figures, bind_element
+from plimsoll.framework.plan.report_tables import Report
 
 _FOLDER = Path(__file__).parent
 _CSS = (_FOLDER / "page.css").read_text("utf-8")
@@ -20,14 +20,14 @@ _HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
 # Maximum number of charts to draw; beyond it, the bars show as much.
-_FLEET = 12
+_MOST_CHARTS = 12
 
 
 def page(
     plans: Sequence[Report],
     *,
-    points: Sequence[Point] = (),
-    asked: Asked | None = None,
+    points: Sequence[GridPoint] = (),
+    asked: PlanCommand | None = None,
     moves: Sequence[Lever] | None = None,
 ) -> str:
     """Return a complete HTML document.
@@ -44,43 +44,45 @@ def page(
     titles = dict.fromkeys(" ".join(tables.facts(plan)[:2]) for plan in plans)
     title = ", ".join(titles)
     common_settings = " ".join(text for text in common if text not in tables.facts(plans[0])[:2])
-    planned = _Planned(plans, points, asked)
+    planned = _PageContent(plans, points, asked)
     header = f"<header><h1>{escape(title)}</h1>{planned.verdict()}{planned.settings(common_settings)}</header>"
-    sections = [("", planned.ship()), ("Take it along", planned.commands())]
+    sections = [("", planned.draw_chart()), ("Take it along", planned.commands())]
     if len(plans) == 1:
         moves = levers(plans[0]) if moves is None else moves
-        sections.append(("Where each byte goes" + (", and what moves it" if moves else ""), planned.cargo(moves)))
+        sections.append(
+            ("Where each byte goes" + (", and what moves it" if moves else ""), planned.memory_tables(moves))
+        )
     sections += _make_shared_sections(plans, planned)
     body = "".join(_section(heading, content) for heading, content in sections if content)
     script = planned.script()
     head = f"{_HEAD}<title>{escape(title)}: plan</title></head>"
-    return f"{head}<body><main>{hull.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
+    return f"{head}<body><main>{chart.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
 
 
-def _make_shared_sections(plans: Sequence[Report], planned: "_Planned") -> list[tuple[str, str]]:
-    names = tables.names(plans)
+def _make_shared_sections(plans: Sequence[Report], planned: "_PageContent") -> list[tuple[str, str]]:
+    names = tables.name_plans(plans)
     sections = []
     if len(plans) > 1:
-        sections.append(("On one device at the peak", bars.of_devices(names, plans)))
+        sections.append(("On one device at the peak", bars.draw_device_bars(names, plans)))
     sections += [
         ("How long a step takes", planned.step_time()),
-        ("On the host, in one process", bars.of_hosts(names, plans)),
-        ("Peak of each phase, on one device", bars.of_phases(names, plans)),
+        ("On the host, in one process", bars.draw_host_bars(names, plans)),
+        ("Peak of each phase, on one device", bars.draw_phase_bars(names, plans)),
         ("Figures", _figures(names, plans, planned)),
     ]
     return sections
 
 
-def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_Planned") -> str:
+def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_PageContent") -> str:
     """Return all tables of a single plan, or a comparison of several plans with the tables of each folded in."""
     if len(plans) == 1:
-        return tables.tables_of(plans[0], is_drawn=True)
+        return tables.render_tables(plans[0], is_drawn=True)
     folded = ""
     for name, plan in zip(names, plans, strict=True):
         command = planned.command_for(plan)
-        content = command + tables.tables_of(plan, is_drawn=False)
+        content = command + tables.render_tables(plan, is_drawn=False)
         folded += f"<details><summary>{escape(name)}</summary>{content}</details>"
-    return tables.compared(plans) + folded
+    return tables.render_comparison(plans) + folded
 
 
 def _section(heading: str, content: str) -> str:
@@ -88,16 +90,16 @@ def _section(heading: str, content: str) -> str:
     return f"<section>{title}{content}</section>"
 
 
-class _Planned:
+class _PageContent:
     """The plans of a page, with the figures that its script may change."""
 
-    def __init__(self, plans: Sequence[Report], points: Sequence[Point], asked: Asked | None):
+    def __init__(self, plans: Sequence[Report], points: Sequence[GridPoint], asked: PlanCommand | None):
         self._plans = plans
         self._first = plans[0]
         self._asked = asked
         self._points = points if len(points) > 1 else ()
         reports = [point.report for point in self._points] or list(plans)
-        self._layers = load.layers(reports)
+        self._segments = chart_figures.list_segments(reports)
         self._parts = step_time.part_names(reports)
         self._point_figures = [self._figures_at(point) for point in self._points]
         self._shown = self._select_figures()
@@ -105,7 +107,7 @@ class _Planned:
     def settings(self, common_settings: str) -> str:
         """Return the settings that all plans share; with a slider, all settings of the point."""
         if self._points and len(self._plans) == 1:
-            return bound("p", self._shown, {"text": "settings"}, attributes="class=soft")
+            return bind_element("p", self._shown, {"text": "settings"}, attributes="class=soft")
         return f"<p class=soft>{tables.breakable(common_settings)}</p>"
 
     def verdict(self) -> str:
@@ -116,22 +118,24 @@ class _Planned:
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
         return self._format_verdict()
 
-    def ship(self) -> str:
+    def draw_chart(self) -> str:
         """Return the chart with its sliders, or one chart for each of several plans."""
         if len(self._plans) > 1 and not self._points:
-            return self._fleet() if len(self._plans) <= _FLEET else ""
-        content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+            return self._draw_charts() if len(self._plans) <= _MOST_CHARTS else ""
+        content = f"<div class=stage>{chart.draw_chart(self._shown, self._segments)}</div>"
         if len(self._plans) > 1:
             content += self._format_verdict()
         if self._points:
             content += slider.basis(self._shown) + slider.controls(self._points)
         return content
 
-    def cargo(self, moves: Sequence[Lever]) -> str:
+    def memory_tables(self, moves: Sequence[Lever]) -> str:
         """Return the groups of a single plan, the settings that change them or would fit, and the largest buffers."""
         first = self._first
-        content = cargo.groups(self._shown, first, self._layers, moves) + cargo.suggestions(first)
-        return content + cargo.buffers(first, self._layers) + _stays(self._points)
+        content = memory_tables.render_groups(
+            self._shown, first, self._segments, moves
+        ) + memory_tables.render_suggestions(first)
+        return content + memory_tables.render_buffers(first, self._segments) + _fixed_parts_note(self._points)
 
     def commands(self) -> str:
         """Return the commands to paste."""
@@ -140,23 +144,23 @@ class _Planned:
         boxes = ""
         if len(self._plans) == 1 or self._points:
             if self._shown["command.train"]:
-                boxes = commands.box(self._shown, "command.train", "train it")
-            return boxes + commands.box(self._shown, "command.plan", "plan it again")
-        return commands.box(self._shown, "command.plan", "plan them again")
+                boxes = commands.render_command(self._shown, "command.train", "train it")
+            return boxes + commands.render_command(self._shown, "command.plan", "plan it again")
+        return commands.render_command(self._shown, "command.plan", "plan them again")
 
     def command_for(self, plan: Report) -> str:
         """Return the command that trains one of several plans."""
         if self._asked is None or "subject" in plan:
             return ""
-        command = commands.train_command(self._asked, commands.settings_of(plan))
-        return commands.box({"train": command}, "train", "train it") if command else ""
+        command = commands.train_command(self._asked, commands.get_overrides(plan))
+        return commands.render_command({"train": command}, "train", "train it") if command else ""
 
     def step_time(self) -> str:
         """Return the section on the step time; "" if no report estimates it."""
         if not self._parts or (len(self._plans) > 1 and not self._points):
             return ""
-        content = step_time.section(self._shown, self._parts, self._first.get("item", "item"))
-        return bound("div", self._shown, {"class": "time.class"}, content=content)
+        content = step_time.render_section(self._shown, self._parts, self._first.get("item", "item"))
+        return bind_element("div", self._shown, {"class": "time.class"}, content=content)
 
     def script(self) -> str:
         """Return the data of the points and the script; "" if there are neither sliders nor commands."""
@@ -168,36 +172,36 @@ class _Planned:
         return f"{data}<script>{_SCRIPT}</script>"
 
     def _format_verdict(self) -> str:
-        verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
-        return verdict + bound("p", self._shown, {"text": "need.of"})
+        verdict = bind_element("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        return verdict + bind_element("p", self._shown, {"text": "need.of"})
 
-    def _fleet(self) -> str:
-        ships = ""
-        for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
-            held = load.layers([plan])
-            drawing = hull.ship(load.figures(plan, held), held)
+    def _draw_charts(self) -> str:
+        charts = ""
+        for name, plan in zip(tables.name_plans(self._plans), self._plans, strict=True):
+            segments = chart_figures.list_segments([plan])
+            drawing = chart.draw_chart(chart_figures.figures(plan, segments), segments)
             caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}<br><small>{tables.need_text(plan)}</small>"
-            ships += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
+            charts += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
         caption = "Each ship is drawn to a scale of its own; the bars below share one."
-        return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
+        return f"<div class=fleet>{charts}</div><p class=soft>{caption}</p>"
 
     def _find_shown_index(self) -> int:
-        asked = point_of(self._first)
+        asked = point_from_report(self._first)
         return next(index for index, point in enumerate(self._points) if point[:2] == asked[:2])
 
     def _select_figures(self) -> Figures:
         if self._points:
             return self._point_figures[self._find_shown_index()]
-        figures = load.figures(self._first, self._layers) | step_time.figures(self._first, self._parts)
+        figures = chart_figures.figures(self._first, self._segments) | step_time.figures(self._first, self._parts)
         if self._asked is None:
             return figures
         settings = self._asked.settings
         return figures | _command_figures(self._asked, settings, settings)
 
-    def _figures_at(self, point: Point) -> Figures:
+    def _figures_at(self, point: GridPoint) -> Figures:
         """Return the figures of a point of the slider."""
-        asked = self._points[[other[:2] for other in self._points].index(point_of(self._first)[:2])]
-        figures = load.figures(point.report, self._layers) | step_time.figures(point.report, self._parts)
+        asked = self._points[[other[:2] for other in self._points].index(point_from_report(self._first)[:2])]
+        figures = chart_figures.figures(point.report, self._segments) | step_time.figures(point.report, self._parts)
         figures["basis"] = slider.basis_text(point, asked)
         settings = self._first["settings"]
         is_asked = point[:2] == asked[:2]
@@ -213,14 +217,14 @@ class _Planned:
         return figures | _command_figures(self._asked, changed, settings if len(self._plans) > 1 else changed)
 
 
-def _command_figures(asked: Asked, train_settings: Sequence[str], plan_settings: Sequence[str]) -> dict[str, str]:
+def _command_figures(asked: PlanCommand, train_settings: Sequence[str], plan_settings: Sequence[str]) -> dict[str, str]:
     return {
         "command.train": commands.train_command(asked, train_settings),
         "command.plan": commands.plan_command(asked, plan_settings),
     }
 
 
-def _stays(points: Sequence[Point]) -> str:
+def _fixed_parts_note(points: Sequence[GridPoint]) -> str:
     """Return a note on the parts that do not follow the slider; "" without a slider."""
     if not points:
         return ""

@@ -6,13 +6,13 @@ The slider reaches only points that were planned, because the page computes noth
 import json
 from collections.abc import Sequence
 
-from plimsoll.framework.plan.grid import Point
-from plimsoll.framework.plan.page.bound import Figures, bound
+from plimsoll.framework.plan.batch_grid import GridPoint
+from plimsoll.framework.plan.page.data_binding import Figures, bind_element
 
 _LABELS = {"batch": "global batch", "sequence": "sequence length"}
 
 
-def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str:
+def data(points: Sequence[GridPoint], figures: Sequence[Figures], asked: int) -> str:
     """Return the points as JSON in a script tag that browsers do not run.
 
     Figures that are the same at all points are left out.
@@ -37,7 +37,7 @@ def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str
     return f'<script type="application/json" id="points">{text}</script>'
 
 
-def controls(points: Sequence[Point]) -> str:
+def controls(points: Sequence[GridPoint]) -> str:
     """Return the sliders, one for each quantity that varies. The script makes them visible."""
     values = {"batch": {point.batch for point in points}, "sequence": {_length(point) for point in points}}
     sliders = ""
@@ -45,34 +45,34 @@ def controls(points: Sequence[Point]) -> str:
         if len(choices) > 1:
             sliders += _slider(name, len(choices))
     compiled = sum(not point.report["estimated"] for point in points)
-    closed = len(points) - compiled
+    estimated = len(points) - compiled
     counts = []
     if compiled:
         counts.append(f"{compiled} compiled")
-    if closed:
-        counts.append(f"{closed} by the closed form")
+    if estimated:
+        counts.append(f"{estimated} by the closed form")
     about = f"<p class=soft>The sliders stop at planned points alone: {' and '.join(counts)}.</p>"
     return f'<form class="controls" hidden>{sliders}<button type="button" class="back">as asked</button>{about}</form>'
 
 
 def basis(figures: Figures) -> str:
     """Return the line that names the source of the figures: compiled or estimated."""
-    return bound("p", figures, {"text": "basis"}, attributes='class="basis soft" aria-live="polite"')
+    return bind_element("p", figures, {"text": "basis"}, attributes='class="basis soft" aria-live="polite"')
 
 
-def basis_text(point: Point, asked: Point) -> str:
+def basis_text(point: GridPoint, asked: GridPoint) -> str:
     """Describe a point in words, and tell whether it was compiled."""
-    place = f"Batch {point.batch:,}"
+    description = f"Batch {point.batch:,}"
     if point.sequence is not None:
-        place += f", sequence {point.sequence:,}"
+        description += f", sequence {point.sequence:,}"
     if not point.report["estimated"]:
-        return f"{place}: compiled by the target's own compiler."
+        return f"{description}: compiled by the target's own compiler."
     error = asked.report.get("estimate", {}).get("error")
     how_far = ""
     if not asked.report["estimated"] and error is not None:
         direction = "more" if error > 0 else "less"
         how_far = f" At the compiled point that says {abs(error):.1%} {direction}."
-    return f"{place}: by the closed form, without a compiler.{how_far}"
+    return f"{description}: by the closed form, without a compiler.{how_far}"
 
 
 def _slider(name: str, count: int) -> str:
@@ -81,5 +81,5 @@ def _slider(name: str, count: int) -> str:
     return f'<div class="slider">{label}<input {attributes} aria-label="{_LABELS[name]}"></div>'
 
 
-def _length(point: Point) -> int:
+def _length(point: GridPoint) -> int:
     return point.sequence or 0

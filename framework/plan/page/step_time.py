@@ -4,24 +4,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from plimsoll.framework.plan.page.bound import Figures, bound
-from plimsoll.framework.plan.page.colours import FILLS, ink
-from plimsoll.framework.plan.report import Report
+from plimsoll.framework.plan.page.colors import FILLS, ink
+from plimsoll.framework.plan.page.data_binding import Figures, bind_element
+from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.terminal.tables import human_count, human_duration
 
 _LEAST_LABELLED = 0.14  # of the bar's width
-_NOT_SAID = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
+_NO_TIME = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
 
 
 def part_names(plans: Sequence[Report]) -> list[str]:
     """Return the parts of a step that take time in any of the plans, in order."""
-    times = [plan.get("time") or _NOT_SAID for plan in plans]
+    times = [plan.get("time") or _NO_TIME for plan in plans]
     return list(dict.fromkeys(part for time in times for part, seconds in time["parts"].items() if seconds > 0))
 
 
 def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
     """Return the figures of the step time. Without an estimate, they are placeholders and hide the section."""
-    time: Mapping[str, Any] = plan.get("time") or _NOT_SAID
+    time: Mapping[str, Any] = plan.get("time") or _NO_TIME
     whole = max(time["seconds"], 1e-12)
     values = {
         "time.class": "" if plan.get("time") else "untold",
@@ -44,31 +44,31 @@ def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def section(figures: Figures, parts: Sequence[str], item: str) -> str:
+def render_section(figures: Figures, parts: Sequence[str], item: str) -> str:
     """Return the content of the section."""
     tiles = ""
     captions = {"time.seconds": "a step", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
     captions["time.bound_by"] = "what bounds it"
     for key, caption in captions.items():
-        tiles += f"<div>{bound('b', figures, {'text': key})}<small>{escape(caption)}</small></div>"
+        tiles += f"<div>{bind_element('b', figures, {'text': key})}<small>{escape(caption)}</small></div>"
     shapes = "".join(_part(figures, index, part) for index, part in enumerate(parts))
     legend = ""
     for index, part in enumerate(parts):
-        size = bound("small", figures, {"text": f"t{index}.text"})
+        size = bind_element("small", figures, {"text": f"t{index}.text"})
         legend += f'<span><i style="background: {_fill(index)}"></i>{escape(part)} {size}</span>'
     bar = f'<div class="track time"><svg role="img" aria-label="Parts of a step">{shapes}</svg></div>'
-    basis = bound("p", figures, {"text": "time.basis"}, attributes='class="soft"')
+    basis = bind_element("p", figures, {"text": "time.basis"}, attributes='class="soft"')
     return f"<div class=tiles>{tiles}</div>{bar}<div class=legend>{legend}</div>{basis}"
 
 
 def _part(figures: Figures, index: int, part: str) -> str:
     key = f"t{index}"
-    title = bound("title", figures, {"text": f"{key}.title"})
+    title = bind_element("title", figures, {"text": f"{key}.title"})
     attributes = f'y="4" height="32" fill="{_fill(index)}"'
     follow = {"x": f"{key}.x", "width": f"{key}.width"}
-    shape = bound("rect", figures, follow, attributes=attributes, content=title)
+    shape = bind_element("rect", figures, follow, attributes=attributes, content=title)
     label = f'class="inside" y="24" dx="8" fill="{ink(_fill(index))}"'
-    return shape + bound(
+    return shape + bind_element(
         "text",
         figures,
         {"x": f"{key}.x", "opacity": f"{key}.visible"},

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from plimsoll.framework.plan.report import Report, comparison, sections
-from plimsoll.framework.terminal.tables import Section, human_bytes
+from plimsoll.framework.plan.report_tables import Report, comparison, sections
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 # The page has a separate section for each of these.
 _DRAWN = ("largest buffers", "would fit")
@@ -20,7 +20,7 @@ def common_facts(plans: Sequence[Report]) -> list[str]:
     return [text for text in facts(plans[0]) if all(text in facts(plan) for plan in plans)]
 
 
-def names(plans: Sequence[Report]) -> list[str]:
+def name_plans(plans: Sequence[Report]) -> list[str]:
     """Return a name for each plan: the facts that it does not share with the others."""
     common = common_facts(plans)
     plan_names = []
@@ -67,7 +67,7 @@ def verdict(plan: Report) -> str:
     return f"<b class={verdict_kind(plan)}>{verdict_text(plan)}</b>"
 
 
-def table(section: Section) -> str:
+def render_table(section: TableSection) -> str:
     """Return a section of a report as HTML."""
     rows = ""
     for row in section.rows:
@@ -77,14 +77,14 @@ def table(section: Section) -> str:
     return f'<h3>{escape(section.title)}</h3><div class="scroll{kind}"><table>{rows}</table></div>'
 
 
-def tables_of(plan: Report, *, is_drawn: bool) -> str:
+def render_tables(plan: Report, *, is_drawn: bool) -> str:
     """Return all tables of a plan. If the plan `is_drawn`, leave out those that the page shows in other sections."""
-    versions = Section("versions", list(plan["versions"].items()))
+    versions = TableSection("versions", list(plan["versions"].items()))
     shown = [section for section in sections(plan) if not (is_drawn and section.title in _DRAWN)]
-    return "".join(map(table, [*shown, versions]))
+    return "".join(map(render_table, [*shown, versions]))
 
 
-def compared(plans: Sequence[Report]) -> str:
+def render_comparison(plans: Sequence[Report]) -> str:
     """Return one table that compares several plans."""
-    renamed = [plan | {"settings": [name]} for name, plan in zip(names(plans), plans, strict=True)]
-    return table(comparison(renamed))
+    renamed = [plan | {"settings": [name]} for name, plan in zip(name_plans(plans), plans, strict=True)]
+    return render_table(comparison(renamed))

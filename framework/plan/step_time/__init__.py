@@ -11,12 +11,12 @@
         count.py        combines all of these
     gpu.py            time of a program on a GPU, from a roofline of its kernels, which gpu_kernels.py reads
     cpu.py            time of a program on CPU, from a roofline of its operations
-    closed_form.py    analytical estimate of a step that was not compiled, from the work that traced.py counts
+    estimate_for_target.py    analytical estimate of a step that was not compiled, from the work that traced.py counts
 
 These are estimates, not measurements: docs/plan.md and docs/speed.md explain how to read them.
 """
 
-from plimsoll.framework.plan.step_time.count import StepCount, count
-from plimsoll.framework.plan.step_time.rates import Rates
+from plimsoll.framework.plan.step_time.step_count import StepCount, count
+from plimsoll.framework.plan.step_time.tpu_rates import TpuRates
 
-__all__ = ["Rates", "StepCount", "count"]
+__all__ = ["StepCount", "TpuRates", "count"]

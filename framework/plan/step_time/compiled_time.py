@@ -8,28 +8,33 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
-from plimsoll.framework.plan.calibration import store
-from plimsoll.framework.plan.calibration.rates import PROGRAM_START, DeviceRates, assumed_cpu, assumed_gpu
-from plimsoll.framework.plan.compiled import Compiled
+from plimsoll.framework.plan.calibration import rates_store
+from plimsoll.framework.plan.calibration.device_rates import (
+    PROGRAM_START,
+    DeviceRates,
+    assume_cpu_rates,
+    assume_gpu_rates,
+)
+from plimsoll.framework.plan.compilation import CompiledProgram
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.step_time.cpu import cpu_time
-from plimsoll.framework.plan.step_time.gpu import gpu_time
-from plimsoll.framework.plan.step_time.parts import StepTime
-from plimsoll.framework.plan.step_time.rates import Rates
-from plimsoll.framework.plan.step_time.tpu import ProgramTime, tpu_time
+from plimsoll.framework.plan.step_time.cpu_time import cpu_time
+from plimsoll.framework.plan.step_time.gpu_time import gpu_time
+from plimsoll.framework.plan.step_time.time_breakdown import StepTime
+from plimsoll.framework.plan.step_time.tpu_rates import TpuRates
+from plimsoll.framework.plan.step_time.tpu_time import ProgramTime, tpu_time
 from plimsoll.framework.plan.targets import Target
 
-_UNPROVEN = "never compared with a run"
+_UNVALIDATED = "never compared with a run"
 
 
 class _Run(NamedTuple):
     """A program of a step, and the number of times it runs."""
 
-    compiled: Compiled
+    compiled: CompiledProgram
     runs: int
 
 
-def time_of(calls: Sequence[Compiled], target: Target, peak_bytes: int) -> StepTime | None:
+def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, peak_bytes: int) -> StepTime | None:
     """Return the time of a step; None if the rates of the target are unknown or there is no program text.
 
     Args:
@@ -51,21 +56,21 @@ def time_of(calls: Sequence[Compiled], target: Target, peak_bytes: int) -> StepT
         return None
 
 
-def rates_of(spec: AcceleratorSpec, cores: int) -> DeviceRates | None:
+def load_rates(spec: AcceleratorSpec, cores: int) -> DeviceRates | None:
     """Return the measured rates of a device, else assumed ones.
 
     Args:
         spec: the device.
         cores: number of cores, for the assumed rates of a CPU.
     """
-    measured = store.load(spec.name)
+    measured = rates_store.load(spec.name)
     if measured is not None:
         return measured
-    return assumed_cpu(cores) if spec.platform == "cpu" else assumed_gpu(spec)
+    return assume_cpu_rates(cores) if spec.platform == "cpu" else assume_gpu_rates(spec)
 
 
 def _on_cpu(programs: Sequence[_Run], target: Target, peak_bytes: int) -> StepTime:
-    rates = rates_of(target.spec, os.cpu_count() or 1)
+    rates = load_rates(target.spec, os.cpu_count() or 1)
     assert rates is not None
     products = 0.0
     others = 0.0
@@ -98,30 +103,30 @@ def _on_cpu(programs: Sequence[_Run], target: Target, peak_bytes: int) -> StepTi
 
 
 def _on_tpu(programs: Sequence[_Run], target: Target) -> StepTime:
-    rates = Rates.of(target.spec)
-    measured = store.load(target.spec.name)
+    rates = TpuRates.look_up(target.spec)
+    measured = rates_store.load(target.spec.name)
     if measured is not None and measured.host_link is not None:
         rates = rates._replace(pcie=measured.host_link)
     times = [(tpu_time(Module(compiled.text), rates), runs) for compiled, runs in programs]
     start = PROGRAM_START if measured is None else measured.program_start
-    return _added(
-        times, start, f"the TPU compiler's cycles for each operation of the final program; {_UNPROVEN} of ours"
+    return _sum_times(
+        times, start, f"the TPU compiler's cycles for each operation of the final program; {_UNVALIDATED} of ours"
     )
 
 
 def _on_gpu(programs: Sequence[_Run], spec: AcceleratorSpec) -> StepTime | None:
-    rates = rates_of(spec, cores=0)
+    rates = load_rates(spec, cores=0)
     if rates is None:
         return None
     times = [(gpu_time(Module(compiled.text), spec, rates), runs) for compiled, runs in programs]
     if rates.measured:
         basis = f"roofline of the program's kernels, by rates measured on {rates.measured} (plimsoll calibrate)"
     else:
-        basis = f"roofline of the program's kernels at 70% of the peak of products and 85% of memory's; {_UNPROVEN}"
-    return _added(times, rates.program_start, basis)
+        basis = f"roofline of the program's kernels at 70% of the peak of products and 85% of memory's; {_UNVALIDATED}"
+    return _sum_times(times, rates.program_start, basis)
 
 
-def _added(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis: str) -> StepTime:
+def _sum_times(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis: str) -> StepTime:
     """Add up the times of a step's programs on an accelerator.
 
     Args:

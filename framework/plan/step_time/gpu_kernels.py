@@ -19,20 +19,20 @@ from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.collectives import Collective, collectives
 from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.memory_traffic import Traffic
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.hlo.source import SourceLine
-from plimsoll.framework.plan.hlo.traffic import Traffic
-from plimsoll.framework.plan.hlo.walk import executed
-from plimsoll.framework.plan.step_time.categories import category, is_work
-from plimsoll.framework.plan.step_time.count import Part
+from plimsoll.framework.plan.hlo.source_lines import SourceLine
+from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.work_categories import categorize, is_work
 
-Maker = Literal["Triton", "cuBLAS", "cuDNN", "loop", "reduction", "transpose", "slice", "copy", "call", "NCCL"]
+KernelSource = Literal["Triton", "cuBLAS", "cuDNN", "loop", "reduction", "transpose", "slice", "copy", "call", "NCCL"]
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\s*\{"kind":\s*"([^"]*)"')
 _CUSTOM_FUSION = re.compile(r'"custom_fusion_config":\s*\{"name":\s*"([^"]*)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-_EMITTERS: dict[str, Maker] = {"kLoop": "loop", "kInput": "reduction", "kOutput": "transpose"}
+_EMITTERS: dict[str, KernelSource] = {"kLoop": "loop", "kInput": "reduction", "kOutput": "transpose"}
 # Number of matrix products of attention: forward (scores, weighted values) and backward (scores again, four gradients).
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
@@ -54,7 +54,7 @@ class GpuRates:
     link: float
 
     @staticmethod
-    def of(spec: AcceleratorSpec) -> GpuRates:
+    def look_up(spec: AcceleratorSpec) -> GpuRates:
         """Return the rates of a GPU in the accelerator table.
 
         Raises:
@@ -68,7 +68,7 @@ class GpuRates:
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)
 
 
-class Kernel(NamedTuple):
+class GpuKernel(NamedTuple):
     """One kernel, copy or collective.
 
     Attributes:
@@ -85,7 +85,7 @@ class Kernel(NamedTuple):
 
     instruction: Instruction
     category: str
-    maker: Maker
+    maker: KernelSource
     runs: int
     flops: int
     dtype: str
@@ -99,45 +99,45 @@ class Kernel(NamedTuple):
         return self.instruction.op_name
 
 
-class Overlap(NamedTuple):
+class CollectiveOverlap(NamedTuple):
     """A collective, and the kernels that run while it is in progress.
 
     Attributes:
         collective: the collective.
         seconds: seconds on the link in each run.
-        beside: lower bound of the seconds of the kernels between its start and its end.
+        overlapped_seconds: lower bound of the seconds of the kernels between its start and its end.
     """
 
     collective: Collective
     seconds: float
-    beside: float
+    overlapped_seconds: float
 
 
 class GpuStep(NamedTuple):
     """A step's kernels and collectives."""
 
-    kernels: list[Kernel]
-    overlaps: list[Overlap]
+    kernels: list[GpuKernel]
+    overlaps: list[CollectiveOverlap]
 
 
-def read(parts: Sequence[Part], rates: GpuRates) -> GpuStep:
+def read_step(parts: Sequence[StepProgram], rates: GpuRates) -> GpuStep:
     """Return the kernels and collectives of all programs of a step."""
-    kernels: list[Kernel] = []
-    overlaps: list[Overlap] = []
+    kernels: list[GpuKernel] = []
+    overlaps: list[CollectiveOverlap] = []
     for part in parts:
         program_kernels = []
-        for kernel in kernels_of(part.module, rates):
+        for kernel in iter_kernels(part.module, rates):
             program_kernels.append(kernel._replace(runs=kernel.runs * part.runs))
         kernels += program_kernels
         overlaps += _overlaps(part.module, program_kernels, part.runs, rates)
     return GpuStep(kernels, overlaps)
 
 
-def kernels_of(module: Module, rates: GpuRates) -> Iterator[Kernel]:
+def iter_kernels(module: Module, rates: GpuRates) -> Iterator[GpuKernel]:
     """Yield the kernels of one run of a program, in the order of its text."""
     flops = Flops(module)
     traffic = Traffic(module)
-    for instruction, runs in executed(module):
+    for instruction, runs in iter_executed(module):
         if not is_work(instruction):
             continue
         maker = _maker(instruction)
@@ -146,16 +146,16 @@ def kernels_of(module: Module, rates: GpuRates) -> Iterator[Kernel]:
         hbm_bytes = 0 if kind == "collective" else traffic.hbm_bytes(instruction)
         seconds = max(product_flops / rates.flops.get(dtype, math.inf), hbm_bytes / rates.hbm)
         source = module.source(instruction)
-        yield Kernel(instruction, kind, maker, runs, product_flops, dtype, hbm_bytes, seconds, source)
+        yield GpuKernel(instruction, kind, maker, runs, product_flops, dtype, hbm_bytes, seconds, source)
 
 
-def _category(module: Module, flops: Flops, instruction: Instruction, maker: Maker) -> str:
+def _category(module: Module, flops: Flops, instruction: Instruction, maker: KernelSource) -> str:
     if maker in ("cuDNN", "cuBLAS"):
         return "attention" if "__cudnn$fmha" in instruction.attributes else "matmul"
-    return "slice" if maker == "slice" else category(module, flops, instruction)
+    return "slice" if maker == "slice" else categorize(module, flops, instruction)
 
 
-def _maker(instruction: Instruction) -> Maker:
+def _maker(instruction: Instruction) -> KernelSource:
     if instruction.opcode == "custom-call":
         target = instruction.attributes
         if "__gpu$xla.gpu.triton" in target:
@@ -186,8 +186,8 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
         return 0, ""
     if product.opcode == "custom-call":
         # The first operands of a grouped product are tile offsets, so use the dtype of the result.
-        return flops.of(product), arrays(product.type)[0].dtype
-    return flops.of(instruction), _operand_dtype(module, product)
+        return flops.look_up(product), arrays(product.type)[0].dtype
+    return flops.look_up(instruction), _operand_dtype(module, product)
 
 
 def _operand_dtype(module: Module, product: Instruction) -> str:
@@ -217,12 +217,12 @@ def _library_flops(module: Module, call: Instruction) -> int:
     return 2 * math.prod(arrays(call.type)[0].dims) * math.prod(left[axis] for axis in axes)
 
 
-def _overlaps(module: Module, kernels: list[Kernel], runs: int, rates: GpuRates) -> Iterator[Overlap]:
+def _overlaps(module: Module, kernels: list[GpuKernel], runs: int, rates: GpuRates) -> Iterator[CollectiveOverlap]:
     """Yield each collective with the time of the kernels between its start and end, as if it had the GPU to itself."""
     least = {one.instruction.name: one.seconds for one in kernels}
     for collective in collectives(module):
         order = [one.name for one in module.computations[collective.scheduled.computation]]
         first, last = order.index(collective.scheduled.name), order.index(collective.last.name)
-        beside = sum(least.get(name, 0.0) for name in order[first + 1 : last])
+        overlapped_seconds = sum(least.get(name, 0.0) for name in order[first + 1 : last])
         collective = collective._replace(runs=collective.runs * runs)
-        yield Overlap(collective, collective.bytes_received / rates.link, beside)
+        yield CollectiveOverlap(collective, collective.bytes_received / rates.link, overlapped_seconds)

@@ -11,29 +11,29 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers import sums as sums_of_uses
+from plimsoll.framework.layers import grad_accumulation as sums_of_uses
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, merge
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import unit_at
+from plimsoll.framework.learner.update_types import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.schedules.gradients import Tally, TiedGradients, add_tied, split_tied
-from plimsoll.framework.schedules.layerwise.keeping import Keeping, UnitPlan
-from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
-from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
-from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.sections import policies
-from plimsoll.framework.schedules.step import evaluation_context, microbatches, training_context
-from plimsoll.framework.schedules.storage import FIRST, STACK
-from plimsoll.framework.schedules.unit import (
+from plimsoll.framework.schedules.gradients import GradStats, TiedGradients, add_tied, split_tied
+from plimsoll.framework.schedules.layer_computation import (
     Carry,
     Cotangent,
-    UnitArguments,
-    UnitConstants,
-    UnitFunctions,
-    UnitResiduals,
+    LayerArguments,
+    LayerComputation,
+    LayerConstants,
+    LayerResiduals,
     run_stage,
 )
+from plimsoll.framework.schedules.layer_ranges import policies
+from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
+from plimsoll.framework.schedules.layerwise.save_policy import ResidualPlan, SavePolicy
+from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_parts import FIRST, STACK
+from plimsoll.framework.schedules.step import evaluation_context, microbatches, training_context
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one layer
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, index of the microbatch
@@ -62,9 +62,9 @@ class LayerFunctions:
         self.learner = learner
         self.layout = layout
         self.memory = memory
-        self.num_units = model.stack.num_units
-        self.units = UnitPlan.of(memory, model.stack)
-        self.num_first = 0 if model.first is None else model.first.num_units
+        self.num_repeats = model.stack.num_repeats
+        self.residual_plan = ResidualPlan.from_memory(memory, model.stack)
+        self.num_first = 0 if model.first is None else model.first.num_repeats
         self.specs = ResultSpecs(layout)
         self.updates = UpdateFunctions(model, learner, layout, self.specs)
 
@@ -76,7 +76,7 @@ class LayerFunctions:
         if count == 1:
             return ctx
         parts = microbatches((ctx.batch, ctx.rows), count, ctx)
-        micro_batch, rows = unit_at(parts, number)
+        micro_batch, rows = slice_layer(parts, number)
         return replace(ctx, batch=micro_batch, rows=rows)
 
     # --- stages outside the stack ------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class LayerFunctions:
         # then.
         tied = split_tied(self.model.ties, "head", grads, {})
         tie_grads = {home.removeprefix("embed/"): grad for home, grad in tied.ties.items()}
-        grads = self.updates.added("head", tied.grads, grad_sums)
+        grads = self.updates.add_gradients("head", tied.grads, grad_sums)
         return ct, grads, tie_grads, (loss, out.metrics), out.layer_state
 
     def leave_embedding(
@@ -152,9 +152,9 @@ class LayerFunctions:
         ct: Cotangent,
         tie_grads: dict[str, jax.Array],
         grad_sums: Nested | None,
-        tally: Tally | None,
+        grad_stats: GradStats | None,
         inputs: Inputs,
-    ) -> tuple[Nested, Tally | None]:
+    ) -> tuple[Nested, GradStats | None]:
         """Run the embedding backward: (its gradients, gradient statistics); for `tie_grads` see `head_step`."""
 
         def run(params: Nested) -> Carry:
@@ -167,12 +167,12 @@ class LayerFunctions:
         (grads,) = pull(ct)
         grads_by_home = {f"embed/{path}": grad for path, grad in tie_grads.items()}
         tied = add_tied("embed", TiedGradients(grads, grads_by_home))
-        grads = self.updates.added("embed", tied.grads, grad_sums)
-        return grads, self.updates.judged(tally, grads)
+        grads = self.updates.add_gradients("embed", tied.grads, grad_sums)
+        return grads, self.updates.update_stats(grad_stats, grads)
 
     # --- layers ------------------------------------------------------------------------------------------------------
 
-    def _unit(
+    def _prepare_layer(
         self,
         name: str,
         weights: Weights,
@@ -181,83 +181,83 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
         policy: str,
-    ) -> tuple[UnitFunctions, UnitArguments]:
+    ) -> tuple[LayerComputation, LayerArguments]:
         """Return a layer, and all its arguments except its input.
 
         Args:
             name: the stack's stage name.
-            weights, shared, buffers, inputs, index: as in `unit_forward`.
+            weights, shared, buffers, inputs, index: as in `layer_forward`.
             policy: the layer's remat policy.
         """
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
-        unit_buffers = _without_axis(buffers)
+        layer_buffers = _without_axis(buffers)
         stack = self.model.stacks[name]
         stack_ctx = replace(self.context(inputs).fold(name), remat=policy)
-        unit = UnitFunctions(name, stack, stack.unit_function(merge(params, frozen), stack_ctx))
+        layer = LayerComputation(name, stack, stack.layer_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(index)
-        constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
-        return unit, UnitArguments(params, shared["parameter"], constants)
+        constants = LayerConstants(frozen, shared["frozen"], layer_buffers, ctx)
+        return layer, LayerArguments(params, shared["parameter"], constants)
 
-    def unit_forward(
+    def layer_forward(
         self,
-        keeping: Keeping,
+        save_policy: SavePolicy,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
         x: Carry,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Carry, UnitResiduals, LossAndMetrics, Nested]:
+    ) -> tuple[Carry, LayerResiduals, LossAndMetrics, Nested]:
         """Run a layer: (y, residuals, loss and metrics, buffers).
 
         Args:
-            keeping: which residuals are saved, and where.
+            save_policy: which residuals are saved, and where.
             weights, shared, buffers: the layer's weights and buffers, and the parameters that all layers share.
             x: the layer's input.
             inputs: inputs of the microbatch.
             index: index of the layer.
         """
-        unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, keeping.policy)
-        if keeping.what in ("all", "now"):
-            y, out, residuals = unit.forward_with_residuals(arguments, x)
+        layer, arguments = self._prepare_layer(STACK, weights, shared, buffers, inputs, index, save_policy.policy)
+        if save_policy.what in ("all", "now"):
+            y, out, residuals = layer.forward_with_residuals(arguments, x)
         else:
-            y, out, residuals = unit.forward(arguments, x)
-        if keeping.what == "input":
+            y, out, residuals = layer.forward(arguments, x)
+        if save_policy.what == "input":
             residuals = residuals.with_leaves(jax.tree.leaves(x))
         moved_leaves = []
         for leaf in residuals.leaves:
-            if keeping.goes_to_host(leaf):
+            if save_policy.goes_to_host(leaf):
                 leaf = jax.device_put(leaf, jax.memory.Space.Host)
             moved_leaves.append(leaf)
         new_buffers = _with_axis(out.layer_state)
         return y, residuals.with_leaves(moved_leaves), (out.loss, out.metrics), new_buffers
 
-    def unit_backward(
+    def layer_backward(
         self,
         policy: str,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
-        residuals: UnitResiduals,
+        residuals: LayerResiduals,
         ct: Cotangent,
         shared_sums: Nested,
         grad_sums: Nested | None,
-        tally: Tally | None,
+        grad_stats: GradStats | None,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Cotangent, Nested, Nested, Tally | None, UnitResiduals | None]:
+    ) -> tuple[Cotangent, Nested, Nested, GradStats | None, LayerResiduals | None]:
         """Run a layer backward.
 
         Args:
             policy: the layer's remat policy.
             weights, shared, buffers: the layer's weights and buffers, and the parameters that all layers share.
-            residuals: the residuals of `unit_forward`; where layers are inverted, their leaves are the layer's
+            residuals: the residuals of `layer_forward`; where layers are inverted, their leaves are the layer's
                 output.
             ct: the cotangent of the layer's output.
             shared_sums: sums of the shared parameters' gradients; {} at the start.
             grad_sums: the layer's gradients of earlier microbatches; None in the first microbatch.
-            tally: see `UpdateFunctions.judged`.
+            grad_stats: see `UpdateFunctions.update_stats`.
             inputs: inputs of the microbatch.
             index: index of the layer.
 
@@ -265,18 +265,18 @@ class LayerFunctions:
             (cotangent of the layer's input; its gradients; `shared_sums` including this layer; gradient statistics;
             where layers are inverted, the residuals of the previous layer, whose output is this layer's input).
         """
-        unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, policy)
-        residuals_before: UnitResiduals | None = None
-        if self.units.inverts:
+        layer, arguments = self._prepare_layer(STACK, weights, shared, buffers, inputs, index, policy)
+        residuals_before: LayerResiduals | None = None
+        if self.residual_plan.inverts:
             y = jax.tree.unflatten(jax.tree.structure(ct), residuals.leaves)
-            result = unit.invert(arguments, y, residuals.loss, ct)
+            result = layer.invert(arguments, y, residuals.loss, ct)
             residuals_before = residuals.with_leaves(jax.tree.leaves(result.x))
         else:
-            result = unit.backward(arguments, residuals, ct)
+            result = layer.backward(arguments, residuals, ct)
         shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(result.shared_grads), result.shared_grads)
-        grads = self.updates.added(STACK, _with_axis(result.grads), grad_sums)
-        tally = self.updates.judged(tally, grads)
-        return result.ct, grads, shared_sums, tally, residuals_before
+        grads = self.updates.add_gradients(STACK, _with_axis(result.grads), grad_sums)
+        grad_stats = self.updates.update_stats(grad_stats, grads)
+        return result.ct, grads, shared_sums, grad_stats, residuals_before
 
     # --- layers before the stack -------------------------------------------------------------------------------------
 
@@ -293,10 +293,10 @@ class LayerFunctions:
 
         Args:
             is_last: whether the stack comes next; y is then the input of the stack's first layer.
-            weights, buffers, x, inputs, index: as in `unit_forward`.
+            weights, buffers, x, inputs, index: as in `layer_forward`.
         """
-        unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
-        y, out, _ = unit.forward(arguments, x)
+        layer, arguments = self._prepare_layer(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
+        y, out, _ = layer.forward(arguments, x)
         if is_last:
             y = self._between_stacks(y, inputs)
         return y, (out.loss, out.metrics), _with_axis(out.layer_state)
@@ -309,26 +309,26 @@ class LayerFunctions:
         x: Carry,
         ct: Cotangent,
         grad_sums: Nested | None,
-        tally: Tally | None,
+        grad_stats: GradStats | None,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Cotangent, Nested, Tally | None]:
+    ) -> tuple[Cotangent, Nested, GradStats | None]:
         """Run one of the layers before the stack backward: (cotangent of its input, gradients, gradient statistics).
 
         The layer runs forward again, so that only its input needs to be saved.
 
         Args:
             is_last, weights, buffers, x, inputs, index: as in `first_forward`.
-            ct, grad_sums, tally: as in `unit_backward`.
+            ct, grad_sums, grad_stats: as in `layer_backward`.
         """
-        unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
-        y, _, residuals = unit.forward_with_residuals(arguments, x)
+        layer, arguments = self._prepare_layer(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
+        y, _, residuals = layer.forward_with_residuals(arguments, x)
         if is_last:
             _, pull = jax.vjp(lambda y: self._between_stacks(y, inputs), y)
             (ct,) = pull(ct)
-        result = unit.backward(arguments, residuals, ct)
-        grads = self.updates.added(FIRST, _with_axis(result.grads), grad_sums)
-        return result.ct, grads, self.updates.judged(tally, grads)
+        result = layer.backward(arguments, residuals, ct)
+        grads = self.updates.add_gradients(FIRST, _with_axis(result.grads), grad_sums)
+        return result.ct, grads, self.updates.update_stats(grad_stats, grads)
 
     @property
     def _first_policy(self) -> str:
@@ -355,7 +355,7 @@ class EvaluationFunctions(LayerFunctions):
         if count == 1:
             return ctx
         parts = microbatches(batch, count, ctx)
-        return replace(ctx, batch=unit_at(parts, number))
+        return replace(ctx, batch=slice_layer(parts, number))
 
     def score(
         self,

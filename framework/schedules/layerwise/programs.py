@@ -16,13 +16,13 @@ import jax
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.layout import StateLayout, TensorSpec, path_name
 
-Kinds = dict[str, int]  # bytes per device by memory kind
-Array = Any  # a jax.Array, or in a dry run a Ghost
+BytesByMemoryKind = dict[str, int]  # bytes per device by memory kind
+Array = Any  # a jax.Array, or in a dry run an AbstractArray
 Tree = Any  # a pytree of these, or of shapes
 LiveArray = tuple[str, str, int]  # label, memory kind, bytes per device
 
 
-class Compiled(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -44,22 +44,22 @@ class Compiled(NamedTuple):
     moved: int = 0
 
 
-Compile = Callable[[Any, HostBytes], Compiled]  # (jax.stages.Lowered, its bytes in host memory) -> Compiled
+Compile = Callable[[Any, HostBytes], CompiledProgram]  # (jax.stages.Lowered, its bytes in host memory) -> Compiled
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayPlacement:
     """The placement of an array: sharding, and memory kind, which the sharding of an unattached GPU loses."""
 
     sharding: Any
     kind: str = "device"
 
     @staticmethod
-    def of(x: Array) -> Place:
+    def from_array(x: Array) -> ArrayPlacement:
         """Return the place of an array, or of an object with shape and sharding."""
-        if isinstance(x, Ghost):
-            return x.place
-        return Place(x.sharding, x.sharding.memory_kind or "device")
+        if isinstance(x, AbstractArray):
+            return x.placement
+        return ArrayPlacement(x.sharding, x.sharding.memory_kind or "device")
 
     def bytes(self, x: Array) -> int:
         """Return the bytes per device of an array with the shape and dtype of `x`."""
@@ -67,33 +67,33 @@ class Place:
         return math.prod(shard_shape) * x.dtype.itemsize
 
 
-class Ghost:
+class AbstractArray:
     """An abstract array, without data; it is alive until it is donated or no references to it remain."""
 
     def __init__(
         self,
         like: Array,
-        place: Place,
-        ledger: Ledger,
+        placement: ArrayPlacement,
+        tracker: MemoryTracker,
         label: str,
     ):
         self.shape = like.shape
         self.dtype = like.dtype
-        self.place = place
-        self._ledger = ledger
-        self.nbytes = place.bytes(like)
-        ledger.live[place.kind] += self.nbytes
-        ledger.alive[id(self)] = label, place.kind, self.nbytes
+        self.placement = placement
+        self._tracker = tracker
+        self.nbytes = placement.bytes(like)
+        tracker.live[placement.kind] += self.nbytes
+        tracker.alive[id(self)] = label, placement.kind, self.nbytes
 
     def delete(self) -> None:
         """Remove it from the ledger, after it was donated or lost its last reference."""
-        if self._ledger.alive.pop(id(self), None):
-            self._ledger.live[self.place.kind] -= self.nbytes
+        if self._tracker.alive.pop(id(self), None):
+            self._tracker.live[self.placement.kind] -= self.nbytes
 
     __del__ = delete
 
 
-class Ledger:
+class MemoryTracker:
     """The memory tracker of a dry run; counts bytes per device, or of its host's memory.
 
     Attributes:
@@ -108,16 +108,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.live: Kinds = {"device": 0, "pinned_host": 0}
+        self.live: BytesByMemoryKind = {"device": 0, "pinned_host": 0}
         self.alive: dict[int, LiveArray] = {}
-        self.calls: list[Compiled] = []
+        self.calls: list[CompiledProgram] = []
         self.peak = 0
         self.host_peak = 0
         self.moved = 0
-        self.worst: tuple[Compiled, list[LiveArray]] | None = None
+        self.worst: tuple[CompiledProgram, list[LiveArray]] | None = None
         self.once = False
 
-    def count(self, program: Compiled, peak: int) -> None:
+    def count(self, program: CompiledProgram, peak: int) -> None:
         """Record a call during which the device holds `peak` bytes."""
         self.calls.append(program)
         if peak > self.peak:
@@ -143,8 +143,8 @@ class Programs:
         self._jit = jit
         self.compile = compile
         self._layout = layout
-        self._compiled: dict[Any, Compiled] = {}
-        self._ledger: Ledger | None = None
+        self._compiled: dict[Any, CompiledProgram] = {}
+        self._tracker: MemoryTracker | None = None
         # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
         # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.
         devices = layout.mesh.devices
@@ -153,21 +153,21 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def rehearse(self, driver: Callable[..., Any], *trees: Tree) -> Ledger:
+    def dry_run(self, driver: Callable[..., Any], *trees: Tree) -> MemoryTracker:
         """Dry-run `driver` with ghosts of the arrays or TensorSpecs in `trees`, and compile each program it calls."""
-        ledger = Ledger()
-        self._ledger = ledger
+        tracker = MemoryTracker()
+        self._tracker = tracker
         try:
             # The ghosts have no name here: only the driver may hold references to them.
-            driver(*_ghosts(ledger, "", trees, jax.tree.map(self._place, trees)))
+            driver(*_make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees)))
         finally:
-            self._ledger = None
-        return ledger
+            self._tracker = None
+        return tracker
 
-    def _place(self, x: Array | TensorSpec) -> Place:
+    def _get_placement(self, x: Array | TensorSpec) -> ArrayPlacement:
         if isinstance(x, TensorSpec):
-            return Place(self._layout.sharding(x), x.memory_kind)
-        return Place.of(x)
+            return ArrayPlacement(self._layout.sharding(x), x.memory_kind)
+        return ArrayPlacement.from_array(x)
 
     def __call__(
         self,
@@ -189,14 +189,14 @@ class Programs:
         """
         # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
-        if self._ledger is None:
+        if self._tracker is None:
             results = self._compiled[key].run(*args)
             return jax.block_until_ready(results) if self._waits else results
         if key not in self._compiled:
-            self._make(key, function, args, tuple(donate), out)
-        return self._rehearsed(self._ledger, key, args, tuple(donate))
+            self._compile(key, function, args, tuple(donate), out)
+        return self._dry_run(self._tracker, key, args, tuple(donate))
 
-    def _make(
+    def _compile(
         self,
         key: Any,
         function: Callable[..., Any],
@@ -206,25 +206,31 @@ class Programs:
     ) -> None:
         """Compile a program; see `__call__`."""
 
-        def abstract(ghost: Ghost) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(ghost.shape, ghost.dtype, sharding=ghost.place.sharding)
+        def abstract(abstract_array: AbstractArray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                abstract_array.shape, abstract_array.dtype, sharding=abstract_array.placement.sharding
+            )
 
         abstract_args = jax.tree.map(abstract, args)
         if callable(out):
             out = out(jax.eval_shape(function, *abstract_args))
-        places = self._result_places(function, abstract_args, out)
+        placements = self._result_placements(function, abstract_args, out)
         # Every argument is kept, because all are counted. Every result has a sharding: donated memory is only given
         # to a result of the same memory kind if all kinds are known.
-        shardings = jax.tree.map(lambda place: place.sharding, places)
+        shardings = jax.tree.map(lambda placement: placement.sharding, placements)
         jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
         traced = jitted.trace(*abstract_args)
         donated_args = [args[i] for i in donate]
-        result_bytes = jax.tree.map(lambda x, place: place.bytes(x) * (place.kind != "device"), traced.out_info, places)
-        hosted = HostBytes(_hosted_bytes(args), sum(jax.tree.leaves(result_bytes)), _hosted_bytes(donated_args))
-        compiled = self.compile(traced.lower(), hosted)
-        self._compiled[key] = compiled._replace(results=(traced.out_info, places), jaxpr=traced.jaxpr)
+        result_bytes = jax.tree.map(
+            lambda x, placement: placement.bytes(x) * (placement.kind != "device"), traced.out_info, placements
+        )
+        offloaded = HostBytes(
+            _offloaded_bytes(args), sum(jax.tree.leaves(result_bytes)), _offloaded_bytes(donated_args)
+        )
+        compiled = self.compile(traced.lower(), offloaded)
+        self._compiled[key] = compiled._replace(results=(traced.out_info, placements), jaxpr=traced.jaxpr)
 
-    def _result_places(
+    def _result_placements(
         self,
         function: Callable[..., Any],
         abstract_args: Tree,
@@ -237,15 +243,15 @@ class Programs:
             lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
             chosen_shardings = lowered.compile().output_shardings
 
-            def resolve_place(kind: Any, sharding: Any) -> Any:
-                return Place(sharding.with_memory_kind(kind), kind) if isinstance(kind, str) else kind
+            def resolve_placement(kind: Any, sharding: Any) -> Any:
+                return ArrayPlacement(sharding.with_memory_kind(kind), kind) if isinstance(kind, str) else kind
 
-            out = jax.tree.map(resolve_place, out, chosen_shardings)
-        return jax.tree.map(lambda x: x if isinstance(x, Place) else self._place(x), out)
+            out = jax.tree.map(resolve_placement, out, chosen_shardings)
+        return jax.tree.map(lambda x: x if isinstance(x, ArrayPlacement) else self._get_placement(x), out)
 
-    def _rehearsed(
+    def _dry_run(
         self,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         key: Any,
         args: Tree,
         donate: tuple[int, ...],
@@ -253,35 +259,37 @@ class Programs:
         """Record a call of a compiled program; return the ghosts of its results."""
         compiled = self._compiled[key]
         # An array that is passed twice is counted once.
-        ghost_by_id = {id(ghost): ghost for ghost in jax.tree.leaves(args)}
-        ghosts = list(ghost_by_id.values())
-        argument_bytes = sum(ghost.nbytes for ghost in ghosts if ghost.place.kind == "device")
+        array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
+        abstract_arrays = list(array_by_id.values())
+        argument_bytes = sum(
+            abstract_array.nbytes for abstract_array in abstract_arrays if abstract_array.placement.kind == "device"
+        )
         # The program's own peak includes its arguments; all other arrays stay allocated in addition.
-        ledger.count(compiled, compiled.peak + ledger.live["device"] - argument_bytes)
-        donated_ghosts = jax.tree.leaves([args[i] for i in donate])
+        tracker.count(compiled, compiled.peak + tracker.live["device"] - argument_bytes)
+        donated_arrays = jax.tree.leaves([args[i] for i in donate])
         # A donated host array is the destination of a result; nothing is read from it.
-        ledger.moved += _hosted_bytes(ghosts) - _hosted_bytes(donated_ghosts)
-        for ghost in donated_ghosts:
-            ghost.delete()
-        results = _ghosts(ledger, str(key[0]), *compiled.results)
-        ledger.moved += _hosted_bytes(results)
-        ledger.host_peak = max(ledger.host_peak, ledger.live["pinned_host"])
+        tracker.moved += _offloaded_bytes(abstract_arrays) - _offloaded_bytes(donated_arrays)
+        for abstract_array in donated_arrays:
+            abstract_array.delete()
+        results = _make_abstract_arrays(tracker, str(key[0]), *compiled.results)
+        tracker.moved += _offloaded_bytes(results)
+        tracker.host_peak = max(tracker.host_peak, tracker.live["pinned_host"])
         return results
 
 
-def _ghosts(
-    ledger: Ledger,
+def _make_abstract_arrays(
+    tracker: MemoryTracker,
     name: str,
     trees: Tree,
-    places: Tree,
+    placements: Tree,
 ) -> Tree:
     """Create ghosts for trees of shapes, labeled by name and path."""
 
-    def ghost(keypath: Any, x: Array, place: Place) -> Ghost:
-        return Ghost(x, place, ledger, f"{name}/{path_name(keypath)}")
+    def abstract_array(keypath: Any, x: Array, placement: ArrayPlacement) -> AbstractArray:
+        return AbstractArray(x, placement, tracker, f"{name}/{path_name(keypath)}")
 
-    return jax.tree_util.tree_map_with_path(ghost, trees, places)
+    return jax.tree_util.tree_map_with_path(abstract_array, trees, placements)
 
 
-def _hosted_bytes(tree: Tree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree) if x.place.kind != "device")
+def _offloaded_bytes(tree: Tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree) if x.placement.kind != "device")

@@ -9,8 +9,8 @@ import jax
 
 from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, unflatten
-from plimsoll.framework.schedules.layerwise.keeping import Keeping
-from plimsoll.framework.schedules.unit import UnitResiduals
+from plimsoll.framework.schedules.layer_computation import LayerResiduals
+from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class ResultSpecs:
 
         return jax.tree.map(spec, tree)
 
-    def residuals(self, residuals: UnitResiduals, keeping: Keeping, carry: Any) -> UnitResiduals:
+    def residuals(self, residuals: LayerResiduals, save_policy: SavePolicy, carry: Any) -> LayerResiduals:
         """Return the specs of a layer's residuals.
 
         If the policy saves only inputs, residuals are sharded like them. Otherwise the compiler chooses the sharding.
 
         Args:
             residuals: the layer's residuals.
-            keeping: the remat policy, and the memory of the residuals.
+            save_policy: the remat policy, and the memory of the residuals.
             carry: the activations between layers, [B, S, ...].
         """
         leaves = residuals.leaves
-        kinds: list[MemoryKind] = ["pinned_host" if keeping.goes_to_host(x) else "device" for x in leaves]
+        kinds: list[MemoryKind] = ["pinned_host" if save_policy.goes_to_host(x) else "device" for x in leaves]
         # With other policies the leaves are whatever a pull-back holds, and their axes are unknown.
-        if keeping.policy != "full" and not keeping.policy.startswith("sqrt"):
+        if save_policy.policy != "full" and not save_policy.policy.startswith("sqrt"):
             return residuals.with_leaves(kinds)
         rows = {x.shape[:2] for x in jax.tree.leaves(carry)}
         specs = []

@@ -2,7 +2,7 @@
 
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
-has its own arrays (`framework.schedules.storage`), and updated arrays are donated. The programs of the previous and
+has its own arrays (`framework.schedules.stack_parts`), and updated arrays are donated. The programs of the previous and
 the next layer move a layer's offloaded arrays (`moves.Moves`). Nothing is sliced, so this also works on GPUs, whose
 compiler cannot slice host memory.
 
@@ -23,7 +23,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
 from plimsoll.framework.schedules.layerwise.passes import Evaluation
-from plimsoll.framework.schedules.layerwise.programs import Compile, Ledger, Programs
+from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.step import LayerwiseStep
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, State
@@ -62,7 +62,7 @@ class LayerPrograms:
         jit: Any,
         compile: Compile,
     ):
-        learner.try_reach()
+        learner.measure_localities()
         self._functions = LayerFunctions(model, learner, layout, memory)
         self._scoring = EvaluationFunctions(model, learner, layout, memory)
         self.programs = Programs(jit, compile, layout)
@@ -70,7 +70,7 @@ class LayerPrograms:
         # Structure and memory kinds of the evaluated trees, whose programs are compiled.
         self._evaluated: set[Any] = set()
         number = TensorSpec((), "int32")
-        count = max(*(stack.num_units for stack in model.stacks.values()), learner.accumulate)
+        count = max(*(stack.num_repeats for stack in model.stacks.values()), learner.accumulate)
         self._numbers: list[Any] = [number] * count
         # Created once: a transfer in each call would make it wait. A plan's devices are not attached, so a plan gets
         # specs.
@@ -78,19 +78,19 @@ class LayerPrograms:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def rehearse(
+    def dry_run(
         self,
         state: Any,
         batch: Any,
         compile: Compile | None = None,
-    ) -> Ledger:
+    ) -> MemoryTracker:
         """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs."""
         self.programs.compile = compile or self.programs.compile
 
         def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
             return LayerwiseStep(self._functions, self.programs, numbers)(*trees)
 
-        return self.programs.rehearse(step, self._numbers, state, batch)
+        return self.programs.dry_run(step, self._numbers, state, batch)
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
         """Run one step; the old state is invalid afterwards."""
@@ -120,8 +120,8 @@ class LayerPrograms:
         key = jax.tree.structure(trees), kinds
         if compile is not None or key not in self._evaluated:
             programs.compile = compile or programs.compile
-            ledger = programs.rehearse(run, self._numbers, *trees)
+            tracker = programs.dry_run(run, self._numbers, *trees)
             self._evaluated.add(key)
             if compile is not None:
-                return ledger
+                return tracker
         return run(self._numbers, *trees)

@@ -8,11 +8,17 @@ import jax.numpy as jnp
 from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, StateLayout, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
+from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.schedules.gradients import Tally, counted, judge, sharded_as_parameter, with_tally
+from plimsoll.framework.schedules.chunked_update import update_group
+from plimsoll.framework.schedules.gradients import (
+    GradStats,
+    add_grad_stats,
+    check_finite,
+    shard_as_parameter,
+    with_grad_stats,
+)
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
-from plimsoll.framework.schedules.pieces import update_group
 from plimsoll.framework.schedules.step import Metrics, finish
 
 LossAndMetrics = tuple[jax.Array | None, Metrics]
@@ -36,10 +42,10 @@ class UpdateFunctions:
         self.learner = learner
         self.layout = layout
         self.specs = specs
-        self.num_units = {name: stack.num_units for name, stack in model.stacks.items()}
+        self.num_repeats = {name: stack.num_repeats for name, stack in model.stacks.items()}
         self._parameter_specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
-    def added(
+    def add_gradients(
         self,
         stage: str,
         grads: Nested,
@@ -50,52 +56,52 @@ class UpdateFunctions:
         sum_by_path = {} if grad_sums is None else flatten(grad_sums)
         for path, grad in grad_by_path.items():
             spec = self._parameter_specs[stage][path]
-            grad = sharded_as_parameter(grad, spec.mesh_axes, self.layout.mesh)
+            grad = shard_as_parameter(grad, spec.mesh_axes, self.layout.mesh)
             if self.learner.accumulate > 1:
                 grad = grad.astype(self.learner.gradient_dtype(spec))
             grad_by_path[path] = grad + sum_by_path[path] if path in sum_by_path else grad
         return unflatten(grad_by_path)
 
-    def judged(self, tally: Tally | None, grads: Nested) -> Tally | None:
+    def update_stats(self, grad_stats: GradStats | None, grads: Nested) -> GradStats | None:
         """Add these gradients to the statistics; None, which means that more microbatches follow, stays None."""
-        if tally is None or not grads:
-            return tally
-        return counted(tally, judge(self.learner, tally["ok"], grads))
+        if grad_stats is None or not grads:
+            return grad_stats
+        return add_grad_stats(grad_stats, check_finite(self.learner, grad_stats["ok"], grads))
 
     def decide(
         self,
         loss: jax.Array,
         squares: jax.Array,
         counter: Nested,
-    ) -> tuple[Decision, Tally]:
+    ) -> tuple[Decision, GradStats]:
         """Return the decision, and initial gradient statistics."""
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
-        return decision, Tally(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
+        return decision, GradStats(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
     def update(
         self,
         stage: str,
-        old: Update,
+        old: LayerUpdate,
         grads: Nested,
         decision: Decision,
-    ) -> Update:
+    ) -> LayerUpdate:
         """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack."""
         weight_specs = self.specs.part("parameter", stage)
         entry_specs = self.specs.part("optimizer", stage)
         average_specs = self.specs.part("ema", stage)
 
         def run(
-            group: Group,
-            update: UnitUpdate,
-            bundle: Bundle,
+            group: ParamGroup,
+            update: LayerUpdateFn,
+            train_state: LayerTrainState,
             decision: Decision,
-        ) -> Update:
+        ) -> LayerUpdate:
             weights = self.learner.select({stage: weight_specs}, group)
             entry = entry_specs[group.label]
             average = self.learner.select({stage: average_specs}, group) if average_specs else {}
             # Gradients are on the device, as are the weights here.
             specs = weights, weights, entry, average
-            return update_group(self.learner, self.layout.mesh, group, bundle, specs, decision)
+            return update_group(self.learner, self.layout.mesh, group, train_state, specs, decision)
 
         old_params, old_optimizer, old_ema = old
         with jax.named_scope("update"):
@@ -115,8 +121,8 @@ class UpdateFunctions:
         outs = {}
         # Losses of layers add up; the division turns the summed metrics into a mean, as in `Stack.combine`.
         for name, (loss, metrics) in parts.items():
-            if name in self.num_units:
-                metrics = {key: value / self.num_units[name] for key, value in metrics.items()}
+            if name in self.num_repeats:
+                metrics = {key: value / self.num_repeats[name] for key, value in metrics.items()}
             outs[name] = Out(loss=loss, metrics=metrics)
         out = Out.merge(outs)
         total = {"loss": out.loss, "metrics": out.metrics}
@@ -127,7 +133,7 @@ class UpdateFunctions:
         counter: Nested,
         decision: Decision,
         total: Nested,
-        tally: Tally,
+        grad_stats: GradStats,
         *,
         at_once: bool,
     ) -> tuple[Nested, Metrics]:
@@ -137,13 +143,13 @@ class UpdateFunctions:
             counter: the state's counters.
             decision: the step's decision.
             total: sums of losses and metrics.
-            tally: gradient statistics of the backward pass.
+            grad_stats: gradient statistics of the backward pass.
             at_once: whether the updates were part of the backward pass.
         """
         metrics = total["metrics"]
         if at_once:
-            decision = with_tally(decision, tally)
-            metrics = {**metrics, "updated_units": tally["updated"]}
+            decision = with_grad_stats(decision, grad_stats)
+            metrics = {**metrics, "updated_units": grad_stats["updated"]}
         # This program only returns counters and metrics; other programs return parameters and buffers.
         state = {"counter": counter, "buffer": {}}
         no_update = {}, {}, {}

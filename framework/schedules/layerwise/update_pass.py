@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.learner.units import Decision, Update
+from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
-from plimsoll.framework.schedules.layerwise.moves import Moves
-from plimsoll.framework.schedules.layerwise.parts import Part
+from plimsoll.framework.schedules.layerwise.transfers import TransferQueue
+from plimsoll.framework.schedules.layerwise.update_units import UpdateUnit
 from plimsoll.framework.schedules.step import State
 
 
@@ -26,7 +26,7 @@ class UpdatePass:
     def __init__(
         self,
         functions: LayerFunctions,
-        run: Moves,
+        run: TransferQueue,
         numbers: list[Any],
         state: State,
     ):
@@ -35,57 +35,57 @@ class UpdatePass:
         self.numbers = numbers
         self.state = state
         # Gradients that wait for their update, and the parts whose gradients are being moved to the host.
-        self.gradients: dict[Part, Nested] = {}
-        self.leaving: set[Part] = set()
-        self.updated: list[Part] = []
+        self.gradients: dict[UpdateUnit, Nested] = {}
+        self.leaving: set[UpdateUnit] = set()
+        self.update_results: list[UpdateUnit] = []
 
     # --- stored gradients --------------------------------------------------------------------------------------------
 
-    def keep(self, part: Part, grads: Nested) -> None:
+    def store_gradients(self, part: UpdateUnit, grads: Nested) -> None:
         """Store gradients until their update, on the host if there are buffers for them."""
-        host_place = self._host_place(part)
-        if host_place:
-            place = self.gradients.get(part) or host_place
-            self.run.put(part.gradients, grads, place)
+        host_buffers = self._get_host_buffers(part)
+        if host_buffers:
+            stored_gradients = self.gradients.get(part) or host_buffers
+            self.run.put(part.gradients, grads, stored_gradients)
             self.leaving.add(part)
-            grads = place
+            grads = stored_gradients
         self.gradients[part] = grads
 
-    def _host_place(self, part: Part) -> Nested:
+    def _get_host_buffers(self, part: UpdateUnit) -> Nested:
         """Return the buffers in host memory for a part's gradients; {} for gradients that stay on the device."""
-        return part.of(self.state.get("gradient", {}))
+        return part.select(self.state.get("gradient", {}))
 
-    def _placed(self, part: Part) -> Nested:
+    def _get_stored_gradients(self, part: UpdateUnit) -> Nested:
         """Return stored gradients, in the memory in which they are stored."""
         if part in self.leaving:
             self.leaving.remove(part)
-            self.gradients[part] = self.run.placed(part.gradients, self.gradients[part])
+            self.gradients[part] = self.run.get_stored(part.gradients, self.gradients[part])
         return self.gradients[part]
 
-    def want_gradients(self, part: Part) -> None:
+    def request_gradients(self, part: UpdateUnit) -> None:
         """Request that the next program fetches stored gradients, if there are any."""
         if part in self.gradients:
-            self.run.want(part.gradients, self._placed(part))
+            self.run.request(part.gradients, self._get_stored_gradients(part))
 
-    def earlier_gradients(self, part: Part) -> Nested | None:
+    def earlier_gradients(self, part: UpdateUnit) -> Nested | None:
         """Return the gradients of earlier microbatches, on the device; None if there are none."""
         if part not in self.gradients:
             return None
-        return self.run.take(part.gradients, self._placed(part))
+        return self.run.take(part.gradients, self._get_stored_gradients(part))
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    def _get_stored_state(self, part: Part) -> tuple[Nested, Nested]:
+    def _get_stored_state(self, part: UpdateUnit) -> tuple[Nested, Nested]:
         """Return optimizer state and averages, in the memory in which they are stored."""
-        return part.of(self.state["optimizer"]), part.of(self.state["ema"])
+        return part.select(self.state["optimizer"]), part.select(self.state["ema"])
 
-    def want_state(self, part: Part) -> None:
+    def request_state(self, part: UpdateUnit) -> None:
         """Request that the next program fetches optimizer state and averages."""
-        self.run.want(part.old_state, self._get_stored_state(part))
+        self.run.request(part.old_state, self._get_stored_state(part))
 
     def update(
         self,
-        part: Part,
+        part: UpdateUnit,
         grads: Nested,
         decision: Decision,
         params: Nested | None = None,
@@ -101,7 +101,7 @@ class UpdatePass:
         if part.index is not None:
             decision = decision._replace(layer=self.numbers[part.index])
         run = self.run
-        stored_params = part.of(self.state["parameter"])
+        stored_params = part.select(self.state["parameter"])
         stored_state = self._get_stored_state(part)
         if params is None:
             params = run.take(part.old_parameters, stored_params)
@@ -114,15 +114,15 @@ class UpdatePass:
             donate=(0,),
             out=self._new_specs(part.stage),
         )
-        run.put(part.updated, new, (stored_params, *stored_state))
-        self.updated.append(part)
+        run.put(part.update_results, new, (stored_params, *stored_state))
+        self.update_results.append(part)
         if part.index is None:
             # The state of a table is as large as that of several layers: it is moved right away, so that nothing else
             # is on the device in addition to it.
             del new
             run.flush()
 
-    def _new_specs(self, stage: str) -> Update:
+    def _new_specs(self, stage: str) -> LayerUpdate:
         """Return the specs of the results of a stage's or layer's update."""
         specs = self.f.specs
         return specs.part("parameter", stage), specs.part("optimizer", stage), specs.part("ema", stage)
@@ -131,29 +131,29 @@ class UpdatePass:
         """Update by all stored gradients; the inputs of the next update are fetched during the current one."""
         parts = list(self.gradients)
         for number, part in enumerate(parts):
-            grads = self.run.take(part.gradients, self._placed(part))
+            grads = self.run.take(part.gradients, self._get_stored_gradients(part))
             stored_grads = self.gradients.pop(part)
             # Buffers in host memory are part of the state; gradients on the device are dropped here.
-            if self._host_place(part):
+            if self._get_host_buffers(part):
                 part.put(self.state["gradient"], stored_grads)
             del stored_grads
             if part.index is not None and number + 1 < len(parts):
-                self._want_update(parts[number + 1])
+                self._request_update(parts[number + 1])
             self.update(part, grads, decision)
             del grads
 
-    def _want_update(self, part: Part) -> None:
+    def _request_update(self, part: UpdateUnit) -> None:
         """Request that the next program fetches all inputs of an update."""
-        self.want_gradients(part)
-        self.run.want(part.old_parameters, part.of(self.state["parameter"]))
-        self.want_state(part)
+        self.request_gradients(part)
+        self.run.request(part.old_parameters, part.select(self.state["parameter"]))
+        self.request_state(part)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Put the updated arrays into the state, in the memory in which they are stored."""
         groups = ("parameter", "optimizer", "ema")
-        for part in self.updated:
-            old = tuple(part.of(self.state[group]) for group in groups)
-            new = self.run.placed(part.updated, old)
+        for part in self.update_results:
+            old = tuple(part.select(self.state[group]) for group in groups)
+            new = self.run.get_stored(part.update_results, old)
             for group, tree in zip(groups, new, strict=True):
                 if tree:
                     part.put(self.state[group], tree)

@@ -1,0 +1,1 @@
+"""Auxiliary models (reference, teacher, rollouts) that add arrays to the batches; see framework.program.batch_transform."""

@@ -1,0 +1,244 @@
+"""Reference model: adds the log-probabilities of a batch's targets under the model that the run started from.
+
+Preference objectives compare against them (`framework.objectives.preferences`). Usually this costs a second model in
+device memory; none of the kinds here does:
+
+    adapter_off   the model itself with its adapters disabled: one more forward pass per step
+    stored        computed once for all rows before training, and stored in the workdir: no cost per step
+    hosted        offloaded weights, copied in layer by layer: one more forward pass per step, plus the transfers
+    none          nothing is added
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel, auxiliary_experiment
+from plimsoll.framework.batch_transforms.cost_estimates import estimate_forward
+from plimsoll.framework.batch_transforms.forward import AuxiliaryForward
+from plimsoll.framework.batch_transforms.reference_scoring import ReferenceScoring
+from plimsoll.framework.config import component
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import Nested
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCost, Log
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+
+ARRAY = "reference"
+ReferenceKind = Literal["adapter_off", "stored", "hosted", "none"]
+
+
+class ReferenceChoice(NamedTuple):
+    """The kind of a reference, and the reason for choosing it."""
+
+    kind: ReferenceKind
+    reason: str
+
+
+@component
+class Reference(BatchTransform):
+    """Adds `reference`, f32[B, S]: the log-probability of each target under the reference; 0 where the weight is 0.
+
+    Args:
+        kind: "adapter_off", "stored", "hosted" or "none", as described above. "auto" selects none if the objective
+            reads no reference, adapter_off if the model has adapters (and so is its own reference), otherwise stored.
+        pretrained: directory of a published model to use as the reference, or hf://ORG/NAME; None for the weights that
+            the run starts from.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: Literal["auto", "adapter_off", "stored", "hosted", "none"] = "auto",
+        pretrained: str | None = None,
+    ):
+        if pretrained is not None and kind in ("adapter_off", "none"):
+            raise ValueError(f"pretrained = {pretrained} with kind = {kind}; expected kind = stored or hosted")
+        self.kind: ReferenceKind | Literal["auto"] = kind
+        self.pretrained = pretrained
+        self._experiment: Experiment | None = None
+        self._forwards: dict[str, AuxiliaryForward] = {}
+        self._other: AuxiliaryModel | None = None
+        self._program: Program | None = None
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    def join(self, experiment: Experiment) -> None:
+        """See `BatchTransform`."""
+        self._experiment = experiment
+
+    @property
+    def choice(self) -> ReferenceChoice:
+        """The kind in effect, with the reason."""
+        if self.kind != "auto":
+            return ReferenceChoice(self.kind, "companion.kind says so")
+        assert self._experiment is not None, "join() first"
+        model = self._experiment.model
+        objective = model.head.objective if isinstance(model, CausalLM) else None
+        if objective is None or ARRAY not in objective.arrays:
+            return ReferenceChoice("none", "the objective reads no reference")
+        if self.pretrained is not None:
+            return ReferenceChoice("stored", "companion.pretrained is another model, whose values are computed once")
+        if model.lora is None:
+            return ReferenceChoice(
+                "stored", "all weights are trained, and the values of the first ones are computed once"
+            )
+        if self._experiment.memory.update == "layer_programs":
+            return ReferenceChoice("stored", "memory.update = layer_programs runs no forward pass beside its step")
+        if model.buffer_specs():
+            return ReferenceChoice("stored", "the model has buffers that steps move, adapters or not")
+        return ReferenceChoice("adapter_off", "the model without its adapters is the one that the run began with")
+
+    def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """See `BatchTransform`: adds `reference`, f32[B, S], unless the kind is none."""
+        if self.choice.kind == "none":
+            return delivered
+        shape, _ = delivered["weights"]
+        return {**delivered, ARRAY: (shape, "float32")}
+
+    def check(self, experiment: Experiment) -> None:
+        """See `BatchTransform`."""
+        kind = self.choice.kind
+        if kind == "none":
+            return
+        # The property raises ValueError if the model is not a language model.
+        model = experiment.language_model
+        if kind == "adapter_off" and model.lora is None:
+            raise ValueError("companion.kind = adapter_off, and model.lora is not set; expected stored or hosted")
+        if kind == "adapter_off" and experiment.memory.update == "layer_programs":
+            raise ValueError(
+                "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass beside "
+                "its step; expected companion.kind = stored or hosted"
+            )
+        if kind == "adapter_off" and model.buffer_specs():
+            raise ValueError(
+                "companion.kind = adapter_off, and the model has buffers (a router's bias) that steps move, so that it "
+                "is not what the run began with; expected companion.kind = stored or hosted"
+            )
+
+    def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
+        """See `BatchTransform`: checks the reference's weights and tokenizer, and the stored values of a resumed run."""
+        kind = self.choice.kind
+        if kind in ("stored", "hosted"):
+            self._get_other_model(program).check_files()
+        if kind == "stored" and not is_new_run:
+            ReferenceScoring(program, self._get_other_model(program), workdir).check()
+
+    # --- what it does -------------------------------------------------------------------------------------------------
+
+    def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
+        """See `BatchTransform`. Computes a stored reference if it does not exist yet."""
+        choice = self.choice
+        log(f"reference: {choice.kind} ({choice.reason})")
+        if choice.kind == "stored":
+            scoring = ReferenceScoring(program, self._get_other_model(program), workdir)
+            # A program for inference writes no files.
+            if program.training:
+                scoring.run(is_new_run=is_new_run, log=log)
+                self._other = None
+            elif not scoring.attach_stored():
+                log("the workdir has no stored reference of these weights and data: its model is loaded")
+                self._get_other_model(program).load()
+        elif choice.kind == "hosted":
+            self._get_other_model(program).load()
+        self._program = program
+
+    def is_open(self, program: Program) -> bool:
+        """See `BatchTransform`."""
+        # adapter_off uses the trained model, which is already loaded.
+        return self.choice.kind in ("none", "adapter_off") or self._program is program
+
+    def complete_batch(
+        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
+    ) -> Batch:
+        """See `BatchTransform`."""
+        if ARRAY in batch or self.choice.kind == "none":
+            return batch
+        if self.choice.kind == "adapter_off":
+            return {**batch, **self._without_adapters(program, group)(state, batch, after=state["counter"])}
+        return {**batch, **self._get_other_model(program)(batch, after=state.get("counter", ()))}
+
+    def host_bytes(self, program: Program) -> int:
+        """See `BatchTransform`: the weights of an offloaded reference."""
+        return self._get_other_model(program).offloaded_bytes if self.choice.kind == "hosted" else 0
+
+    def passes(self, experiment: Experiment, mesh: Any) -> ForwardCost:
+        """See `BatchTransform`: one forward pass; adapter_off runs it with the run's own weights."""
+        kind = self.choice.kind
+        if kind == "adapter_off":
+            return estimate_forward(experiment, experiment, mesh, offloaded=False)._replace(offloaded_bytes=0)
+        if kind == "hosted":
+            other = auxiliary_experiment(experiment, self.pretrained)
+            return estimate_forward(experiment, other, mesh, offloaded=True)
+        return ForwardCost()
+
+    def dry_run(self, program: Program, compile: Compile) -> dict[str, MemoryTracker]:
+        """See `BatchTransform`: the forward pass of each step, or for stored the one that runs once before training."""
+        choice = self.choice
+        if choice.kind == "none":
+            return {}
+        state_bytes = program.layout.bytes_per_device(memory_kind="device")
+        if choice.kind == "adapter_off":
+            forward = self._without_adapters(program, "parameter")
+            return {ARRAY: forward.dry_run(compile, other_bytes=state_bytes - forward.resident_bytes)}
+        other = self._get_other_model(program)
+        if choice.kind == "hosted":
+            return {ARRAY: other.dry_run(compile, other_bytes=state_bytes)}
+        # A stored reference is computed before the training state exists.
+        ledger = other.dry_run(compile, other_bytes=0)
+        ledger.once = True
+        return {ARRAY: ledger}
+
+    def _without_adapters(self, program: Program, group: str) -> AuxiliaryForward:
+        """Return the forward pass over the running state's own arrays, with adapters disabled."""
+        forward = self._forwards.get(group)
+        if forward is None or forward.program is not program:
+            accumulate = program.experiment.learner.accumulate
+            forward = AuxiliaryForward(
+                program,
+                _compute_log_probs,
+                what="the reference",
+                group=group,
+                change=without_adapters,
+                accumulate=accumulate,
+            )
+            self._forwards[group] = forward
+        return forward
+
+    def _get_other_model(self, program: Program) -> AuxiliaryModel:
+        """Return the reference as a separate model."""
+        if self._other is None or self._other.run is not program:
+            self._other = AuxiliaryModel(
+                program,
+                _compute_log_probs,
+                path=self.pretrained,
+                what="the reference",
+                offloaded=self.choice.kind == "hosted",
+            )
+        return self._other
+
+
+def _compute_log_probs(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+    """Return {"reference": f32[B, S]}: the log-probabilities of the targets, 0 where the weight is 0."""
+    log_probs_BS = head.log_probs(weights, x_BSD, ctx)
+    return {ARRAY: jnp.where(ctx.batch["weights"] != 0, log_probs_BS, 0.0)}
+
+
+def without_adapters(params: Nested) -> Nested:
+    """Return the parameters with the second factor of each adapter zeroed, so that the adapter's product is zero."""
+
+    def zero_lora_b(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        name = keypath[-1].key
+        # Adapters of experts are named after their matrix: NAME_lora_b.
+        return jnp.zeros_like(x) if name == "lora_b" or name.endswith("_lora_b") else x
+
+    return jax.tree_util.tree_map_with_path(zero_lora_b, params)

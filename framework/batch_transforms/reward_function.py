@@ -1,0 +1,142 @@
+"""Loads a user's reward function by name, calls it with the answers of a batch, and checks the rewards.
+
+    def reward(prompts: list[str], answers: list[str], rows: list[dict]) -> list[float]
+
+`prompts` are strings (for a list of messages, the text of the last one), `answers` the model's output up to the token
+that ends an answer, and `rows` the complete rows of the data. The function returns one finite number per answer. It
+runs in the training process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+
+
+class RewardFunction:
+    """A reward function given by name; it is imported on the first call.
+
+    Args:
+        name: "path/to/file.py:function", or a dotted name, "package.module.function".
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._function: Function | None = None
+
+    def __call__(self, prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
+        """Return the rewards, one finite number per answer.
+
+        Raises:
+            ValueError: the function raised an error, or returned anything else. The message names the function.
+        """
+        function = self.load()
+        try:
+            rewards = [float(reward) for reward in function(list(prompts), list(answers), list(rows))]
+        except Exception as error:
+            # One line, because it ends the run; the chained exception has the traceback.
+            reason = " ".join(str(error).split())
+            # A callable object that is not a function has no source file.
+            code = getattr(function, "__code__", None)
+            line = _find_line(None if code is None else code.co_filename, error)
+            raise ValueError(f"{self._label}: {line}{type(error).__name__}: {reason}") from error
+        if len(rewards) != len(answers):
+            raise ValueError(
+                f"{self._label}: expected {len(answers)} rewards, one for each answer, given {len(rewards)}"
+            )
+        for number, reward in enumerate(rewards):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"{self._label}: expected finite numbers, given {reward} for the answer {answers[number]!r} "
+                    f"to {prompts[number]!r}"
+                )
+        return rewards
+
+    @property
+    def _label(self) -> str:
+        return f"companion.reward = {self.name}"
+
+    def check(self) -> None:
+        """Checks that the function exists, without running any of the user's code.
+
+        Raises:
+            ValueError: the name is malformed, the package does not exist, or the file has no such function.
+            FileNotFoundError: the file does not exist.
+        """
+        path, name = self._parse_name()
+        if path is None:
+            package = self.name.partition(".")[0]
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"{self._label}: there is no package {package!r}")
+            return
+        if not path.is_file():
+            raise FileNotFoundError(f"{self._label}: {path} does not exist")
+        try:
+            statements = ast.parse(path.read_bytes()).body
+        except SyntaxError as error:
+            raise ValueError(f"{self._label}: line {error.lineno}: {error.msg}") from error
+        functions = [statement.name for statement in statements if isinstance(statement, ast.FunctionDef)]
+        # Imported or assigned names may be callable too, so only a file that merely defines functions is checked.
+        is_plain = not any(isinstance(one, ast.ImportFrom | ast.Assign | ast.ClassDef) for one in statements)
+        if name not in functions and is_plain:
+            raise ValueError(f"{self._label}: expected a function of {path.name}: {', '.join(functions) or 'none'}")
+
+    def load(self) -> Function:
+        """Import the function once and return it. Raises ValueError if it does not exist or the import fails."""
+        if self._function is not None:
+            return self._function
+        path, name = self._parse_name()
+        try:
+            module = importlib.import_module(self.name.rpartition(".")[0]) if path is None else _import_file(path)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            line = _find_line(path, error)
+            raise ValueError(f"{self._label}: cannot be imported: {line}{type(error).__name__}: {reason}") from error
+        function: Function | None = getattr(module, name, None)
+        if not callable(function):
+            raise ValueError(f"{self._label}: there is no function {name!r} in {path or module.__name__}")
+        self._function = cast(Function, function)
+        return self._function
+
+    def _parse_name(self) -> tuple[Path | None, str]:
+        """Split the name into (file, function name); the file is None for a dotted name."""
+        path, colon, name = self.name.rpartition(":")
+        if colon and path.endswith(".py") and name.isidentifier():
+            return Path(path), name
+        module, _, name = self.name.rpartition(".")
+        if not colon and module and all(part.isidentifier() for part in self.name.split(".")):
+            return None, name
+        raise ValueError(f'{self._label}: expected "path/to/file.py:function" or "package.module.function"')
+
+
+def _find_line(file: str | Path | None, error: BaseException) -> str:
+    """Return "line N: " for the innermost traceback frame in `file`; "" if there is none."""
+    if file is None:
+        return ""
+    place = Path(file).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == place]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module. It can import modules from its own folder, which shadow no installed ones."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"user_reward_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

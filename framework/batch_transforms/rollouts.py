@@ -1,0 +1,382 @@
+"""Rollouts: samples the model's own answers to a batch's prompts, and computes their rewards and advantages.
+
+Before each step, the weights being trained sample `data.group_size` answers to each prompt. A single program, compiled
+once, reads the arrays of the training state directly. A user's function returns a reward for each answer. The advantage
+of an answer is its reward relative to those of the other answers to the same prompt (DeepSeekMath, arXiv 2402.03300).
+
+Random draws are keyed by (seed of the run, step, row), so a run that is killed and resumed samples the same answers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from plimsoll.framework.batch_transforms.answers import (
+    SamplingTimer,
+    build_answer_rows,
+    compute_advantages,
+    decode_answers,
+    encode_demonstrations,
+    get_row,
+)
+from plimsoll.framework.batch_transforms.cost_estimates import estimate_sampling
+from plimsoll.framework.batch_transforms.reference import Reference
+from plimsoll.framework.batch_transforms.reward_function import RewardFunction
+from plimsoll.framework.config import Config, NonNegativeInt, PositiveInt, component
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.data.prompts import Prompts, prompt_text
+from plimsoll.framework.devices.executables import HostBytes
+from plimsoll.framework.inference.rollout import SampledAnswers, SamplingInputs, rollout_jit
+from plimsoll.framework.layout import merge
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.objectives.policy_gradient import GRPO
+from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCost, Log
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules.layer_ranges import split_stacks
+from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+
+_FILE = "rollouts.jsonl"
+# Number of data rows that the reward function is tried on before a run starts.
+_TRIED_ROWS = 2
+
+
+@component
+class Rollouts(BatchTransform):
+    """Samples answers, computes their rewards, and completes the batch for a GRPO objective. Single process only.
+
+    Args:
+        reward: reward function, "my_rewards.py:exact" or "package.module.function"; see
+            `framework.batch_transforms.reward_function`. The reward function is executable code, so it is not loaded from the
+            stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own. The field is then
+            None, and no answers can be sampled.
+        scale: divisor of the advantages: the standard deviation of the rewards of each group ("group") or of the
+            batch ("batch"), or no scaling ("none", arXiv 2503.20783).
+        reference: auxiliary model that adds `reference` for the answers; required for GRPO with beta > 0.
+        demonstrations: number of initial steps that train on the correct answers, which the rows have in a field
+            "answer", each with advantage 1. This is supervised fine-tuning, for a model that would otherwise get no
+            reward. The metrics of these steps show reward 0, because nothing is sampled.
+        greedy_evaluation: decode answers to held-out prompts greedily; False samples them, as in training.
+        table_every: print some answers every this many steps and append them to WORKDIR/rollouts.jsonl. Answers to
+            held-out prompts are shown in every evaluation.
+        table_rows: number of prompts in such a table.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: str | None = None,
+        scale: Literal["group", "batch", "none"] = "group",
+        reference: Config | None = None,
+        demonstrations: NonNegativeInt = 0,
+        greedy_evaluation: bool = True,
+        table_every: PositiveInt = 100,
+        table_rows: PositiveInt = 4,
+    ):
+        self._reward: RewardFunction | None = None if reward is None else RewardFunction(reward)
+        self.scale: Literal["group", "batch", "none"] = scale
+        self.reference: BatchTransform | None = None if reference is None else reference.instantiate()
+        self.demonstrations = demonstrations
+        self.greedy_evaluation = greedy_evaluation
+        self.table_every = table_every
+        self.table_rows = table_rows
+        self._samplers: dict[str, Any] = {}
+        self._tell: Log | None = None
+        self._file: Path | None = None
+        self._timer = SamplingTimer()
+
+    def join(self, experiment: Experiment) -> None:
+        """See `BatchTransform`."""
+        if self.reference is not None:
+            self.reference.join(experiment)
+
+    @property
+    def reward(self) -> RewardFunction:
+        """The reward function. Raises ValueError if companion.reward is None."""
+        if self._reward is None:
+            raise ValueError("companion.reward is None; expected the function that judges answers, FILE.py:FUNCTION")
+        return self._reward
+
+    def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """See `BatchTransform`: tokens, targets, positions and segments are int32[B, S], all others f32[B, S]."""
+        shape, _ = delivered["prompts"]
+        whole_numbers = ("tokens", "targets", "positions", "segments")
+        numbers = ("weights", "ends", "advantages", "behavior", "rewards", "spreads")
+        shapes: Shapes = {
+            **dict.fromkeys(whole_numbers, (shape, "int32")),
+            **dict.fromkeys(numbers, (shape, "float32")),
+        }
+        if self.reference is None:
+            return shapes
+        return self.reference.arrays(shapes, evaluation=evaluation)
+
+    def check(self, experiment: Experiment) -> None:
+        """See `BatchTransform`; also checks that the reward function exists.
+
+        Raises:
+            ValueError: the model, data, memory or mesh settings do not allow sampling answers during training.
+        """
+        data = experiment.data
+        if not isinstance(data, Prompts):
+            raise ValueError(
+                f"companion is Rollouts, which answers prompts; data is a {type(data).__name__}, not Prompts"
+            )
+        objective = experiment.model.head.objective if isinstance(experiment.model, CausalLM) else None
+        if not isinstance(objective, GRPO):
+            raise ValueError("companion is Rollouts; expected model.head.objective = GRPO, which trains on its rewards")
+        if objective.answer_tokens not in (None, data.answer_tokens):
+            raise ValueError(
+                f"model.head.objective.answer_tokens = {objective.answer_tokens}; expected data.answer_tokens = "
+                f"{data.answer_tokens}"
+            )
+        if (objective.beta > 0) != (self.reference is not None):
+            raise ValueError(
+                f"model.head.objective.beta = {objective.beta}: expected a companion.reference if, and only if, it is "
+                "over 0"
+            )
+        memory = experiment.memory
+        if memory.update == "layer_programs":
+            raise ValueError(
+                "memory.update = layer_programs has no stack that could answer prompts; with companion = Rollouts "
+                "expected in_backward, streamed or after_backward"
+            )
+        if not all(layer_range.is_whole for layer_range in split_stacks(experiment.model, memory)):
+            raise ValueError(
+                "memory settings that differ by layer, with companion = Rollouts: expected one value for all layers"
+            )
+        num_cuts = experiment.mesh.sizes["seq"]
+        if num_cuts != 1:
+            raise ValueError(f"mesh.seq = {num_cuts}: an answer is made a token at a time; expected 1")
+        self.reward.check()
+        if self.reference is None:
+            return
+        if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
+            raise ValueError(
+                f"companion.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
+                "adapter_off (with model.lora) or hosted: answers are sampled anew, and nothing is stored of them"
+            )
+        self.reference.check(experiment)
+
+    def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
+        """See `BatchTransform`: calls the reward function once, and checks the files of a reference."""
+        self._try_reward(_prompts(program.experiment))
+        if self.reference is not None:
+            self.reference.check_files(program, workdir, is_new_run=is_new_run)
+
+    def _try_reward(self, data: Prompts) -> None:
+        """Calls the reward function on the first rows of the data, with their correct answers if they have any.
+
+        Raises:
+            ValueError: it failed. Otherwise the failure would show only after the demonstrations or the first answers.
+        """
+        rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
+        prompts = [prompt_text(row["prompt"]) for row in rows]
+        answers = [str(row.get("answer", "")) for row in rows]
+        self.reward(prompts, answers, rows)
+
+    def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
+        """See `BatchTransform`. Raises ValueError with more than one process, or if the reward function does not exist."""
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"companion = Rollouts samples on one machine: expected 1 process, given {jax.process_count()}"
+            )
+        self.reward.load()
+        self._tell = log
+        self._file = workdir / _FILE
+        if self.reference is not None:
+            self.reference.open(program, workdir, is_new_run=is_new_run, log=log)
+
+    def is_open(self, program: Program) -> bool:
+        """See `BatchTransform`: only a reference needs to be opened."""
+        return self.reference is None or self.reference.is_open(program)
+
+    def host_bytes(self, program: Program) -> int:
+        """See `BatchTransform`."""
+        return 0 if self.reference is None else self.reference.host_bytes(program)
+
+    def complete_batch(
+        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
+    ) -> Batch:
+        """See `BatchTransform`. Raises ValueError if the reward function fails."""
+        host_batch = {name: np.asarray(array) for name, array in batch.items()}
+        # A state for inference has no step counter.
+        step = int(state["counter"]["step"]) if "counter" in state else None
+        is_training = not host_batch["sources"].any()
+        if is_training and step is not None and step < self.demonstrations:
+            arrays = self._build_demonstrations(_prompts(program.experiment), host_batch)
+        else:
+            arrays = self._sample_rollouts(program, state, batch, host_batch, step, group)
+        complete_batch = program.put(arrays)
+        if self.reference is not None:
+            complete_batch = self.reference.complete_batch(program, state, complete_batch, group=group)
+        return complete_batch
+
+    def _build_demonstrations(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the arrays of a batch with the correct answers, each with advantage 1."""
+        answers = encode_demonstrations(data, host_batch)
+        arrays = build_answer_rows(host_batch, answers)
+        zeros_BS = np.zeros_like(arrays["weights"])
+        return {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
+
+    def _sample_rollouts(
+        self,
+        program: Program,
+        state: dict[str, Any],
+        batch: Batch,
+        host_batch: dict[str, np.ndarray],
+        step: int | None,
+        group: str,
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays of a batch with answers sampled from the model."""
+        data = _prompts(program.experiment)
+        # Wait before the clock starts, because the previous step may still be running.
+        jax.block_until_ready(state["parameter"])
+        self._timer.begin()
+        answers = self._answers(program, state, batch, host_batch, step, group)
+        self._timer.end_sampling()
+        texts = decode_answers(data, host_batch, answers)
+        rewards_B = self._rewards(data, host_batch, texts)
+        self._timer.end_rewards()
+        self._show(program, step, host_batch, texts, rewards_B)
+        group_size = 1 if host_batch["sources"].any() else data.group_size
+        arrays = build_answer_rows(host_batch, answers)
+        advantages_B, spreads_B = compute_advantages(rewards_B, group_size, self.scale)
+        arrays["advantages"] = arrays["weights"] * advantages_B[:, None]
+        arrays["rewards"] = arrays["ends"] * rewards_B[:, None]
+        arrays["spreads"] = arrays["ends"] * spreads_B[:, None]
+        self._timer.end()
+        return arrays
+
+    def passes(self, experiment: Experiment, mesh: Any) -> ForwardCost:
+        """See `BatchTransform`: token-by-token sampling of the answers, then the reference's pass over them."""
+        sampling = estimate_sampling(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
+        if self.reference is None:
+            return sampling
+        reference = self.reference.passes(experiment, mesh)
+        return sampling.and_then(reference)
+
+    def dry_run(self, program: Program, compile: Compile) -> dict[str, MemoryTracker]:
+        """See `BatchTransform`: the sampling program with its KV cache, plus the rest of the training state."""
+        data = _prompts(program.experiment)
+        layout = program.layout
+        weight_groups = ("parameter", "frozen", "buffer")
+        groups = {name: layout.abstract(layout.specs[name]) for name in weight_groups}
+        weights = merge(groups["parameter"], groups["frozen"])
+        batch = layout.abstract(program.delivered_specs)
+        words = layout.abstract(layout.specs["counter"])["rng"]
+
+        def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
+
+        numbers = everywhere((data.global_batch_size,), np.int32)
+        draws = SamplingInputs(words, everywhere((), np.int32), numbers, everywhere((), bool))
+        # Without data, as in a plan, the stop tokens are unknown. Memory use does not depend on them.
+        stop_ids = data.stop_ids if data.is_ready else (0,)
+        sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
+        lowered = sampler.lower((weights, groups["buffer"]), batch["prompts"], batch["lengths"], draws)
+        offloaded = sum(layout.bytes_per_device(name, "pinned_host") for name in weight_groups)
+        resident = sum(layout.bytes_per_device(name, "device") for name in weight_groups)
+        compiled = compile(lowered, HostBytes(arguments=offloaded))
+        if compiled.run is not None and data.is_ready:
+            # Compiled for the attached devices, so training can run it.
+            self._samplers["parameter"] = compiled.run
+        ledger = MemoryTracker()
+        ledger.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
+        ledger.host_peak = compiled.host_temp
+        ledger.moved = compiled.moved
+        others = {} if self.reference is None else self.reference.dry_run(program, compile)
+        return {"rollouts": ledger, **others}
+
+    def _answers(
+        self,
+        program: Program,
+        state: dict[str, Any],
+        batch: Batch,
+        host_batch: dict[str, np.ndarray],
+        step: int | None,
+        group: str,
+    ) -> SampledAnswers:
+        """Samples the answers on the devices and returns them as host arrays."""
+        data = _prompts(program.experiment)
+        weights = merge(state[group], state["frozen"])
+        sampler = self._samplers.get(group)
+        if sampler is None:
+            # The memory placement of a group's weights never changes during a run, so one program serves all steps.
+            sampler = rollout_jit(program, weights, data.answer_tokens, data.stop_ids)
+            self._samplers[group] = sampler
+        is_training = not host_batch["sources"].any()
+        if is_training:
+            stream, numbers = step or 0, np.arange(data.global_batch_size)
+        else:
+            # In an evaluation, the draws for a prompt do not depend on the step or on the batch that contains it.
+            stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
+        greedy = self.greedy_evaluation and not is_training
+        host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
+        if step is None:
+            words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
+        else:
+            words = state["counter"]["rng"]
+        draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
+        answers = sampler((weights, state["buffer"]), batch["prompts"], batch["lengths"], draws)
+        return SampledAnswers(*jax.device_get(answers))
+
+    def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
+        """Return the rewards, f32[B]; rows without a prompt get 0 without calling the reward function."""
+        rewards_B = np.zeros(len(texts), np.float32)
+        judged = np.flatnonzero(host_batch["lengths"]).tolist()
+        if not judged:
+            return rewards_B
+        rows = [get_row(data, host_batch, index) for index in judged]
+        prompts = [prompt_text(row["prompt"]) for row in rows]
+        rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
+        return rewards_B
+
+    def _show(
+        self,
+        program: Program,
+        step: int | None,
+        host_batch: dict[str, np.ndarray],
+        texts: list[str],
+        rewards_B: np.ndarray,
+    ) -> None:
+        """Prints some answers and appends them to the file, if they are due at this step."""
+        data = _prompts(program.experiment)
+        set_number = int(host_batch["sources"].max())
+        indices = host_batch["indices"]
+        if set_number:
+            # The first prompts of the set, which are in the first batch of its evaluation.
+            chosen = [i for i in range(len(texts)) if host_batch["lengths"][i] and indices[i] < self.table_rows]
+        else:
+            step = step or 0
+            is_last = step + 1 == program.experiment.trainer.known_steps
+            is_due = step % self.table_every == 0 or is_last
+            chosen = list(range(0, len(texts), data.group_size))[: self.table_rows] if is_due else []
+        if self._tell is None or self._file is None or not host_batch["lengths"].any() or not chosen:
+            return
+        name = data.sets[set_number].name
+        records = []
+        for index in chosen:
+            prompt = prompt_text(get_row(data, host_batch, index)["prompt"])
+            reward = float(rewards_B[index])
+            records.append({"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward})
+        table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
+        after = "" if step is None else f" after {step} steps"
+        self._tell(f"answers{after}, {name}{self._timer.shares()}:" + "\n".join(table))
+        # Evaluating a finished run does not add to its file.
+        if step is None:
+            return
+        with self._file.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _prompts(experiment: Experiment) -> Prompts:
+    """Return the experiment's data as `Prompts`; `Rollouts.check` has verified the type."""
+    data = experiment.data
+    assert isinstance(data, Prompts)
+    return data

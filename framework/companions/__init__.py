@@ -1,1 +1,0 @@
-"""Auxiliary models (reference, teacher, rollouts) that add arrays to the batches; see framework.program.companion."""

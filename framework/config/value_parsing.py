@@ -1,0 +1,121 @@
+"""Values as text: parses command-line values by the type hint of a field, and formats values for display."""
+
+import ast
+import contextlib
+import json
+import re
+from typing import Any, Literal
+
+from plimsoll.framework.config.names import TRUSTED, ConfigError, FieldTypeError, get_dotted_name, join
+from plimsoll.framework.config.schema import (
+    LISTS,
+    REQUIRED,
+    ConfigBase,
+    Mark,
+    accepts_config,
+    arms,
+    convert,
+    element_hint,
+    short_names,
+    split,
+)
+
+_PLAIN = re.compile(r"[\w./:*+-]+\Z")
+# Literals of the command line, in lower case. JSON and Python each parse only some of them, in a single spelling.
+_LITERALS = {
+    "none": None,
+    "null": None,
+    "true": True,
+    "false": False,
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+    "nan": float("nan"),
+}
+
+
+def parse_value(hint: Any, text: str, path: str) -> Any:
+    """Parses text that is not the name of a component, and returns the value as a field stores it.
+
+    Raises the same errors as `convert`. If the field accepts a component, the error also explains how to name one.
+    """
+    try:
+        return parse_text(hint, text, path)
+    except FieldTypeError as error:
+        if accepts_config(hint):
+            packages = ", ".join(TRUSTED)
+            components = short_names(hint)
+            choices = f", or is one of {', '.join(components)}" if components else ""
+            advice = f"a component goes by its name, or by its dotted name inside {packages}{choices}"
+            error.args = (f"{error.args[0]}; {advice}",)
+        raise
+
+
+def parse_text(hint: Any, text: str, path: str) -> Any:
+    """Parses `text` according to this hint.
+
+    Accepts `12`, `3e-4`, `true`, `none`, a choice, text with or without quotes, JSON, a Python literal, or `a,b,c` if
+    the hint allows a list. Raises the same errors as `convert`.
+    """
+    kinds = [split(arm) for arm in arms(hint)]
+    # A choice is not parsed, because "none" may be one.
+    is_choice = any(base is Literal and text in choices for base, choices in kinds)
+    try:
+        return convert(hint, text if is_choice else parse_literal(text), path)
+    except ConfigError as error:
+        failure = error
+    # The field may want text, such as "12", so try the raw text as well.
+    with contextlib.suppress(ConfigError):
+        return convert(hint, text, path)
+    takes_list = any(base in (*LISTS, tuple) for base, _ in kinds)
+    if text.startswith(("[", "(", "{")) or not takes_list:
+        raise failure
+    parts = text.split(",") if text else []
+    elements = []
+    for i, part in enumerate(parts):
+        element = parse_text(element_hint(hint, i), part.strip(), join(path, i))
+        elements.append(element)
+    return convert(hint, elements, path)
+
+
+def parse_literal(text: str) -> Any:
+    """Parses text as JSON, else as a Python literal, else returns the text itself.
+
+    none, null, true, false, inf, -inf and nan are case-insensitive.
+    """
+    if text.lower() in _LITERALS:
+        return _LITERALS[text.lower()]
+    for read in (json.loads, ast.literal_eval):
+        # Text with many brackets can exhaust the memory or stack of either parser; treat it as plain text.
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return read(text)
+    return text
+
+
+def as_text(value: Any) -> str:
+    """Formats a value as it is written on the command line.
+
+    A config is shown by its name; "?" stands for an unset required value, "-" for an absent one.
+    """
+    if isinstance(value, ConfigBase):
+        return get_dotted_name(value._target)
+    if isinstance(value, Mark):
+        return "?" if value is REQUIRED else "-"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    # Quote text that would be parsed as another value, or that a shell would split.
+    if isinstance(value, str) and parse_literal(value) == value and _PLAIN.match(value):
+        return value
+    return repr(value)
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict. Raises ValueError if a key occurs twice.
+
+    With two values for a key, a reader may look at the one that is not used.
+    """
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {duplicate[:80]!r} stands twice in one object")
+    return data

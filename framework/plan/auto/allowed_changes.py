@@ -1,0 +1,72 @@
+"""Changes to the training itself that autotuning may make, if the user allows them by name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Sequence
+
+import optax
+
+from plimsoll.framework.config import Config, ConfigError, config_for, did_you_mean, get_schema, get_target
+from plimsoll.framework.optimizers.quantized import adamw8bit
+from plimsoll.framework.plan.auto.settings import Setting, Settings, setting
+
+MASTER = "learner.master_dtype"
+MOMENTS = "learner.moment_dtype"
+ROUNDING = "learner.rounding"
+OPTIMIZER = "learner.optimizer"
+# {name: description}
+ALLOWED = {
+    "rounding": "no master copy of the weights: bfloat16 ones are rounded at random (learner.rounding=stochastic)",
+    "moments": "moments in bfloat16 (learner.moment_dtype)",
+    "optimizer8bit": "AdamW with moments in 8 bits and the same hyperparameters (learner.optimizer)",
+}
+# These two exclude each other: with the 8-bit optimizer the moments already have a dtype.
+_EXCLUSIVE = {"moments", "optimizer8bit"}
+
+
+def parse_allowed(text: str) -> tuple[str, ...]:
+    """Parse a list of names such as "rounding,optimizer8bit". Raises ConfigError for an unknown name."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names or [text]:
+        if name not in ALLOWED:
+            raise ConfigError(f"--allow={text}: {name!r} is none of {', '.join(ALLOWED)}{did_you_mean(name, ALLOWED)}")
+    return tuple(name for name in ALLOWED if name in names)
+
+
+def list_variants(config: Config, names: Sequence[str], fixed: Collection[str]) -> list[Settings]:
+    """Return every combination of the allowed changes, starting with no change.
+
+    Args:
+        config: config, resolved for the target.
+        names: allowed changes, keys of `ALLOWED`.
+        fixed: paths of fields that the user has set.
+    """
+    changes = {}
+    for name in names:
+        change = _change(config, name)
+        if change and not any(one.path in fixed for one in change):
+            changes[name] = change
+    together: list[Settings] = []
+    for count in range(len(changes) + 1):
+        for chosen in itertools.combinations(changes, count):
+            if not set(chosen) >= _EXCLUSIVE:
+                together.append(tuple(itertools.chain.from_iterable(changes[name] for name in chosen)))
+    return together
+
+
+def _change(config: Config, name: str) -> Settings:
+    """Return the settings of a name; empty if they would not change this config or are not compatible with it."""
+    learner = config.learner
+    if name == "rounding":
+        is_possible = learner.master_dtype is not None and str(config.model.get("param_dtype")) == "bfloat16"
+        return (setting(MASTER, None), setting(ROUNDING, "stochastic")) if is_possible else ()
+    if name == "moments":
+        return (setting(MOMENTS, "bfloat16"),) if str(learner.moment_dtype) != "bfloat16" else ()
+    optimizer = learner.optimizer
+    if get_target(optimizer) is not optax.adamw:
+        return ()
+    shared_fields = {field: optimizer[field] for field in get_schema(config_for(adamw8bit)) if field in optimizer}
+    # JSON keeps the override on one line, so that it can be pasted.
+    return (Setting(OPTIMIZER, json.dumps(config_for(adamw8bit, **shared_fields).to_dict())),)

@@ -1,0 +1,139 @@
+"""The rates that a device achieves by kind of work and by size: measured, or assumed from published figures."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+
+WorkKind = Literal[
+    # Matrix products, by the FLOPs of one product.
+    "product f32",
+    "product bf16",
+    # Many small products, as in attention on a CPU, by the FLOPs of one product.
+    "batched product",
+    # Memory-bound work, by the bytes in use.
+    "memory",
+    # Compute-bound elementwise work, by the number of operations.
+    "arithmetic",
+    "transcendental",
+]
+CurvePoints = tuple[tuple[float, float], ...]
+
+# Fractions of the published peaks that programs are assumed to reach on a GPU that was never measured: matrix products
+# by cuBLAS and Triton, memory-bound kernels, and transfers over PCIe.
+PRODUCT_EFFICIENCY = 0.7
+MEMORY_EFFICIENCY = 0.85
+PCIE_EFFICIENCY = 0.75
+# Seconds that a GPU takes to start a kernel, and that Python takes to start a program.
+KERNEL_START = 3e-6
+PROGRAM_START = 1e-4
+# Assumed rates of one core of a CPU that was never measured: AVX2 at 3 GHz reaches about half of 96 GFLOP/s in float32.
+_CORE_FLOPS = 48e9
+_CORE_OPERATIONS = 8e9
+_CORE_TRANSCENDENTAL = 1e9
+_CPU_BYTES = 12e9
+_CPU_START = 1e-6
+
+
+@dataclass(frozen=True)
+class TimeCurve:
+    """Seconds that a kind of work takes, by its amount.
+
+    Attributes:
+        points: (amount, seconds), sorted by amount. Between two points, the curve is interpolated in log-log space.
+            Beyond the last one the rate stays constant, and below the first one the seconds do.
+    """
+
+    points: CurvePoints
+
+    @staticmethod
+    def from_rate(per_second: float, start: float) -> TimeCurve:
+        """Return a curve with a constant rate and a startup time.
+
+        Args:
+            per_second: rate of large amounts of work, in amount per second.
+            start: startup time in seconds.
+        """
+        amounts = [10.0**exponent for exponent in range(3, 16)]
+        return TimeCurve(tuple((amount, start + amount / per_second) for amount in amounts))
+
+    def seconds(self, amount: float) -> float:
+        """Return the seconds that an amount takes; 0 for an amount of 0."""
+        if amount <= 0:
+            return 0.0
+        amounts = [point_amount for point_amount, _ in self.points]
+        position = bisect.bisect_left(amounts, amount)
+        if position == 0:
+            return self.points[0][1]
+        if position == len(self.points):
+            last_amount, last_seconds = self.points[-1]
+            return last_seconds * amount / last_amount
+        (low, low_seconds), (high, high_seconds) = self.points[position - 1 : position + 1]
+        share = math.log(amount / low) / math.log(high / low)
+        return low_seconds * (high_seconds / low_seconds) ** share
+
+    def rate(self, amount: float) -> float:
+        """Return the amount per second when the work comes in chunks of `amount`."""
+        return amount / self.seconds(amount)
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """The rates of one device.
+
+    Attributes:
+        device: name of the device, as in framework/devices/.
+        curves: curve of each kind of work.
+        program_start: seconds that Python takes to start a program.
+        host_link: bytes per second to or from host memory, in each direction; None if unknown, or if device and host
+            memory are the same.
+        links: bytes per second that a device receives from others; None if unknown.
+        measured: date and machine of the measurement, such as "2026-11-24, 2 cores"; empty if the rates are assumed.
+        versions: versions of the packages that it was measured with, such as jax and jaxlib.
+    """
+
+    device: str
+    curves: Mapping[WorkKind, TimeCurve]
+    program_start: float = PROGRAM_START
+    host_link: float | None = None
+    links: float | None = None
+    measured: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def curve(self, kind: WorkKind) -> TimeCurve:
+        """Return the curve of a kind of work."""
+        return self.curves[kind]
+
+
+def assume_gpu_rates(spec: AcceleratorSpec) -> DeviceRates | None:
+    """Return the rates of a GPU, assumed from its published peaks; None if those are not published."""
+    half_peak = spec.peak_bf16_flops or spec.peak_f16_flops
+    full_peak = spec.peak_flops("float32") or half_peak
+    if half_peak is None or full_peak is None or spec.hbm_bytes_per_second is None:
+        return None
+    curves: dict[WorkKind, TimeCurve] = {
+        "product bf16": TimeCurve.from_rate(PRODUCT_EFFICIENCY * half_peak, KERNEL_START),
+        "product f32": TimeCurve.from_rate(PRODUCT_EFFICIENCY * full_peak, KERNEL_START),
+        "memory": TimeCurve.from_rate(MEMORY_EFFICIENCY * spec.hbm_bytes_per_second, KERNEL_START),
+    }
+    pcie = spec.pcie_bytes_per_second
+    links = spec.ici_bytes_per_second or spec.nvlink_pair_bytes_per_second or pcie
+    host_link = None if pcie is None else PCIE_EFFICIENCY * pcie
+    return DeviceRates(spec.name, curves, host_link=host_link, links=links)
+
+
+def assume_cpu_rates(cores: int) -> DeviceRates:
+    """Return the assumed rates of a CPU that was never measured, by its number of cores."""
+    curves: dict[WorkKind, TimeCurve] = {
+        "product f32": TimeCurve.from_rate(cores * _CORE_FLOPS, _CPU_START),
+        "batched product": TimeCurve.from_rate(cores * _CORE_FLOPS / 2, _CPU_START),
+        "memory": TimeCurve.from_rate(_CPU_BYTES, _CPU_START),
+        "arithmetic": TimeCurve.from_rate(cores * _CORE_OPERATIONS, _CPU_START),
+        "transcendental": TimeCurve.from_rate(cores * _CORE_TRANSCENDENTAL, _CPU_START),
+    }
+    return DeviceRates("cpu", curves)

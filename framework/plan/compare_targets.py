@@ -1,0 +1,99 @@
+"""Compares many targets for one config in a table, and finds the smallest machine that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plimsoll.framework.devices.accelerators import ACCELERATORS
+from plimsoll.framework.plan import target_names, targets
+from plimsoll.framework.plan.report_tables import Report, time_cells
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
+
+# Sizes to try for the smallest machine: these numbers of GPUs, and Cloud's slices of up to this many devices.
+_GPU_COUNTS = (1, 2, 4, 8)
+_MOST_DEVICES = 256
+
+
+def parse_target_names(text: str) -> list[str]:
+    """Return the targets in a list such as "4090,h100x8", without duplicates, in order."""
+    names = [name.strip() for name in text.split(",")]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def list_candidates() -> list[str]:
+    """Return names of machines, sorted by the total memory of their devices, smallest first."""
+    machine_by_name = {name: targets.resolve(name) for name in [*_gpu_names(), *_slice_names()]}
+
+    def size(name: str) -> tuple[int, int, str]:
+        # Ties are broken by fewer devices, then by name, so that the order is deterministic.
+        return total_bytes(machine_by_name[name]), machine_by_name[name].num_devices, name
+
+    return sorted(machine_by_name, key=size)
+
+
+def total_bytes(machine: Target) -> int:
+    """Return the device memory that programs may use, summed over all devices."""
+    return (machine.limit_bytes or 0) * machine.num_devices
+
+
+def _gpu_names() -> Iterator[str]:
+    for spec in ACCELERATORS:
+        if spec.platform != "gpu" or spec.limit_bytes is None:
+            continue
+        for count in _GPU_COUNTS:
+            # A rented machine has one GPU or all GPUs of a host; consumer cards come in any of these counts.
+            if count in (1, spec.chips_per_host) or spec.chips_per_host is None:
+                yield spec.name if count == 1 else f"{spec.name}x{count}"
+
+
+def _slice_names() -> Iterator[str]:
+    for family in {spec.name for spec in ACCELERATORS if spec.topologies}:
+        for size in target_names.topology_by_size(family):
+            name = f"{family}-{size}"
+            if targets.resolve(name).num_devices <= _MOST_DEVICES:
+                yield name
+
+
+def can_fit(report: Report) -> bool:
+    """Return whether the config fits the target, as it is or with settings that do not change what is computed."""
+    return bool(report["fits"] or report["suggestions"])
+
+
+def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSection]:
+    """Return a table with one row per target: what the config needs there, and the cheapest settings that fit.
+
+    Args:
+        reports: plans of one config.
+        left_out: {target: reason why the config cannot be trained there at all}.
+    """
+    header = ["target", "has, per device", "needs", "", "a step", "bound by"]
+    rows = [[*header, "or", "by", "with the first settings that fit"]]
+    for report in reports:
+        has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "not known"
+        if report["devices"] > 1:
+            has = f"{report['devices']} x {has}"
+        verdict = "fits" if report["fits"] else "TOO BIG"
+        row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict, *time_cells(report)]
+        rows.append(row + _first_settings(report))
+    impossible = [[name, reason] for name, reason in left_out.items()]
+    sections = [TableSection(" ".join(_title(reports)), rows)] if reports else []
+    return sections + ([TableSection("not possible", impossible)] if impossible else [])
+
+
+def _title(reports: Sequence[Report]) -> list[str]:
+    shared_settings = [
+        setting for setting in reports[0]["settings"] if all(setting in report["settings"] for report in reports)
+    ]
+    return [reports[0]["config"], *shared_settings]
+
+
+def _first_settings(report: Report) -> list[str]:
+    """Return [bytes, source of the figure, settings] of the first settings that fit; suggestions are cheapest first."""
+    if report["fits"]:
+        return ["", "closed form" if report["estimated"] else "compiler", "as it is"]
+    if not report["suggestions"]:
+        return ["", "closed form", "none that was tried"]
+    first = report["suggestions"][0]
+    judge = "compiler" if first["compiled"] and not report["estimated"] else "closed form"
+    return [human_bytes(first["device_peak_bytes"]), judge, first["setting"]]

@@ -1,0 +1,106 @@
+"""Checks that the compiled step fits the devices before `plimsoll train` allocates any array."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_specs
+from plimsoll.framework.metrics.memory import MemoryInUse
+from plimsoll.framework.plan.compilation import parse_refusal
+from plimsoll.framework.plan.report_tables import needs_text
+from plimsoll.framework.plan.suggest import suggestions
+from plimsoll.framework.plan.targets import Target, resolve
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.tables import human_bytes
+
+
+class MemoryNeed(NamedTuple):
+    """Bytes of device memory, per device, that a step needs at its peak and between steps.
+
+    Attributes:
+        peak: bytes at the memory peak.
+        resident: bytes of state and batch, which stay in memory between steps.
+        groups: bytes of the state by group, and "activations and temporaries".
+        message: the compiler's error message, if it refused the program.
+    """
+
+    peak: int
+    resident: int
+    groups: dict[str, int]
+    message: str = ""
+
+
+def measure_need(program: Program) -> MemoryNeed:
+    """Compile the step, or take it from the compilation cache, and return the memory it needs."""
+    layout = program.layout
+    message = ""
+    state = layout.bytes_per_device(memory_kind="device")
+    # Only the arrays from the data pipeline: those that an auxiliary model adds are freed after their step.
+    delivered = batch_specs(program.experiment.data.arrays())
+    batch = sum(spec.num_bytes for spec in delivered.values()) // program.mesh.size
+    try:
+        peak = max(program.backend.peak_bytes(), _batch_transform_peak(program))
+    except jax.errors.JaxRuntimeError as error:
+        peak, message = parse_refusal(error)
+    groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
+    groups["activations and temporaries"] = max(0, peak - state - batch)
+    return MemoryNeed(peak, state + batch, groups, message)
+
+
+def _batch_transform_peak(program: Program) -> int:
+    """Return the peak bytes per device while the auxiliary model completes a batch; 0 if there is none."""
+    companion = program.experiment.companion
+    if companion is None:
+        return 0
+    ledgers = companion.dry_run(program, program.backend.compile_here)
+    return max((ledger.peak for ledger in ledgers.values()), default=0)
+
+
+def explain_refusal(
+    config: Config, program: Program, found: MemoryNeed, limit: int | None, target: Target | None = None
+) -> str | None:
+    """Return the reason why the run should not start; None if it fits, or if the device's memory is not known.
+
+    Args:
+        config, program: config and program, resolved for these devices.
+        found: memory that the step needs.
+        limit: device memory in bytes; None uses what the devices report.
+        target: machine that the program was built for; None means the devices of this machine.
+    """
+    target = target or resolve("local")
+    limit = target.limit_bytes if limit is None else limit
+    if not found.message and (limit is None or found.peak <= limit):
+        return None
+    largest = sorted(found.groups.items(), key=lambda item: -item[1])[:3]
+    lines = [f"the training step needs {human_bytes(found.peak)} on each device, and there are {human_bytes(limit)}"]
+    if found.message:
+        lines.append(f"the compiler says: {found.message}")
+    parts = [f"{name} {human_bytes(size)}" for name, size in largest if size]
+    lines.append(f"the largest parts: {', '.join(parts)}")
+    fitting = suggestions(config, target, limit or 0, found.peak)
+    for suggestion in fitting:
+        lines.append(f"would fit: {suggestion['setting']} ({needs_text(suggestion)})")
+    if not fitting:
+        lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
+    # If the compiler refused the program, --force has nothing to run.
+    force = "" if found.message else "--force tries all the same, and "
+    lines.append(f"nothing was started; {force}`plimsoll plan` shows every buffer")
+    return "\n".join(lines)
+
+
+def compare_with_measured(found: MemoryNeed, measured: MemoryInUse) -> str:
+    """Return a line of text that compares predicted with measured memory after the first steps."""
+    text = ""
+    predicted = found.peak
+    measured_bytes = measured.device_peak_bytes
+    if measured_bytes is None:
+        # CPUs do not report peak memory, so only the memory between steps can be compared.
+        predicted = found.resident
+        measured_bytes = measured.device_bytes
+        text = f"; of it, between steps, predicted {human_bytes(predicted)}"
+    error = f"({100 * (measured_bytes / predicted - 1):+.1f}%)"
+    peak = human_bytes(found.peak)
+    return f"memory per device: predicted peak {peak}{text}, measured {human_bytes(measured_bytes)} {error}"

@@ -1,0 +1,51 @@
+"""Counts the FLOPs of grouped matrix products, whose arrays have room for more rows than a router fills."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from plimsoll.framework.layers.experts.experts import Experts
+from plimsoll.framework.layers.experts.grouped import EVEN_ROWS
+from plimsoll.framework.models.chain import Chain
+
+_SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
+
+
+def count_grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
+    """Return the FLOPs of a kernel under balanced routing; 0 if it is not a grouped product.
+
+    Args:
+        name: path of the scopes that the kernel is called in.
+        float_shapes: shapes of its floating-point operands and results: rows, and the weights [E, I, O] or their
+            gradients.
+    """
+    match = _SCOPE.search(name)
+    if match is None:
+        return 0
+    weights = [shape for shape in float_shapes if len(shape) == 3]
+    if not weights:
+        return 0
+    even_rows = int(match[1])
+    return 2 * even_rows * math.prod(weights[0][1:])
+
+
+def note_ragged_products(model: Chain, platform: str) -> list[str]:
+    """Return notes on expert products that the analytical estimate undercounts; [] if it counts them correctly.
+
+    The estimate assumes kernels that multiply each row only with its own expert. `ragged_dot` is not such a kernel.
+
+    Args:
+        model: model whose experts are checked.
+        platform: platform that XLA compiles for: tpu, gpu or cpu.
+    """
+    layers = [layer for stack in model.stacks.values() for layer in stack.pattern.walk() if isinstance(layer, Experts)]
+    if not any(experts.implementation == "ragged" and experts.capacity is None for experts in layers):
+        return []
+    begins = "for the gradient of the weights XLA for TPU" if platform == "tpu" else f"XLA for {platform.upper()}"
+    return [
+        "the closed form counts the experts' products as grouped kernels compute them; experts.implementation = ragged "
+        f"takes more memory and time, as {begins} multiplies all rows with all experts; expected auto, or a plan "
+        "without --estimate"
+    ]

@@ -1,0 +1,201 @@
+"""Reads facts off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from plimsoll.framework.plan.grouped_products import count_grouped_flops
+
+
+class FlopCount(NamedTuple):
+    """Matrix-product FLOPs over all devices; a multiply-add counts 2.
+
+    Args:
+        flops: number of floating-point operations.
+        uncounted_loops: number of loops around matrix products whose trip count depends on data; each is counted as one
+            iteration.
+    """
+
+    flops: int = 0
+    uncounted_loops: int = 0
+
+
+def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
+    """Return the FLOPs of all matrix products and convolutions of a computation, including remat.
+
+    Loops count by their trip count (a `fori_loop` between constants is a scan), branches by the most expensive one.
+    Code under shard_map counts once per device, replicas included. A Pallas kernel counts its author's cost estimate,
+    or else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
+    formula (arXiv 2204.02311, appendix B). The same holds for cuDNN's attention. Other custom calls count as 0.
+    """
+    return _sum(map(_count_flops, _open_jaxpr(jaxpr).eqns))
+
+
+def sum_flops(calls: Iterable[ClosedJaxpr]) -> FlopCount:
+    """Return the sum of `flops` over calls of programs; a program that is called several times counts each time."""
+    # Calls of one program share a jaxpr, which is walked only once.
+    counts: dict[int, FlopCount] = {}
+    counts_of_calls = []
+    for jaxpr in calls:
+        if id(jaxpr) not in counts:
+            counts[id(jaxpr)] = flops(jaxpr)
+        counts_of_calls.append(counts[id(jaxpr)])
+    return _sum(counts_of_calls)
+
+
+def _sum(counts: Iterable[FlopCount]) -> FlopCount:
+    total_flops = 0
+    uncounted_loops = 0
+    for count in counts:
+        total_flops += count.flops
+        uncounted_loops += count.uncounted_loops
+    return FlopCount(total_flops, uncounted_loops)
+
+
+# Attention in products of B N S T H multiply-adds. Forward: q k and w v; backward: q k again, dv, dw, dq, dk. Products
+# that involve v have the head size of the values, which differs from that of the keys in latent attention.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+_CUDNN = {
+    "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
+    "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
+}
+# Primitives that represent kernels in framework.plan.device_trace.
+LOCAL_ATTENTION = "attention_kernel"
+LOCAL_GROUPED_PRODUCT = "grouped_products"
+
+
+def _count_flops(eqn: JaxprEqn) -> FlopCount:
+    name = eqn.primitive.name
+    params = eqn.params
+    shapes: list[Any] = [_shape(var) for var in (*eqn.invars, *eqn.outvars)]
+    if name == "dot_general":
+        (contracted_axes, _), _ = params["dimension_numbers"]
+        contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
+        return FlopCount(2 * math.prod(shapes[-1]) * contracted_size)
+    if name == "conv_general_dilated":
+        # The sum runs over all kernel dimensions except the output channels.
+        _, *summed_axes = params["dimension_numbers"].rhs_spec
+        summed_size = math.prod(shapes[1][axis] for axis in summed_axes)
+        return FlopCount(2 * math.prod(shapes[-1]) * summed_size)
+    if name in _CUDNN:
+        # Keys are [B, T, K, H] or, with layout 1, [B, K, T, H].
+        length_axis = 2 if params["layout"] else 1
+        key_length = shapes[1][length_axis]
+        return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * key_length)
+    if name == LOCAL_ATTENTION:
+        # Operands are queries, keys and values, heads first; the backward kernel has additional ones.
+        is_backward = len(eqn.invars) > 3
+        *rows, key_dim = shapes[0]
+        key_length, value_dim = shapes[2][2:]
+        key_products = 3 if is_backward else 1
+        value_products = 2 if is_backward else 1
+        channels = key_products * key_dim + value_products * value_dim
+        return FlopCount(2 * math.prod(rows) * key_length * channels)
+    if name == LOCAL_GROUPED_PRODUCT:
+        return FlopCount(params["flops"])
+    if name == "ragged_dot_general":
+        return FlopCount(_count_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
+    # A grouped product is a kernel, a function that calls one, or a loop over experts.
+    if name in ("pallas_call", "jit", "pjit", "scan"):
+        float_shapes = [_shape(var) for var in (*eqn.invars, *eqn.outvars) if _is_float(var)]
+        work = count_grouped_flops(str(eqn.source_info.name_stack), float_shapes)
+        if work:
+            return FlopCount(work)
+    if name == "pallas_call" and params["cost_estimate"] is not None:
+        return FlopCount(int(params["cost_estimate"].flops))
+    return _flops_inside(name, params)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
+def _is_float(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _count_ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
+    """Return the FLOPs of a ragged product: every row is multiplied with the weights of exactly one group."""
+    (contracted_axes, _), _ = dimensions.dot_dimension_numbers
+    rows, weights = shapes[:2]
+    result = shapes[-1]
+    # The gradient of the weights sums over rows, and its result has a group axis.
+    if set(dimensions.lhs_ragged_dimensions) & set(contracted_axes):
+        return 2 * math.prod(rows) * math.prod(weights) // rows[contracted_axes[0]]
+    contracted_size = math.prod(rows[axis] for axis in contracted_axes)
+    return 2 * math.prod(result) * contracted_size
+
+
+def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
+    """Return the FLOPs of an equation's inner programs, times the number of runs."""
+    inner_counts = list(map(flops, inner_jaxprs(params)))
+    total = max(inner_counts) if name == "cond" else _sum(inner_counts)
+    grid = params["grid_mapping"].grid if name == "pallas_call" else ()
+    # A kernel's grid may depend on data too; its sizes are then not integers.
+    if name == "while" or not all(isinstance(size, int) for size in grid):
+        return FlopCount(total.flops, total.uncounted_loops + (total.flops > 0))
+    runs = math.prod(grid)
+    if name == "scan":
+        runs *= params["length"]
+    if name == "shard_map":
+        # The body is the program of one device.
+        runs *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return FlopCount(total.flops * runs, total.uncounted_loops)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
+    """Return the inner programs in an equation's params: loops, branches, jit, checkpoint, custom rules, kernels."""
+    bodies = []
+    for value in params.values():
+        # Branches are in tuples.
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        for item in items:
+            body = _open_jaxpr(item)
+            if hasattr(body, "eqns"):
+                bodies.append(body)
+    return bodies
+
+
+def _open_jaxpr(jaxpr: Any) -> Any:
+    """Return the open jaxpr of a closed one; anything else is returned unchanged."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def find_zero_gradients(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list[bool]:
+    """Return, for each leaf of `params`, whether the gradient of `loss(params, *inputs)` is zero for any data.
+
+    That is the case if no derivative reaches the leaf, for example behind a `stop_gradient`.
+
+    JAX's dead-code elimination tells which tangents the derivative does not depend on. It ignores values: a factor of
+    zero still counts as a dependency. So a zero gradient may be missed, but never reported falsely.
+    """
+
+    def derivative(tangents: Any, params: Any, *inputs: Any) -> jax.Array:
+        return jax.jvp(lambda params: loss(params, *inputs), (params,), (tangents,))[1]
+
+    closed = jax.make_jaxpr(derivative)(params, params, *inputs)
+    _, used = dce_jaxpr(closed.jaxpr, [True])
+    # The tangents of `params` are the first arguments.
+    num_leaves = len(jax.tree.leaves(params))
+    return [not is_used for is_used in used[:num_leaves]]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (number of constants, number of carries) among the operands of a scan.
+
+    Args:
+        params: parameters of the `scan` equation.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since jax 0.11 a tree of three parts describes the operands: constants, carry, and the scanned arrays.
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))

@@ -1,0 +1,137 @@
+"""Settings that shrink or move each group of a plan's breakdown without changing what is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.suggest import estimate_for_target
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.phases import SHORT, phase
+
+_STATE = ("parameters", "frozen", "optimizer_state", "ema")
+
+
+class Lever(NamedTuple):
+    """Settings to change together, and their effect on a group of the breakdown.
+
+    Attributes:
+        group: key of the breakdown.
+        settings: (config path, value) of each setting.
+        effect: description of the effect.
+        group_bytes: estimated bytes of the group at the peak with these settings; None if not estimated.
+        peak_bytes: estimated bytes of the whole peak with these settings; None if not estimated.
+    """
+
+    group: str
+    settings: tuple[tuple[str, Any], ...]
+    effect: str
+    group_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The settings in command-line syntax."""
+        return " ".join(f"{path}={value}" for path, value in self.settings)
+
+
+def levers(report: Report) -> list[Lever]:
+    """Return levers for the groups that a report has, without settings that are already in effect."""
+    if "in_effect" not in report:
+        return []
+    return [lever for lever in _all_levers(report) if report["breakdown"].get(lever.group)]
+
+
+def _all_levers(report: Report) -> Iterator[Lever]:
+    in_effect = report["in_effect"]
+    yield from _recompute_levers(in_effect)
+    streamed = _select_schedule(in_effect, report["platform"])
+    if in_effect["memory.optimizer_state"] == "device":
+        offload = (("memory.optimizer_state", "pinned_host"),)
+        yield Lever("optimizer_state", offload, "moves optimizer state to the host")
+        yield Lever("ema", offload, "moves averages to the host")
+        if streamed:
+            effect = "moves it to the host, and back a piece at a time for the update"
+            yield Lever("optimizer_state", (*offload, *streamed), effect)
+    elif streamed:
+        yield Lever("optimizer_state", streamed, "brings a piece at a time to the device for the update")
+    offloadable_groups = {
+        "gradients": ("memory.gradients", "moves gradients to the host"),
+        "parameters": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
+        "frozen": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
+        "activations": ("memory.activations", "moves what is kept of each layer to the host"),
+    }
+    for group, (path, effect) in offloadable_groups.items():
+        if in_effect[path] == "device":
+            yield Lever(group, ((path, "pinned_host"), *streamed), effect)
+    if report["mesh"].get("data", 1) > 1:
+        for group in _STATE:
+            yield Lever(group, (("mesh.data", 1), ("mesh.fsdp", -1)), "shards it over all devices")
+
+
+def _recompute_levers(in_effect: dict[str, Any]) -> Iterator[Lever]:
+    remat = in_effect["memory.remat"]
+    if remat == "none":
+        yield Lever("activations", (("memory.remat", "dots"),), "shrinks activations: recomputes all but products")
+    if remat in ("none", "dots"):
+        yield Lever("activations", (("memory.remat", "full"),), "shrinks activations to each layer's input")
+    if remat == "full":
+        yield Lever("activations", (("memory.remat", "sqrt"),), "keeps the inputs of groups of layers alone")
+    count = 2 * in_effect["learner.accumulate"]
+    if count <= in_effect["data.global_batch_size"]:
+        yield Lever("activations", (("learner.accumulate", count),), f"{count} microbatches, one after the other")
+
+
+def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
+    """Return the update schedule that offloaded state needs; () if the current schedule already supports it."""
+    if in_effect["memory.update"] != "after_backward":
+        return ()
+    # On GPU, arrays in host memory cannot be sliced.
+    return (("memory.update", "layer_programs" if platform == "gpu" else "streamed"),)
+
+
+def estimate_levers(
+    config: Config,
+    target: Target,
+    report: Report,
+    candidates: Sequence[Lever],
+    *,
+    seconds: float = 2.0,
+) -> list[Lever]:
+    """Return the levers that are valid for a config on a target and help, with their estimated bytes.
+
+    A lever helps if it lowers the peak by more than 0.5% or its group by more than 5%.
+
+    Args:
+        config: config resolved for the target.
+        target: the machine to plan for.
+        report: the plan of the config.
+        candidates: levers to try, in this order.
+        seconds: time limit; no further lever is tried after it.
+    """
+    present = report["estimate"]["breakdown"]
+    present_peak = report["estimate"]["device_peak_bytes"]
+    start = time.monotonic()
+    helpful: list[Lever] = []
+    with phase("trying what moves each group", patience=SHORT):
+        for lever in candidates:
+            if time.monotonic() - start > seconds:
+                break
+            trial = config.copy()
+            try:
+                for path, value in sorted(lever.settings):
+                    trial.set_path(path, value)
+                need = estimate_for_target(trial.instantiate(), target)
+            except ValueError:
+                # The lever is invalid for this schedule, platform or batch.
+                continue
+            size = need.breakdown[lever.group]
+            tried = lever._replace(group_bytes=size, peak_bytes=need.peak_bytes)
+            # Of two levers with the same result, keep the first, which changes less.
+            is_new = all((tried.group, tried[3:]) != (other.group, other[3:]) for other in helpful)
+            if is_new and (need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]):
+                helpful.append(tried)
+    return helpful

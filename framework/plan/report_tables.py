@@ -1,0 +1,222 @@
+"""Formats plans as text: the tables of one plan, and the table that compares several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plimsoll.framework.devices.mesh import mesh_text
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, human_duration
+
+Report = dict[str, Any]
+# The groups of the memory breakdown, in the order used everywhere.
+BREAKDOWN_KEYS: tuple[str, ...] = (
+    *("parameters", "frozen", "buffers", "gradients", "optimizer_state"),
+    *("ema", "batch", "activations", "other"),
+)
+_LINES = 12
+
+
+def verdict(report: Report) -> str:
+    """Return the verdict as text: `fits: 8.61 GiB of 15.75 GiB per device, 7.14 GiB to spare`."""
+    need = report["device_allocated_bytes"]
+    limit = report["device_limit_bytes"]
+    note = ""
+    for phase, figures in report["phases"].items():
+        if figures["device_peak_bytes"] > need:
+            need = figures["device_peak_bytes"]
+            note = f" ({phase} needs the most)"
+            break
+    if limit is None:
+        return f"needs {human_bytes(need)} per device; the limit is not known{note}"
+    difference = human_bytes(abs(limit - need))
+    spare = f"{difference} to spare" if limit >= need else f"{difference} too much"
+    fits = "fits" if report["fits"] else "DOES NOT FIT"
+    return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{note}"
+
+
+def sections(report: Report) -> list[TableSection]:
+    """Return the tables that describe one plan."""
+    untrained = [[leaf["path"], human_bytes(leaf["bytes"])] for leaf in report["zero_gradients"]]
+    fitting = [[suggestion["setting"], needs_text(suggestion)] for suggestion in report["suggestions"]]
+    possible_sections = [
+        TableSection("plan", _about(report)),
+        TableSection(f"per device, at the instant of {_subject(report)}'s peak", _breakdown(report), numbers=True),
+        TableSection("largest buffers", _largest(report)),
+        TableSection("phases, per device", _phases(report), numbers=True),
+        TableSection("work", _work(report)),
+        TableSection("time, estimated", _time(report), numbers=False),
+        TableSection("never trained: the gradient is zero whatever the data (freeze them by a rule)", untrained),
+        TableSection("would fit", fitting),
+    ]
+    return [section for section in possible_sections if section.rows]
+
+
+def time_cells(report: Report) -> list[str]:
+    """Return [estimated time of a step, what bounds it]."""
+    time = report.get("time")
+    return [human_duration(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
+
+
+def _subject(report: Report) -> str:
+    """Return the name of what was compiled: the training step, or a user's function."""
+    return report.get("subject", "the training step")
+
+
+def needs_text(suggestion: Report) -> str:
+    """Return the memory that a suggested setting needs, and whether it was compiled or only estimated."""
+    size = human_bytes(suggestion["device_peak_bytes"])
+    return f"{size}, compiled" if suggestion["compiled"] else f"about {size}, not compiled"
+
+
+def _breakdown(report: Report) -> list[list[str]]:
+    rows = [["", "device", "", "its host"]]
+    peak = report["device_peak_bytes"]
+    parts = []
+    for key, size in report["breakdown"].items():
+        parts.append((key.replace("_", " "), size, report["host_breakdown"].get(key)))
+    gaps = report["device_allocated_bytes"] - peak
+    parts.append(("left empty by packing", gaps, 0))
+    for name, size, host_size in parts:
+        if size or host_size:
+            # Shares are relative to the peak without packing gaps, so that the groups add up to 100%.
+            share = f"{100 * size / peak:.1f}%"
+            rows.append([name, human_bytes(size), share, human_bytes(host_size) if host_size else "-"])
+    rows.append(["peak", human_bytes(report["device_allocated_bytes"]), "", human_bytes(report["host_peak_bytes"])])
+    return rows
+
+
+def _largest(report: Report) -> list[list[str]]:
+    rows = []
+    for buffer in report["largest"][:_LINES]:
+        repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
+        rows.append([buffer["name"], buffer["shape"] + repeats, human_bytes(buffer["bytes"])])
+    return rows
+
+
+def _phases(report: Report) -> list[list[str]]:
+    """Return the rows of the phases under a header; [] if there are no phases, so that the section is left out."""
+    if not report["phases"]:
+        return []
+    rows = [["", "device", "its host"]]
+    for name, phase in report["phases"].items():
+        rows.append([name, human_bytes(phase["device_peak_bytes"]), human_bytes(phase["host_peak_bytes"])])
+    return rows
+
+
+def _about(report: Report) -> list[list[str]]:
+    sizes = {axis: size for axis, size in report["mesh"].items() if size > 1}
+    mesh = mesh_text(sizes, report["mesh_across"], report["platform"]) or "one device"
+    rows = [
+        ["config", " ".join([report["config"], *report.get("settings", [])])],
+        ["target", f"{report['target']}: {report['devices']} devices, {report['processes']} hosts; mesh {mesh}"],
+        ["verdict", verdict(report)],
+    ]
+    if report["message"]:
+        rows.append(["the compiler says", report["message"]])
+    host_bytes = report["host_process_bytes"]
+    if host_bytes:
+        limit = report["host_limit_bytes"]
+        of_limit = f" of {human_bytes(limit)}" if limit else ""
+        rows.append(["memory of a host", human_bytes(host_bytes) + of_limit])
+    for note in report["notes"]:
+        rows.append(["note", note])
+    if report["estimated"]:
+        rows.append(["from", "the closed form; without --estimate it is compiled"])
+    elif report.get("estimate", {}).get("error") is not None:
+        rows.append(["closed form", _error_text(report)])
+    return rows
+
+
+def _error_text(report: Report) -> str:
+    """Return the analytical estimate and its difference from the compiled peak, as text."""
+    estimate = report["estimate"]
+    compiled = f"the {human_bytes(report['device_peak_bytes'])} that are alive at the peak, packing apart"
+    direction = "more" if estimate["error"] > 0 else "less"
+    percentage = f"{100 * abs(estimate['error']):.1f}%"
+    return f"{human_bytes(estimate['device_peak_bytes'])}, {percentage} {direction} than {compiled}"
+
+
+def _work(report: Report) -> list[list[str]]:
+    unit = "call" if "subject" in report else "step"
+    rows = [[f"FLOPs per {unit}", f"{human_count(report['flops_per_step'])}, all devices"]]
+    # A user's function has no tokens.
+    if "flops_per_token" in report:
+        model_flops = f"({human_count(report['model_flops_per_token'])} of the model's own)"
+        rows.append([f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"])
+    if report["collective_bytes"]:
+        parts = [f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items())]
+        rows.append(["between devices", f"{', '.join(parts)}; per device and step"])
+    if report["host_transfer_bytes"]:
+        rows.append(["device and host", f"{human_bytes(report['host_transfer_bytes'])} per device and step"])
+    if report["compile_seconds"]:
+        rows.append(["compiled in", f"{report['compile_seconds']:.0f} s"])
+    return rows
+
+
+def _time(report: Report) -> list[list[str]]:
+    """Return the rows of the estimated time; [] if the time is not known."""
+    time = report.get("time")
+    if time is None:
+        return []
+    seconds = time["seconds"]
+    unit = "call" if "subject" in report else "step"
+    speed = human_duration(seconds)
+    if time["tokens_per_second"]:
+        speed += f", {human_count(time['tokens_per_second'])} {report['item']}s a second"
+    if time["model_flops_utilization"]:
+        speed += f", {100 * time['model_flops_utilization']:.1f}% of the peak (MFU)"
+    rows = [[f"a {unit}", speed]]
+    for name, part_seconds in time["parts"].items():
+        # Parts below 0.1% of the step are left out here; the JSON report has them.
+        if part_seconds > seconds / 1000:
+            share = f"{100 * part_seconds / seconds:.1f}%"
+            bounds = ", what bounds it most" if name == time["bound_by"] else ""
+            rows.append([name, f"{human_duration(part_seconds)}, {share}{bounds}"])
+    return [*rows, ["by", time["basis"]]]
+
+
+def comparison(reports: Sequence[Report]) -> TableSection:
+    """Return a table with one row per plan: the settings that differ between plans, and the breakdown of its peak.
+
+    The most important columns come first, because a terminal or a page may have no room for the last ones.
+    """
+    first = reports[0]
+    common = []
+    for setting in first["settings"]:
+        if all(setting in report["settings"] for report in reports):
+            common.append(setting)
+    # Leave out columns that would be zero in all rows.
+    keys = [key for key in first["breakdown"] if any(report["breakdown"][key] for report in reports)]
+    has_host = any(report["host_peak_bytes"] for report in reports)
+    has_time = any(report.get("time") for report in reports)
+    targets = dict.fromkeys(report["target"] for report in reports)
+    limits = dict.fromkeys(human_bytes(report["device_limit_bytes"]) for report in reports)
+    header = ["setting", "needs"]
+    if len(limits) > 1:
+        header.append("of")
+    header.append("")
+    if has_time:
+        header += ["step", "bound by"]
+    if has_host:
+        header.append("host")
+    header.append("FLOPs")
+    header += [key.replace("_", " ") for key in keys]
+    rows = [header]
+    for report in reports:
+        differing = " ".join(setting for setting in report["settings"] if setting not in common)
+        row = [differing or report["config"], human_bytes(report["device_allocated_bytes"])]
+        if len(limits) > 1:
+            row.append(human_bytes(report["device_limit_bytes"]))
+        row.append("fits" if report["fits"] else "TOO BIG")
+        if has_time:
+            row += time_cells(report)
+        if has_host:
+            row.append(human_bytes(report["host_peak_bytes"]))
+        row.append(human_count(report["flops_per_step"]))
+        row += [human_bytes(report["breakdown"].get(key, 0)) for key in keys]
+        rows.append(row)
+    title = f"{' '.join([first['config'], *common])} on {', '.join(targets)}"
+    if len(limits) == 1:
+        title += f", {next(iter(limits))} per device"
+    return TableSection(title, rows, True)

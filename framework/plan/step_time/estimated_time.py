@@ -1,0 +1,348 @@
+"""Analytical estimate of a step's time from its work, without compiling: for `--estimate`, and to rank settings."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layout import GROUPS, StateLayout
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.calibration.device_rates import DeviceRates
+from plimsoll.framework.plan.step_time.compiled_time import load_rates
+from plimsoll.framework.plan.step_time.time_breakdown import StepTime
+from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.plan.step_time.traced_work import count_traced_work
+from plimsoll.framework.program.batch_transform import ForwardCost
+from plimsoll.framework.program.experiment import Experiment
+
+# Fraction of the peak that matrix products reach in compiled steps, by the compiler's own cycles
+# (`tools.bench.tpu_time`): 0.80 on v5e and 0.60 on v6e in Llama steps with attention. The other TPUs are assumed to
+# match the most similar one of these.
+_PRODUCT_EFFICIENCY = {"v6e": 0.6, "tpu7x": 0.6}
+_DEFAULT_PRODUCT_EFFICIENCY = 0.8
+# Matrix products hide most of the asynchronous collectives; this fraction of their time stays exposed.
+_EXPOSED_LINK_SHARE = 0.1
+# Fraction of the published rate of a chip's links that synchronous collectives reach. It is below 1 because a mesh axis
+# forms rings along only some of a slice's dimensions. Values from the final programs of Mixtral 8x7B and
+# Qwen3-235B-A22B on v5p-256: 0.44 and 0.43.
+_SYNC_LINK_EFFICIENCY = 0.44
+# Host-link time that the backward pass can hide, as a fraction of the time of matrix products; the backward pass has
+# two thirds of these.
+_HIDEABLE_BY_BACKWARD = 0.6
+# Exposed fraction of the time to move a layer's state one way under memory.update = in_backward: with the whole layer
+# prefetched, and with chunked updates. Values from the cycles of the final programs of Llama 2 7B on v5e-16, with one
+# and two sequences per chip: 0.38 and 0.32 with prefetch, 1.59 and 1.56 in chunks. In chunks, the two directions are
+# used one after the other, so the fraction exceeds 1.
+_EXPOSED_WITH_PREFETCH = 0.35
+_EXPOSED_IN_CHUNKS = 1.58
+_BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
+
+
+class StepWork(NamedTuple):
+    """The work of one device in a step.
+
+    Attributes:
+        flops: FLOPs of matrix products.
+        product_bytes: bytes of the operands and results of matrix products.
+        update_bytes: bytes that the update reads and writes in device memory.
+        received_bytes: bytes received from other devices.
+        host_bytes: bytes moved between device and host for the update, in each direction.
+        hideable_share: fraction of the time of matrix products during which the host link can move `host_bytes`.
+        min_exposed_share: fraction of the time to move `host_bytes` that stays exposed however long products take.
+        pass_host_bytes: bytes moved between device and host for the forward and backward passes, in each direction,
+            while matrix products run.
+        exposed_host_bytes: bytes moved to and from the host while nothing else runs.
+        exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs.
+    """
+
+    flops: float
+    product_bytes: float
+    update_bytes: float
+    received_bytes: float
+    host_bytes: float
+    hideable_share: float = 0.0
+    min_exposed_share: float = 0.0
+    pass_host_bytes: float = 0.0
+    exposed_host_bytes: float = 0.0
+    exposed_received_bytes: float = 0.0
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that determine the time of the host link: bytes that move both ways at the same time count once."""
+        return self.host_bytes + self.pass_host_bytes + self.exposed_host_bytes
+
+
+def count_work(
+    experiment: Experiment,
+    sizes: dict[str, int],
+    layout: StateLayout,
+    traced: ClosedJaxpr,
+    device_flops: float,
+    offloaded_activations: int,
+) -> StepWork:
+    """Return the work of one device in a step.
+
+    Args:
+        experiment: the experiment to train.
+        sizes: {mesh axis: size}.
+        layout: layout of the state during training.
+        traced: traced gradients of one microbatch on one device.
+        device_flops: FLOPs of a step on one device.
+        offloaded_activations: bytes of one microbatch's offloaded activations, per device.
+    """
+    microbatch = count_traced_work(traced)
+    parameter_bytes = layout.bytes_per_device("parameter")
+    received = experiment.learner.accumulate * microbatch.received_bytes
+    received += _replica_bytes(layout, sizes)
+    received += _tensor_parallel_bytes(experiment, sizes)
+    offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
+    device_bytes = layout.bytes_per_device(memory_kind="device")
+    passes = _pass_bytes(experiment, layout, offloaded_activations)
+    return StepWork(
+        flops=device_flops,
+        product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
+        # The update reads and writes state and weights, and gradients, which have the size of the weights.
+        update_bytes=2.0 * (device_bytes + parameter_bytes + offloaded_bytes),
+        received_bytes=received if math.prod(sizes.values()) > 1 else 0,
+        host_bytes=_update_host_bytes(experiment, layout),
+        hideable_share=_get_hideable_share(experiment),
+        min_exposed_share=_get_min_exposed_share(experiment),
+        pass_host_bytes=passes.overlapped,
+        exposed_host_bytes=passes.waited,
+        exposed_received_bytes=experiment.learner.accumulate * _expert_bytes(layout, sizes),
+    )
+
+
+def count_batch_transform_work(passes: ForwardCost, num_devices: int) -> StepWork:
+    """Return the work of one device while an auxiliary model completes the batch of a step.
+
+    Args:
+        passes: forward passes of the auxiliary model.
+        num_devices: number of devices that share their FLOPs.
+    """
+    return StepWork(
+        flops=passes.flops / num_devices,
+        product_bytes=passes.read_bytes,
+        update_bytes=0.0,
+        received_bytes=0.0,
+        host_bytes=0.0,
+        # The passes are one program, which fetches a layer after the previous layer's products, without overlap.
+        exposed_host_bytes=passes.moved_bytes,
+    )
+
+
+def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
+    """Return the bytes that a device receives per microbatch to gather experts' weights and to sum their gradients.
+
+    The experts' products are kernels, and the TPU compiler does not overlap collectives with kernels. It gathers the
+    weights for both passes. On v5p it sums the gradients with an all-reduce, although each device needs only its shard,
+    so the sum counts twice. In the final program of Mixtral 8x7B on 128 v5p, each of these four is 87 GiB.
+    """
+    shards = sizes["fsdp"]
+    gathers = 2
+    sums = 2
+    received = 0.0
+    for leaf in layout:
+        axes = leaf.spec.mesh_axes
+        if "expert" in axes and "fsdp" in axes and leaf.group in ("parameter", "frozen"):
+            times = gathers + sums if leaf.group == "parameter" else gathers
+            received += times * leaf.bytes_per_device * (shards - 1)
+    return received
+
+
+def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
+    """Return the bytes that a device receives in a step to sum gradients over replicas.
+
+    Replicas are along `data` and, except for experts' weights, along `expert`. Along the other axes the weights are
+    already sharded.
+    """
+    received = 0.0
+    for leaf in layout:
+        if leaf.group != "parameter":
+            continue
+        replicas = sizes["data"] * (1 if "expert" in leaf.spec.mesh_axes else sizes["expert"])
+        received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
+    return round(received)
+
+
+def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
+    """Return the bytes that a device receives in a step because heads and hidden units are sharded over axis `model`.
+
+    The trace of one device does not include these. Attention and MLP of each layer end in an all-reduce over the axis,
+    in the forward and the backward pass, and once more if the layer is recomputed.
+    """
+    shards = sizes["model"]
+    model = experiment.model
+    if shards == 1 or not isinstance(model, CausalLM):
+        return 0
+    layers = sum(stack.num_repeats * len(stack.pattern.layers) for stack in model.stacks.values())
+    sums = 2 * layers * (2 if experiment.memory.remat in ("none", "dots") else 3)
+    data = experiment.data
+    positions = data.global_batch_size * data.seq_len // (batch_shards(sizes) * sizes["seq"])
+    activation_bytes = positions * model.dim * jnp.dtype(model.compute_dtype).itemsize
+    # A ring all-reduce moves everything twice: first a reduce-scatter, then an all-gather.
+    return round(2 * (shards - 1) / shards * sums * activation_bytes)
+
+
+def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
+    """Return the bytes fetched from the host for the update.
+
+    The update writes back no more than that, and both directions are used at the same time.
+    """
+    offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    from_host = offloaded["optimizer"] + offloaded["ema"]
+    # The update fetches the weights again, unless it is part of the backward pass.
+    memory = experiment.memory
+    if memory.update != "in_backward" and not memory.updates_at_once:
+        from_host += offloaded["parameter"]
+    return float(from_host)
+
+
+class _PassBytes(NamedTuple):
+    """Bytes that move between device and host for the forward and backward passes of a step.
+
+    Attributes:
+        overlapped: bytes in each direction while matrix products run.
+        waited: bytes in both directions while nothing else runs.
+    """
+
+    overlapped: float
+    waited: float
+
+
+def _pass_bytes(experiment: Experiment, layout: StateLayout, offloaded_activations: int) -> _PassBytes:
+    """Return the bytes that the passes move for offloaded weights, gradients and activations.
+
+    Per-layer programs overlap these transfers with the next layer's products. In the loops of a single program, the
+    compiler moves them between layers without overlap: in a step of Llama 3 8B on 256 v5e, 6.6 s of 14.3 s are waits
+    for activations.
+    """
+    offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    memory = experiment.memory
+    keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
+    is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
+    times = experiment.learner.accumulate * (2 if is_run_twice else 1)
+    # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
+    # back. Gradients go to the host and come back to be accumulated or for the update.
+    weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
+    both_ways = offloaded_activations + offloaded["gradient"]
+    if memory.update == "layer_programs":
+        return _PassBytes(float(times * (weights + both_ways)), 0.0)
+    return _PassBytes(0.0, float(times * (weights + 2 * both_ways)))
+
+
+def _get_hideable_share(experiment: Experiment) -> float:
+    """Return the fraction of the time of matrix products during which the update's bytes can move."""
+    memory = experiment.memory
+    if memory.update == "layer_programs":
+        return 1.0
+    return _HIDEABLE_BY_BACKWARD if memory.update == "in_backward" and memory.prefetch == "unit" else 0.0
+
+
+def _get_min_exposed_share(experiment: Experiment) -> float:
+    """Return the fraction of the update's transfer time that stays exposed however long matrix products take."""
+    memory = experiment.memory
+    if memory.update != "in_backward":
+        return 0.0
+    return _EXPOSED_WITH_PREFETCH if memory.prefetch == "unit" else _EXPOSED_IN_CHUNKS
+
+
+def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
+    """Return the analytical estimate of a step's time; None if the rates of the device are not known.
+
+    Args:
+        work: work of one device.
+        spec: the accelerator in use.
+        num_devices: number of devices of the target.
+        dtype: dtype of the operands of matrix products.
+    """
+    if spec.platform == "tpu":
+        return _on_tpu(work, spec)
+    rates = load_rates(spec, os.cpu_count() or 1)
+    if rates is None:
+        return None
+    time = _by_rates(work, rates, dtype, spec.platform)
+    if spec.platform != "cpu":
+        return time
+    # The devices of a CPU share its cores.
+    return StepTime(
+        matrix_units=num_devices * time.matrix_units,
+        memory=num_devices * time.memory,
+        links=0.0,
+        host_link=0.0,
+        python=0.0,
+        basis=time.basis,
+    )
+
+
+def _on_tpu(work: StepWork, spec: AcceleratorSpec) -> StepTime | None:
+    if spec.peak_bf16_flops is None or spec.hbm_bytes_per_second is None:
+        return None
+    reached = _PRODUCT_EFFICIENCY.get(spec.name, _DEFAULT_PRODUCT_EFFICIENCY)
+    host_link = None if spec.pcie_bytes_per_second is None else PCIE_EFFICIENCY * spec.pcie_bytes_per_second
+    return _time(
+        work,
+        products=work.flops / (reached * spec.peak_bf16_flops),
+        memory=(work.product_bytes + work.update_bytes) / spec.hbm_bytes_per_second,
+        links=spec.ici_bytes_per_second,
+        host_link=host_link,
+        waits_for_links=True,
+    )
+
+
+def _by_rates(work: StepWork, rates: DeviceRates, dtype: str, platform: str) -> StepTime:
+    is_half = dtype in ("bfloat16", "float16") and platform == "gpu"
+    largest = 1e12
+    product_rate = rates.curve("product bf16" if is_half else "product f32").rate(largest)
+    memory_rate = rates.curve("memory").rate(largest)
+    return _time(
+        work,
+        products=work.flops / product_rate,
+        memory=(work.product_bytes + work.update_bytes) / memory_rate,
+        links=rates.links,
+        host_link=rates.host_link,
+    )
+
+
+def _time(
+    work: StepWork,
+    products: float,
+    memory: float,
+    links: float | None,
+    host_link: float | None,
+    waits_for_links: bool = False,
+) -> StepTime:
+    waited_bytes = work.exposed_received_bytes if waits_for_links else 0.0
+    link_seconds = max(0.0, work.received_bytes - waited_bytes) / links if links else 0.0
+    waited_link_seconds = waited_bytes / (_SYNC_LINK_EFFICIENCY * links) if links else 0.0
+    host_seconds = work.host_bytes / host_link if host_link else 0.0
+    pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
+    waited_seconds = work.exposed_host_bytes / host_link if host_link else 0.0
+    return StepTime(
+        matrix_units=products,
+        memory=memory,
+        links=waited_link_seconds + max(_EXPOSED_LINK_SHARE * link_seconds, link_seconds - products),
+        host_link=waited_seconds + _estimate_host_wait(work, host_seconds, pass_seconds, products),
+        python=0.0,
+        basis=_BASIS,
+    )
+
+
+def _estimate_host_wait(work: StepWork, update: float, passes: float, products: float) -> float:
+    """Return the seconds that a step waits for the host link.
+
+    Args:
+        work: work of one device in the step.
+        update: seconds to move the update's bytes.
+        passes: seconds to move the bytes of the forward and backward passes.
+        products: seconds of matrix products, which can overlap with the transfers.
+    """
+    exposed_in_passes = max(0.0, passes - products)
+    left_products = max(0.0, work.hideable_share * products - passes)
+    return exposed_in_passes + max(work.min_exposed_share * update, update - left_products)

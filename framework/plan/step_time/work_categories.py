@@ -1,0 +1,117 @@
+"""Classifies the instructions of a TPU program by kind of work."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Literal
+
+from plimsoll.framework.plan.hlo import collectives, host_transfers
+from plimsoll.framework.plan.hlo.computations import Instruction
+from plimsoll.framework.plan.hlo.flops import PRODUCTS, Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.attention_flops import is_attention
+
+WorkCategory = Literal[
+    "matmul",
+    # A matrix product fused with steps of a collective.
+    "collective matmul",
+    "attention",
+    # Pallas kernels other than attention.
+    "kernel",
+    # Elementwise operations and reductions.
+    "vector",
+    # Copies and layout changes.
+    "copy",
+    # Slices of arrays, in-place updates, gathers.
+    "slice",
+    "collective",
+    # Copies between HBM and VMEM that overlap with other work.
+    "async copy",
+    "host transfer",
+    "custom call",
+]
+# These categories are not work of the cores; their bytes are counted elsewhere.
+TRANSFERS: tuple[WorkCategory, ...] = ("collective", "async copy", "host transfer")
+# The compiler's estimate is far too high for these categories.
+OVERESTIMATED: tuple[WorkCategory, ...] = ("vector", "copy", "slice")
+
+_ARITHMETIC = {
+    "abs", "add", "and", "clamp", "compare", "convert", "cosine", "divide", "exponential", "exponential-minus-one",
+    "log", "logistic", "maximum", "minimum", "multiply", "negate", "or", "power", "reduce", "reduce-precision",
+    "reduce-window", "rng-bit-generator", "rsqrt", "scatter", "select", "sine", "sort", "sqrt", "subtract", "tanh",
+    "xor",
+}  # fmt: skip
+# These often only compute indices or pick rows, so they do not make a fusion with slices arithmetic.
+_INDEX_ARITHMETIC = {"add", "and", "clamp", "compare", "select"}
+_SLICES = {"dynamic-slice", "dynamic-update-slice", "gather"}
+_COPIES = {"copy", "transpose", "reshape", "concatenate", "pad", "slice", "broadcast"}
+_STARTS = {"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start"}
+# These only name values, hold constants, or order side effects.
+_NO_WORK = {
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "iota", "opt-barrier",
+    "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
+_NO_WORK_CALLS = re.compile(
+    r'custom_call_target="(ConcatBitcast|PrepareAsyncCall\w+|AssumeGatherIndicesInBound|AllocateBuffer|Sharding)"'
+)
+
+
+def is_work(instruction: Instruction) -> bool:
+    """Return whether an instruction itself takes time."""
+    if instruction.opcode == "custom-call":
+        return not _NO_WORK_CALLS.search(instruction.attributes)
+    return instruction.opcode not in _NO_WORK and not instruction.opcode.endswith(("-done", "-update"))
+
+
+def categorize(module: Module, flops: Flops, instruction: Instruction) -> WorkCategory:
+    """Return the kind of work of an instruction."""
+    # Fusions may be host transfers too, so check this first.
+    if host_transfers.find_transfer(module, instruction):
+        return "host transfer"
+    if instruction.opcode == "fusion":
+        return _categorize_fusion(module, flops, instruction)
+    if any(collectives.iter_collectives(module, instruction)):
+        return "collective"
+    if instruction.opcode in _STARTS:
+        return "async copy"
+    if instruction.opcode == "custom-call":
+        if flops.look_up(instruction) > 0:
+            return "matmul"
+        if "tpu_custom_call" not in instruction.attributes:
+            return "custom call"
+        return "attention" if is_attention(instruction) else "kernel"
+    if instruction.opcode in PRODUCTS:
+        return "matmul"
+    if instruction.opcode in _COPIES:
+        return "copy"
+    return "slice" if instruction.opcode in _SLICES | {"scatter"} else "vector"
+
+
+def _categorize_fusion(module: Module, flops: Flops, fusion: Instruction) -> WorkCategory:
+    multiplies = flops.look_up(fusion) > 0
+    # The TPU compiler uses this name for the steps of an asynchronous collective fusion.
+    is_step_of_collective = "async_collective" in fusion.name or "async_collective" in fusion.get_called_computation(
+        "calls"
+    )
+    if is_step_of_collective or any(collectives.iter_collectives(module, fusion)):
+        return "collective matmul" if multiplies else "collective"
+    if multiplies:
+        return "matmul"
+    opcodes = set(_opcodes(module, fusion))
+    if opcodes & (_ARITHMETIC - _INDEX_ARITHMETIC):
+        return "vector"
+    if opcodes & _SLICES:
+        return "slice"
+    return "vector" if opcodes & _ARITHMETIC else "copy"
+
+
+def _opcodes(module: Module, fusion: Instruction) -> Counter[str]:
+    """Count the opcodes inside a fusion, including nested fusions."""
+    opcodes: Counter[str] = Counter()
+    for inner in module.get_fused_instructions(fusion):
+        if inner.opcode == "fusion":
+            opcodes += _opcodes(module, inner)
+        else:
+            opcodes[inner.opcode] += 1
+    return opcodes

@@ -1,0 +1,233 @@
+"""Execution: the memory layout of a run's state, and the compiled programs that initialize, train and evaluate it.
+
+There are two backends. `framework.program.jit_step` jits the step as one program over stacked weights, and
+`framework.program.per_layer_step` runs it layer by layer. `Program` chooses one, and other code does not depend on which.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from plimsoll.framework.devices import executables
+from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.program.compile_thread import CompileThread
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.initializer import StateInitializer
+from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.schedules.layerwise.programs import Compile, CompiledProgram, MemoryTracker
+from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.step import Metrics, State
+
+
+class StepBackend(ABC):
+    """The compiled programs of a run, and the layout of the state that they take.
+
+    Args:
+        experiment: experiment to train.
+        checkpoint_layout: layout of checkpoints, which has whole stacks and is the same for every backend.
+        rows: batches on the mesh.
+        ahead: thread that compiles programs before they are called.
+        layout: layout of the running state, if its stacks must be whole regardless of `get_stack_split`.
+
+    Attributes:
+        parts: split of the stacks in the running state.
+        jit: jax.jit with the compiler options.
+        initializer: initialization of the state at step 0.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        checkpoint_layout: StateLayout,
+        rows: BatchRows,
+        ahead: CompileThread,
+        layout: StateLayout | None = None,
+    ):
+        self.experiment = experiment
+        self.mesh = checkpoint_layout.mesh
+        self.checkpoint_layout = checkpoint_layout
+        self.parts = StackParts((), {})
+        if layout is None:
+            self.parts = self.get_stack_split(experiment)
+            layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
+        self.layout = layout
+        self.rows = rows
+        self.ahead = ahead
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.compiler_options = experiment.compiler.options_for(self.mesh)
+        jit_options = self.compiler_options or None
+        self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
+        self.initializer = StateInitializer(experiment.model, experiment.learner, checkpoint_layout, self.layout)
+
+    @staticmethod
+    @abstractmethod
+    def get_stack_split(experiment: Experiment) -> StackParts:
+        """Return how a run splits its stacks.
+
+        Raises:
+            ValueError: the model has stages that this backend cannot run, or its stacks cannot be split this way.
+        """
+
+    @property
+    def platform(self) -> str:
+        """The platform of the mesh's devices: tpu, gpu or cpu."""
+        return self.mesh.devices.flat[0].platform
+
+    def compile_here(self, lowered: Any, offloaded: executables.HostBytes) -> CompiledProgram:
+        """Compile a lowered program for the mesh; returns it with the peak memory of one device in bytes."""
+        run = executables.compile_or_load(lowered, self.compiler_options)
+        peak = executables.peak_bytes(run.memory_analysis(), self.platform, offloaded)
+        return CompiledProgram(run, peak)
+
+    # --- the state at step 0 ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+        """Return the state at step 0, in the layout.
+
+        Args:
+            seed: seed of the initialization; the config's seed by default.
+            given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
+        """
+
+    def calibrate_state(self, state: State, batch: Batch) -> State:
+        """Return the initial state with the parameter values that the model derives from the run's first batch.
+
+        Optimizer state and averages are recreated to match. The state that was passed in is deleted.
+        """
+        calibrate = self.initializer.calibration()
+        weights = {group: state[group] for group in ("parameter", "frozen")}
+        derived_groups = ("optimizer", "ema")
+        # Optimizer state and averages are recreated from the weights, so free the old ones first.
+        for leaf in jax.tree.leaves([state[group] for group in derived_groups]):
+            leaf.delete()
+        result_specs = {group: self.layout.specs[group] for group in (*weights, *derived_groups)}
+        run = self.jit(calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
+        return {**state, **run(weights, state["counter"], state["buffer"], batch)}
+
+    @abstractmethod
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
+        """Write a layer's values into leaves of the running state, inside jit; see `Parts.place`.
+
+        Args:
+            old: leaves [L, ...], or [1, ...] if a leaf holds one layer.
+            new: values [...] of the layer.
+            index: int32[], index of the layer in these leaves.
+        """
+
+    # --- programs that a thread compiles ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_init(self) -> None:
+        """Start compiling the initialization in a thread, if it is one program."""
+
+    @abstractmethod
+    def begin_evaluation(self) -> None:
+        """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
+
+    @property
+    @abstractmethod
+    def evaluation_was_requested(self) -> bool:
+        """True once compilation of the evaluation was started in a thread."""
+
+    # --- the step and evaluation --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def compile(self) -> None:
+        """Compile the training step, once."""
+
+    @abstractmethod
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one training step; the old state is deleted."""
+
+    @abstractmethod
+    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+        """Return sums over a batch, with the weights of a group of the state, "parameter" or "ema"."""
+
+    # --- information about the programs -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def executables(self) -> list[Any]:
+        """Return the compiled programs of a step on this mesh, in call order."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Return the peak device memory of one device during a step, once it is compiled for this mesh."""
+
+    @abstractmethod
+    def dry_run_init(self, compile: Compile) -> MemoryTracker:
+        """Compile the programs of `init` with `compile`, also for an absent machine, and total their memory."""
+
+    @abstractmethod
+    def dry_run_step(self, compile: Compile) -> MemoryTracker:
+        """Do the same for a training step."""
+
+    @abstractmethod
+    def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
+        """Do the same for the evaluation of a batch."""
+
+    @abstractmethod
+    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+        """Return the jaxprs of a step, one for each program call.
+
+        Args:
+            ledger: result of a step's dry run. Without it, the list is empty if only a dry run makes the calls.
+        """
+
+    # --- checkpoint contents ------------------------------------------------------------------------------------------
+
+    def to_checkpoint(self, state: State) -> State:
+        """Return the part of a state that checkpoints hold. Split stacks are joined into whole ones in host memory."""
+        saved_groups = {group: state[group] for group in self.checkpoint_layout.checkpoint_specs}
+        return self.parts.join_stacks(saved_groups, self.checkpoint_layout)
+
+    @property
+    def abstract_checkpoint(self) -> Nested:
+        """The abstract arrays that a checkpoint is read into. Stacks that will be split are read into host memory."""
+        return self.checkpoint_layout.abstract(self.parts.specs_before_split(self.checkpoint_layout))
+
+    def from_checkpoint(self, stored: State) -> State:
+        """Build the state from a checkpoint's arrays. `stored` is deleted."""
+        state = self.parts.split_state(stored, self.layout)
+        return {**state, **self.scratch_jit()}
+
+    @property
+    def bytes_through_host(self) -> int:
+        """Bytes of one device's memory that `restored` routes through host memory, to be split there."""
+        part_stages = {part.stage for part in self.parts.parts}
+        total = 0
+        for leaf in self.layout:
+            if leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] in part_stages:
+                total += leaf.bytes_per_device
+        return total
+
+    def join_stacks(self, state: State) -> State:
+        """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""
+        if not self.parts.parts:
+            return state
+        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        joined_state = self.parts.join_stacks(model_state, self.checkpoint_layout)
+        # Free the split stacks and the optimizer state before the whole stacks are put on the devices, which may not
+        # have room for both. Leaves outside of stacks are the same arrays in the joined state, so they stay.
+        leaving: list[Any] = [state["optimizer"]]
+        for tree in model_state.values():
+            leaving += [part.select(tree) for part in self.parts.parts if part.stage in tree]
+        for leaf in jax.tree.leaves(leaving):
+            leaf.delete()
+        specs = {group: self.checkpoint_layout.specs[group] for group in model_state}
+        return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
+
+    @functools.cached_property
+    def scratch_jit(self) -> Any:
+        """The jitted function that creates the state groups that checkpoints do not hold, as zeros."""
+        specs = {name: tree for name, tree in self.layout.specs.items() if name not in self.layout.checkpoint_specs}
+        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
+        return jax.jit(zeros, out_shardings=self.layout.shardings(specs))

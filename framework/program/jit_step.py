@@ -1,0 +1,285 @@
+"""Whole: one jitted program each for the step over stacked weights, for initialization and for evaluation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
+from plimsoll.framework.layers.remat import check_platform
+from plimsoll.framework.layout import Nested, flatten, merge
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.update_types import write_layer
+from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.program.backend import StepBackend
+from plimsoll.framework.program.compile_thread import INIT, get_evaluation_name
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.initializer import GroupedArrays
+from plimsoll.framework.program.placed_values import PlacedValues
+from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.schedules import after_backward, in_backward, streamed
+from plimsoll.framework.schedules.layer_ranges import split_stacks
+from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from plimsoll.framework.terminal.phases import SHORT, phase
+
+# The function that builds the training step, by memory.update. `layer_programs` is missing on purpose: its step is
+# several compiled programs that Python calls, not one function (see `framework.program.per_layer_step`).
+SCHEDULES = {
+    "after_backward": after_backward.build_step,
+    "streamed": streamed.build_step,
+    "in_backward": in_backward.build_step,
+}
+
+
+class RunningModel(NamedTuple):
+    """The model and learner that the programs of a run use."""
+
+    model: Chain
+    learner: Learner
+
+
+class JitStep(StepBackend):
+    """Compiles one program each for initialization, for the step, and for the evaluation of a batch."""
+
+    @staticmethod
+    def get_stack_split(experiment: Experiment) -> StackParts:
+        """Return the layer ranges of the stacks, if these are split."""
+        layer_ranges = split_stacks(experiment.model, experiment.memory)
+        return StackParts.from_layer_ranges(experiment.model, experiment.memory, layer_ranges)
+
+    @cached_property
+    def running(self) -> RunningModel:
+        """The model and learner that the programs use, with layer ranges in place of split stacks."""
+        experiment = self.experiment
+        if not self.parts.parts:
+            return RunningModel(experiment.model, experiment.learner)
+        layer_ranges = split_stacks(experiment.model, experiment.memory)
+        return RunningModel(
+            experiment.model.split_into_ranges(layer_ranges), experiment.learner.split_into_ranges(layer_ranges)
+        )
+
+    # --- the state at step 0 ------------------------------------------------------------------------------------------
+
+    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], State]:
+        """Return the function that initializes the state, directly into the layout when jitted with its shardings.
+
+        A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
+        held twice. Parameters in `given_paths` are zeros: the caller overwrites them.
+        """
+        initializer = self.initializer
+        placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
+
+        def init() -> State:
+            key, run_key = jax.random.split(jax.random.key(seed))
+            flat: GroupedArrays = {name: {} for name in self.layout.specs}
+            part_values: GroupedArrays = {}
+            for paths, num_layers in initializer.parts():
+                for layers in placing.split_layers(paths[0], num_layers):
+                    # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
+                    # once, with float32 copies of all of them alive at the same time.
+                    key, part_values = jax.lax.optimization_barrier((key, part_values))
+                    for name, values in part_values.items():
+                        flat[name] |= values
+                    part_values = placing.values(key, paths, layers)
+            for name, values in part_values.items():
+                flat[name] |= values
+            for name in ("buffer", "counter"):
+                for path, spec in flatten(self.layout.specs[name]).items():
+                    flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
+            flat["counter"]["rng"] = jax.random.key_data(run_key)
+            return initializer.to_state_tree(flat)
+
+        return init
+
+    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> Any:
+        """Jit `init_function` with the layout's shardings. The seed defaults to the config's."""
+        seed = self.experiment.trainer.seed if seed is None else seed
+        return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
+
+    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+        """See `Execution`."""
+        initializer = None
+        # The thread compiles initialization only for the config's seed and with no parameters given.
+        if not given_paths and seed is None:
+            initializer = self.ahead.program(INIT)
+        with phase("drawing the first values", patience=SHORT):
+            if initializer is None:
+                initializer = self.init_jit(seed, given_paths)
+            return initializer()
+
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
+        """See `Execution`."""
+        return write_layer(old, new, index)
+
+    # --- programs that a thread compiles ------------------------------------------------------------------------------
+
+    def begin_init(self) -> None:
+        """See `Execution`."""
+        self.ahead.begin(INIT, lambda: self.init_jit().lower().compile())
+
+    def begin_evaluation(self) -> None:
+        """See `Execution`."""
+        groups = ["parameter"]
+        if self.layout.specs["ema"]:
+            groups.append("ema")
+        for group in groups:
+            self.ahead.begin(get_evaluation_name(group), functools.partial(self._compile_evaluation, group))
+
+    @property
+    def evaluation_was_requested(self) -> bool:
+        """See `Execution`."""
+        return get_evaluation_name("parameter") in self.ahead
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_jit(self) -> Any:
+        """The jitted training step: in and out shardings come from the layout, and the state is donated."""
+        experiment = self.experiment
+        memory = experiment.memory
+        build = SCHEDULES[memory.update]
+        check_platform(memory.remat, self.platform)
+        running = self.running
+        step = build(running.model, running.learner, self.layout, memory)
+        # `rows.sharding` also contains the arrays that only evaluation reads, which are not arguments of the step.
+        batch_sharding = {name: self.rows.sharding[name] for name in self.rows.specs}
+        return self.jit(
+            step,
+            in_shardings=(self.layout.shardings(), batch_sharding),
+            out_shardings=(self.layout.shardings(), self.replicated),
+            donate_argnums=0,
+        )
+
+    @cached_property
+    def traced_step(self) -> Any:
+        """The traced step, before any state exists. It has the jaxpr and can be lowered."""
+        state = self.layout.abstract()
+        batch = self.layout.abstract(self.rows.specs)
+        return self.step_jit.trace(state, batch)
+
+    @cached_property
+    def compiled_step(self) -> Any:
+        """The step, compiled ahead of time."""
+        with phase("tracing the training step", patience=SHORT):
+            lowered = self.traced_step.lower()
+        return compile_or_load(lowered, self.compiler_options, what="the training step")
+
+    def compile(self) -> None:
+        """See `Execution`."""
+        # Reading the cached property compiles the step.
+        self.compiled_step  # noqa: B018
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """See `Execution`."""
+        return self.compiled_step(state, batch)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def evaluate_jit(self) -> Any:
+        """The jitted evaluation of a batch: (parameters, frozen, buffers, batch) -> sums."""
+        return self._evaluation("parameter")
+
+    @cached_property
+    def evaluate_averages_jit(self) -> Any:
+        """`evaluate_jit` with the averages of the trainable parameters."""
+        return self._evaluation("ema")
+
+    def _evaluation(self, group: str) -> Any:
+        """Jit the evaluation with the weights of a group of the state, "parameter" or "ema"."""
+        model = self.running.model
+        layout = self.layout
+        num_microbatches = self.experiment.learner.accumulate
+        storage_specs = model.stage_specs(layout.specs[group], layout.specs["frozen"])
+
+        def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            _, out = model.loss(params, evaluation_context(batch, model, layout), buffers, storage_specs)
+            return model.scores(out, batch)
+
+        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            params = merge(params, frozen)
+            if num_microbatches == 1:
+                return sums(params, buffers, batch)
+            # A batch that trains in microbatches would not fit as a whole here either.
+            ctx = evaluation_context(batch, model, layout)
+            stacked_batches = microbatches(batch, num_microbatches, ctx)
+            stacked_sums = jax.lax.map(lambda part: sums(params, buffers, part), stacked_batches)
+            return jax.tree.map(jnp.sum, stacked_sums)
+
+        return self.jit(evaluate, out_shardings=self.replicated)
+
+    def _get_evaluation(self, group: str) -> Any:
+        return self.evaluate_averages_jit if group == "ema" else self.evaluate_jit
+
+    def _lower_evaluation(self, group: str) -> Any:
+        """Lower the evaluation of the weights in `group` from specs only, before any arrays exist."""
+        layout = self.layout
+        weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
+        return self._get_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
+
+    def _compile_evaluation(self, group: str) -> Any:
+        return self._lower_evaluation(group).compile()
+
+    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+        """See `Execution`."""
+        evaluation = self.ahead.program(get_evaluation_name(group))
+        if evaluation is None:
+            evaluation = self._get_evaluation(group)
+        return evaluation(state[group], state["frozen"], state["buffer"], batch)
+
+    # --- information about the programs -------------------------------------------------------------------------------
+
+    def executables(self) -> list[Any]:
+        """See `Execution`."""
+        return [self.compiled_step]
+
+    def peak_bytes(self) -> int:
+        """See `Execution`."""
+        stats = self.compiled_step.memory_analysis()
+        return peak_bytes(stats, self.platform, HostBytes.in_place(self._offloaded_bytes()))
+
+    def _offloaded_bytes(self) -> int:
+        """Return the bytes of the state in host memory, per device."""
+        return self.layout.bytes_per_device(memory_kind="pinned_host")
+
+    def dry_run_init(self, compile: Compile) -> MemoryTracker:
+        """See `Execution`."""
+        offloaded = HostBytes(results=self._offloaded_bytes())
+        return _dry_run_program(self.init_jit().lower(), offloaded, compile)
+
+    def dry_run_step(self, compile: Compile) -> MemoryTracker:
+        """See `Execution`."""
+        offloaded = self._offloaded_bytes()
+        ledger = _dry_run_program(self.traced_step.lower(), HostBytes.in_place(offloaded), compile)
+        step = ledger.calls[0]
+        ledger.host_peak = offloaded + step.host_temp
+        # Each offloaded leaf is transferred in and out, even if the program's text does not name its memory space
+        # (CPU, GPU).
+        ledger.moved = max(step.moved, 2 * offloaded)
+        return ledger
+
+    def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
+        """See `Execution`."""
+        layout = self.layout
+        offloaded = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
+        return _dry_run_program(self._lower_evaluation("parameter"), HostBytes(arguments=offloaded), compile)
+
+    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+        """Return the jaxpr of the step, which needs no dry run."""
+        return [self.traced_step.jaxpr]
+
+
+def _dry_run_program(lowered: Any, offloaded: HostBytes, compile: Compile) -> MemoryTracker:
+    """Return the memory totals of one program that is called once."""
+    program = compile(lowered, offloaded)
+    ledger = MemoryTracker()
+    ledger.count(program, program.peak)
+    return ledger

@@ -1,0 +1,241 @@
+"""Layerwise: the state stores each layer of the stack as separate arrays, and a step runs many small programs.
+
+The programs of a step and of an evaluation are in `framework.schedules.layerwise`. Checkpoints hold whole stacks, so
+layers are stacked when saving and split again when restoring.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, store_leaf
+from plimsoll.framework.program.backend import StepBackend
+from plimsoll.framework.program.compile_thread import CompileThread
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
+from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.schedules.layerwise import schedule
+from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
+from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
+from plimsoll.framework.schedules.stack_parts import FIRST, STACK, StackParts
+from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.terminal.phases import phase
+
+
+class PerLayerStep(StepBackend):
+    """Runs a step as small programs that Python calls layer by layer (memory.update = layer_programs).
+
+    Args:
+        experiment, checkpoint_layout, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
+
+    Raises:
+        ValueError: learner, memory or model require something that a per-layer step cannot provide.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        checkpoint_layout: StateLayout,
+        rows: BatchRows,
+        ahead: CompileThread,
+        layout: StateLayout | None = None,
+    ):
+        schedule.check(experiment.learner, experiment.memory)
+        super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
+
+    @staticmethod
+    def get_stack_split(experiment: Experiment) -> StackParts:
+        """See `Execution`: the stack is split into single layers."""
+        stages = list(experiment.model.stages)
+        if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
+            raise ValueError(
+                f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
+                f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
+            )
+        return StackParts.one_per_layer(experiment.model, experiment.memory)
+
+    # --- the state at step 0 ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _init_programs(self) -> Programs:
+        return Programs(self.jit, self.compile_here, self.layout)
+
+    def dry_run_init(self, compile: Compile, given_paths: Collection[str] = ()) -> MemoryTracker:
+        """See `Execution`; parameters in `given_paths` are zeros."""
+        self._init_programs.compile = compile
+        words = TensorSpec((2,), "uint32")
+        number = TensorSpec((), "int32")
+        return self._init_programs.dry_run(lambda *args: self._init_params(given_paths, *args), words, number)
+
+    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+        """See `Execution`. The values equal those of `Whole`, but each kind of leaf has its own program."""
+        self.dry_run_init(self.compile_here, given_paths)
+        seed = self.experiment.trainer.seed if seed is None else seed
+        # Pass the keys to the devices as raw data: uint32[2] words each (threefry).
+        keys = jax.random.split(jax.random.key(seed))
+        key_words = np.asarray(jax.random.key_data(keys))
+        host_arguments = (key_words[0], key_words[1], np.int32(0))
+        words, run_words, number = jax.device_put(host_arguments, self.replicated)
+        flat = self._init_params(given_paths, words, number)
+        for name in ("buffer", "counter"):
+            for path, spec in flatten(self.layout.specs[name]).items():
+                sharding = self.layout.sharding(spec)
+                flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=sharding)
+        flat["counter"]["rng"] = run_words
+        return self.initializer.to_state_tree(flat)
+
+    def _init_params(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
+        """Initialize everything derived from parameters, {group: {path: array}}.
+
+        Args:
+            given_paths: paths of parameters to fill with zeros.
+            words: uint32[2], the raw data of the key.
+            number: int32[], the index of the first layer: 0.
+        """
+        make = self.initializer.make_init_function(given_paths)
+        specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        flat: GroupedArrays = {name: {} for name in specs}
+        for paths, num_layers in self.initializer.parts():
+            stacked = num_layers is not None
+            layer = jnp.int32(0) if stacked else None
+            key = jax.random.key(0)
+            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
+            for index in range(num_layers or 1):
+                layer_index = index if stacked else None
+                storage_specs = {}
+                for name, values in abstract.items():
+                    paths_in_state = {path: self._path_in_state(path, layer_index) for path in values}
+                    # Gradients that stay on the device are not part of the state.
+                    storage_specs[name] = {
+                        path: specs[name][path_in_state]
+                        for path, path_in_state in paths_in_state.items()
+                        if path_in_state in specs[name]
+                    }
+                memory_kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(storage_specs))
+                run = functools.partial(_init_layer, make, paths, storage_specs, stacked)
+                # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
+                # memory share one program.
+                layer_values, number = self._init_programs(
+                    (paths, memory_kinds, paths[0] in given_paths),
+                    run,
+                    words,
+                    number,
+                    donate=(1,),
+                    out=(storage_specs, TensorSpec((), "int32")),
+                )
+                for name, values in layer_values.items():
+                    flat[name] |= {self._path_in_state(path, layer_index): x for path, x in values.items()}
+            number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
+        return flat
+
+    def _path_in_state(self, path: str, layer: int | None) -> str:
+        """Return the path of a parameter's array in the running state; `layer` is None outside of stacks."""
+        if layer is None:
+            return path
+        return self.parts.place(path, layer)[0]
+
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
+        """Return the new values as arrays with a layer axis of length 1."""
+        return jax.tree.map(lambda x: x[None], new)
+
+    # --- programs that a thread compiles ------------------------------------------------------------------------------
+
+    def begin_init(self) -> None:
+        """Do nothing: the programs are small, and a dry run compiles them."""
+
+    def begin_evaluation(self) -> None:
+        """Do nothing, as for the initialization."""
+
+    @property
+    def evaluation_was_requested(self) -> bool:
+        """See `Execution`."""
+        return False
+
+    # --- the step and evaluation --------------------------------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> LayerPrograms:
+        """The programs of a step and of an evaluation; `compile` compiles those of the step."""
+        experiment = self.experiment
+        return LayerPrograms(
+            experiment.language_model,
+            experiment.learner,
+            self.layout,
+            experiment.memory,
+            self.jit,
+            self.compile_here,
+        )
+
+    @cached_property
+    def step_memory(self) -> MemoryTracker:
+        """The memory that a step needs. Computing it compiles all programs of the step."""
+        with phase("compiling the programs of the training step"):
+            return self.layers.dry_run(self.layout.specs, self.rows.specs)
+
+    def compile(self) -> None:
+        """See `Execution`."""
+        # Reading the cached property compiles the programs.
+        self.step_memory  # noqa: B018
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """See `Execution`."""
+        self.compile()
+        return self.layers(state, batch)
+
+    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+        """See `Execution`."""
+        weights = {"parameter": state[group], "frozen": state["frozen"]}
+        return self.layers.evaluate(weights, state["buffer"], batch)
+
+    # --- information about the programs -------------------------------------------------------------------------------
+
+    def executables(self) -> list[Any]:
+        """See `Execution`."""
+        return [call.run for call in self.step_memory.calls]
+
+    def peak_bytes(self) -> int:
+        """Return the peak over all programs of the step, from their dry run."""
+        return self.step_memory.peak
+
+    def dry_run_step(self, compile: Compile) -> MemoryTracker:
+        """See `Execution`."""
+        return self.layers.dry_run(self.layout.specs, self.rows.specs, compile)
+
+    def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
+        """See `Execution`."""
+        specs = self.layout.specs
+        weights = {group: specs[group] for group in ("parameter", "frozen")}
+        return self.layers.evaluate(weights, specs["buffer"], self.rows.evaluation_specs, compile)
+
+    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+        """See `Execution`; the list is empty without a dry run."""
+        return [call.jaxpr for call in ledger.calls] if ledger is not None else []
+
+
+def _init_layer(
+    make: InitFunction,
+    paths: Paths,
+    storage_specs: Nested,
+    stacked: bool,
+    words: jax.Array,
+    number: jax.Array,
+) -> Any:
+    """Return (values of one layer in their memory, index of the next layer)."""
+    key = jax.random.wrap_key_data(words)
+    values = make(key, paths, number if stacked else None)
+
+    def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
+        return store_leaf(spec, x.reshape(spec.shape))
+
+    placed_values = {}
+    for name, specs in storage_specs.items():
+        placed_values[name] = {path: place(spec, values[name][path]) for path, spec in specs.items()}
+    return placed_values, number + 1

@@ -1,0 +1,92 @@
+"""Detects a run that has already finished, so that repeating its command does nothing and changes nothing.
+
+Reads the newest checkpoint's manifest and the last status that process 0 wrote. Nothing here starts JAX or writes
+files.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import CheckpointError, folder
+from plimsoll.framework.config import Config
+from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.processes.health import read
+
+
+@dataclass(frozen=True)
+class LastCheckpoint:
+    """The newest checkpoint of a workdir.
+
+    Attributes:
+        directory: directory of the checkpoints.
+        step: number of steps taken.
+        config: config of the run that wrote it, as JSON. Its `trainer.max_steps` is the last step of that run.
+        data: position in the data, as JSON; see `framework.run.resuming.position`.
+        complete: whether the work after the last step (evaluation, samples) is done too, as far as the workdir
+            records.
+    """
+
+    directory: Any
+    step: int
+    config: dict[str, Any]
+    data: dict[str, Any]
+    complete: bool
+
+    def ends(self, max_steps: int) -> bool:
+        """Return whether a run of `max_steps` steps has nothing left to do.
+
+        A run that was killed between the save of its last step and its end still has to evaluate that step.
+        """
+        return self.step > max_steps or (self.step == max_steps and self.complete)
+
+    def refuse(self) -> None:
+        """Raise ValueError: with --resume=never a new run would overwrite the existing checkpoints."""
+        raise ValueError(
+            f"--resume=never, but {self.directory} holds checkpoints up to step {self.step}; choose another --workdir, "
+            "or remove them"
+        )
+
+    def lines(self, max_steps: int, config: Config) -> list[str]:
+        """Return the lines that report config changes since the run ended, and that there is nothing to do."""
+        # The stored config gives the length in steps, so convert epochs to steps before comparing.
+        resolved_config = config.copy()
+        resolved_config.trainer.max_steps = max_steps
+        changes = config_changes(self.config, resolved_config.to_dict())
+        return [
+            *(f"config changed since the checkpoint: {change}" for change in changes),
+            f"step {self.step} of {max_steps}: nothing to do ({self.directory}; trainer.max_steps is where a run ends)",
+        ]
+
+
+def find_last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:
+    """Return the newest checkpoint of a workdir. None: there is none, or it is unreadable."""
+    root = folder(os.path.expanduser(workdir))
+    checkpointer = Checkpointer(directory=root / "checkpoints", read_only=True)
+    steps = checkpointer.steps()
+    if not steps:
+        return None
+    last_step = max(steps)
+    try:
+        extra = checkpointer.manifest(last_step).extra
+        config = extra["config"]
+        data = extra["data"]
+    except (CheckpointError, KeyError):
+        # The start of the run reports the unreadable checkpoint.
+        return None
+    # A run killed after its last save has a checkpoint of its last step but still has to evaluate.
+    last_status = read(root / "health" / "process-00000.json")
+    complete = last_status is None or last_status.get("exit") == 0
+    return LastCheckpoint(root / "checkpoints", last_step, config, data, complete)
+
+
+def get_run_length(config: Config) -> int | None:
+    """Return the step at which a run of this config ends at the latest; None if it depends on data or machine."""
+    # A rule may change the length on some accelerators, and JAX has not detected the devices yet.
+    for rule in config.accelerator_rules:
+        if any(path.startswith("trainer.") for path in rule.set):
+            return None
+    return config.trainer.max_steps

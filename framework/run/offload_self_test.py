@@ -1,0 +1,292 @@
+"""The offload self-test: before building the real model, a small one checks that offloading works on these devices.
+
+Compilers have silently miscompiled host memory (openxla/xla#46231, GPU: gradients of what a scan offloads). So a
+small transformer, always the same one, takes two steps with the run's schedule, placements, clipping, dtypes and
+mesh, and two with the plain schedule and everything on the device. The results must agree, and offloaded leaves must
+be in host memory, both as arrays and in the compiled step. The optimizer is momentum, which is linear in the
+gradients: Adam's first steps would expose the signs of rounding errors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from plimsoll.framework.config import Config, config_for
+from plimsoll.framework.data.pipeline import DataPipeline
+from plimsoll.framework.data.sources import TokenMemmap
+from plimsoll.framework.data.tokenizers import NoTokenizer
+from plimsoll.framework.layers.block import Block
+from plimsoll.framework.layers.remat import parse_policies
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
+from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.placement import HOST
+from plimsoll.framework.schedules.stack_parts import StackParts
+
+STEPS = 2
+NUM_LAYERS = 4
+# By bits of the narrowest dtype. Rounding on CPUs causes up to 6e-6 and 2e-2; a wrong gradient causes about 1.
+TOLERANCE = {32: 1e-3, 16: 1e-1}
+# The error of a leaf that hardly changes is relative to this fraction of the largest change of any leaf.
+_MIN_CHANGE = 0.01
+# Maximum length of the message of an error that kept the self-test from running.
+_MAX_MESSAGE_CHARACTERS = 300
+
+
+class SelfTestError(ValueError):
+    """Offloaded values are computed wrong, or are not offloaded, on these devices with this compiler."""
+
+
+def check(config: Config, program: Program) -> str:
+    """Run the offload self-test.
+
+    Args:
+        config: resolved config of the run.
+        program: program of the run.
+
+    Returns:
+        A line for the user: how well both agree, or why the test could not run; "" if the run offloads nothing.
+
+    Raises:
+        SelfTestError: the results do not agree, or a leaf is not where the layout places it.
+    """
+    start = time.monotonic()
+    devices = list(program.mesh.devices.flat)
+    if not _uses_host_memory(program):
+        return ""
+    dtypes = [config.model[name] for name in ("param_dtype", "compute_dtype")]
+    # float64 has no tolerance of its own; use the tolerance of float32.
+    bits = min(32, *(jnp.finfo(dtype).bits for dtype in dtypes))
+    # By default the precision of a float32 product depends on its kernel. bfloat16 kernels may support no other
+    # precision.
+    precision = "highest" if bits == 32 else "default"
+    try:
+        small_config = shrink_config(config, program)
+        ours = Program(small_config.instantiate(), devices)
+        small_config.memory = config_for(Memory)
+        with jax.default_matmul_precision(precision):
+            plain = Program(small_config.instantiate(), devices)
+            errors = compare(ours, plain)
+    except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        # With several processes, the others would wait for this one in the next collective.
+        if isinstance(error, SelfTestError) or jax.process_count() > 1:
+            raise
+        message = " ".join(str(error).split())[:_MAX_MESSAGE_CHARACTERS]
+        return f"canary: did not run, so offloading is not checked: {message}"
+    # Not `error > TOLERANCE`, which is false for NaN.
+    wrong_names = [name for name, error in errors.items() if not error <= TOLERANCE[bits]]
+    candidates = wrong_names or errors
+
+    def finite_error(name: str) -> Any:
+        # Rank NaN above all numbers; it cannot be compared with them.
+        return np.nan_to_num(errors[name], nan=math.inf)
+
+    worst_name = max(candidates, key=finite_error)
+    if wrong_names:
+        raise SelfTestError(
+            f"canary: what config.memory offloads is computed wrong on these devices (as in openxla/xla#46231): "
+            f"{worst_name} of a small model is off by {errors[worst_name]:.1e} (tolerance {TOLERANCE[bits]:g}) from "
+            f"{STEPS} steps with all on the device, as are {len(wrong_names) - 1} more; keep it there "
+            f"(health.canary=false trains all the same)"
+        )
+    seconds = time.monotonic() - start
+    return f"canary: offloaded and resident agree to {errors[worst_name]:.0e} ({seconds:.1f} s)"
+
+
+def _uses_host_memory(program: Program) -> bool:
+    """Return whether the run keeps part of its state or of its activations in host memory."""
+    memory = program.experiment.memory
+    offloaded_bytes = program.layout.bytes_per_device(memory_kind="pinned_host")
+    if offloaded_bytes:
+        return True
+    return memory.activations.uses_host or "offload" in memory.remat
+
+
+def shrink_config(config: Config, program: Program) -> Config:
+    """Return the run's config with a model of 4 layers, as wide as offloading requires (`layout.move_to_host`)."""
+    small = config.copy()
+    sizes = program.mesh.shape
+    # The sizes of the sharded axes must divide the width; 256 makes leaves large enough to be offloaded.
+    width = math.lcm(256, sizes["model"], sizes["fsdp"])
+    accumulate = min(program.experiment.learner.accumulate, 2)
+    small.model = _small_model(config, width, sizes["model"])
+    # The small model has no experts, so their mesh axis becomes a data axis.
+    small.mesh.data = sizes["data"] * sizes["expert"]
+    small.mesh.expert = 1
+    # The token file is never opened: `compare` makes its own batches.
+    source = config_for(TokenMemmap, path="")
+    tokenizer = config_for(NoTokenizer, vocab_size=8 * width)
+    small.data = config_for(
+        DataPipeline,
+        source=source,
+        tokenizer=tokenizer,
+        seq_len=64 * sizes["seq"],
+    )
+    small.data.global_batch_size = accumulate * small.mesh.data * sizes["fsdp"]
+    # Momentum is linear in the gradients; see the module docstring.
+    small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
+    small.learner.rules = []
+    if program.layout.specs["frozen"]:
+        small.learner.rules = [config_for(Rule, pattern="/mlp/", freeze=True)]
+    small.learner.accumulate = accumulate
+    small.pretrained = None
+    # `invert` needs two streams, because it runs each block backwards.
+    small.model.stack.streams = "float32" if "invert" in config.memory.remat else "one"
+    small.memory.remat = _small_remat(config.memory.remat)
+    for field in PLACED_FIELDS:
+        # Offload half of the layers, so that both kinds of memory are in use.
+        if getattr(program.experiment.memory, field).is_partial:
+            small.memory[field] = f"{HOST}:{NUM_LAYERS // 2}"
+    return small
+
+
+def _small_remat(remat: str) -> str:
+    """Return a remat string for a model of UNITS layers that uses the policies of the larger one."""
+    policies = []
+    for span in parse_policies(remat):
+        # sqrt:G has a group size G that may not divide the number of layers.
+        policy = "sqrt" if "sqrt" in span.policy else span.policy
+        if policy not in policies:
+            policies.append(policy)
+    if len(policies) == 1:
+        return policies[0]
+    # At most one policy per layer fits.
+    first_policies = policies[: NUM_LAYERS - 1]
+    layer_policies = [f"{policy}:1" for policy in first_policies]
+    return ",".join([*layer_policies, policies[-1]])
+
+
+def _small_model(config: Config, width: int, model_size: int) -> Config:
+    """Build a transformer of UNITS blocks with the dtypes of the run's model and heads that divide by `model_size`."""
+    block = config_for(Block)
+    block.attention.num_heads = math.lcm(4, model_size)
+    block.attention.head_dim = 64
+    block.mlp.hidden = 2 * width
+    model = config_for(CausalLM, dim=width, vocab_size=8 * width)
+    model.param_dtype = config.model.param_dtype
+    model.compute_dtype = config.model.compute_dtype
+    model.stack.num_layers = NUM_LAYERS
+    model.stack.pattern = [block]
+    return model
+
+
+def compare(ours: Program, plain: Program) -> dict[str, float]:
+    """Compare both programs after the same steps.
+
+    Returns:
+        The difference by name, relative to how far the plain program moved.
+
+    Raises:
+        SelfTestError: a leaf is not in the memory that the layout specifies.
+    """
+    state = ours.init()
+    # Make two copies, because the steps donate one of them.
+    parts = ours.backend.parts
+    resident = _copy_to_plain(plain, state, parts)
+    first = _copy_to_plain(plain, state, parts)
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        batch = _batch(ours, step)
+        state, metrics = ours.step(state, ours.put(batch))
+        resident, expected = plain.step(resident, plain.put(batch))
+        for name in ("loss", "grad_norm"):
+            ratio = metrics[name] / expected[name]
+            errors[f"{name} of step {step}"] = abs(ratio - 1.0).item()
+    try:
+        _check_memory_kinds(ours, state)
+    except ValueError as error:
+        raise SelfTestError(f"canary: not offloaded on these devices: {error}") from None
+    differences = jax.jit(_differences, out_shardings=plain.replicated)
+    leaf_errors = differences(_copy_to_plain(plain, state, parts), resident, first)
+    for path, error in leaf_errors.items():
+        errors[path] = error.item()
+    return errors
+
+
+def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
+    """Generate random tokens [B, S] for this process's rows; the same numbers in every run."""
+    shape = (len(program.rows), program.experiment.data.seq_len)
+    vocab_size = program.experiment.language_model.vocab_size
+    generator = np.random.default_rng(step)
+    tokens = generator.integers(0, vocab_size, shape, np.int32)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "weights": np.ones(shape, np.float32),
+    }
+
+
+def _check_memory_kinds(program: Program, state: Any) -> None:
+    """Raise ValueError if a leaf or an argument of the compiled step is not in the memory of the layout."""
+    program.layout.check(state)
+    offloaded_bytes = 0
+    # Count only the groups that are updated: a GPU's compiler reports no other argument as host memory.
+    for group in ("parameter", "optimizer"):
+        offloaded_bytes += program.layout.bytes_per_device(group, "pinned_host")
+    taken_bytes = 0
+    for executable in program.backend.executables():
+        taken_bytes += executable.memory_analysis().host_argument_size_in_bytes
+    # A CPU's compiler counts no argument as host memory.
+    if taken_bytes < offloaded_bytes and jax.default_backend() != "cpu":
+        raise ValueError(
+            f"the compiled step takes {taken_bytes} bytes from the host, the layout says {offloaded_bytes}"
+        )
+
+
+def _copy_to_plain(plain: Program, state: Any, parts: StackParts) -> Any:
+    """Copy a state, of any placement and with split stacks, into the layout of the plain program."""
+
+    def device_copy(x: jax.Array) -> jax.Array:
+        on_device = jax.device_put(x, jax.memory.Space.Device)
+        # Without the copy, jit may return its argument's buffer, which a step would then donate.
+        return jnp.copy(on_device)
+
+    def copy_state(state: Any) -> Any:
+        return parts.join_in_jit(jax.tree.map(device_copy, state))
+
+    groups = {name: state[name] for name in plain.layout.specs}
+    jitted = jax.jit(copy_state, out_shardings=plain.layout.shardings())
+    return jitted(groups)
+
+
+def _differences(ours: Any, plain: Any, first: Any) -> dict[str, jax.Array]:
+    """Return the error per leaf: the norm of the difference minus rounding, over the norm of the leaf's change.
+
+    The change counts as at least 1% of the largest change of any leaf.
+    """
+    groups = ("parameter", "optimizer", "ema")
+    our_leaves = flatten({name: ours[name] for name in groups})
+    plain_leaves = flatten({name: plain[name] for name in groups})
+    first_leaves = flatten({name: first[name] for name in groups})
+    changes: dict[str, jax.Array] = {}
+    for path, x in plain_leaves.items():
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            changes[path] = _difference_norm(x, first_leaves[path])
+    min_change = _MIN_CHANGE * jnp.max(jnp.stack([*changes.values()]))
+    excess: dict[str, jax.Array] = {}
+    for path in changes:
+        x = plain_leaves[path]
+        distance = _difference_norm(our_leaves[path], x)
+        # Both programs may round a value of this leaf differently, by at most this fraction of its norm.
+        rounding = jnp.finfo(x.dtype).eps * _difference_norm(x)
+        excess[path] = jnp.maximum(distance - rounding, 0.0)
+    relative: dict[str, jax.Array] = {}
+    for path, change in changes.items():
+        relative[path] = excess[path] / jnp.maximum(change, min_change)
+    return relative
+
+
+def _difference_norm(x: jax.Array, y: Any = 0.0) -> jax.Array:
+    """Return the norm of x - y in float32."""
+    difference = x.astype("float32") - y
+    return jnp.linalg.norm(difference.ravel())

@@ -1,0 +1,334 @@
+"""Prefetch of a whole layer's state during the backward pass, for updates in the backward pass.
+
+On TPU, with memory.prefetch = unit, state in host memory is moved. On CPU the weights and all their state are moved,
+out of the stacks and back into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another
+one writes it, as an in-place update does (with 256 layers the step took nine times as long).
+
+Each iteration of the backward loop starts with two transfers: the previous layer's new state goes to the host, and
+this layer's old state comes from the host. The layer's whole backward pass hides both transfers. The layer is then
+updated with arrays that are already on the device, and its new state waits for the next iteration. This keeps the
+state of two layers on the device, whereas `pieces` keeps two chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.update_types import (
+    Decision,
+    LayerTrainState,
+    LayerUpdate,
+    LayerUpdateFn,
+    ParamGroup,
+    slice_layer,
+    unflatten_like,
+    write_layer,
+)
+from plimsoll.framework.schedules.streamed import train_state_specs
+
+Flat = dict[str, Any]
+
+
+class MovedLeaves(NamedTuple):
+    """The leaves, or specs, of one layer's weights and state that are moved, for one parameter group, by path."""
+
+    weights: Flat
+    entry: Flat  # optimizer state
+    average: Flat
+
+
+class PrefetchedState(NamedTuple):
+    """The moved state of one layer, on the device.
+
+    Attributes:
+        groups: the moved leaves, by the label of the parameter group.
+        index: int32 scalar, index of the layer.
+    """
+
+    groups: dict[str, MovedLeaves]
+    index: jax.Array
+
+
+@dataclass(frozen=True)
+class OptimizerPrefetch:
+    """Moves the state of a stack's layers between the stacks, on the host or not, and the device.
+
+    Attributes:
+        moves_all: whether weights, and state that is already on the device, are moved too, and no stack is read
+            before it is written.
+    """
+
+    learner: Learner
+    layout: StateLayout
+    moves_all: bool = False
+
+    def fetch(
+        self,
+        backward_state: Nested,
+        stack: str,
+        index: jax.Array,
+    ) -> PrefetchedState:
+        """Start fetching the state of the layer at `index` to the device."""
+        groups = {}
+        for group, specs in self._groups(stack):
+            stacks = self._stacks(backward_state, group)
+            groups[group.label] = MovedLeaves(
+                _fetch_leaves(specs.weights, stacks.weights, index),
+                _fetch_leaves(specs.entry, stacks.entry, index),
+                _fetch_leaves(specs.average, stacks.average, index),
+            )
+        return PrefetchedState(groups, index)
+
+    def store(
+        self,
+        backward_state: Nested,
+        stack: str,
+        layer_state: PrefetchedState,
+    ) -> Nested:
+        """Start writing a layer's new state to the stacks; return the new backward state."""
+        new_stacks = {}
+        for group, specs in self._groups(stack):
+            stacks = self._stacks(backward_state, group)
+            leaving = layer_state.groups[group.label]
+            new_stacks[group.label] = MovedLeaves(
+                _store_leaves(specs.weights, stacks.weights, leaving.weights, layer_state.index),
+                _store_leaves(specs.entry, stacks.entry, leaving.entry, layer_state.index),
+                _store_leaves(specs.average, stacks.average, leaving.average, layer_state.index),
+            )
+        return _with_stacks(backward_state, stack, new_stacks)
+
+    def exchange(
+        self,
+        backward_state: Nested,
+        stack: str,
+        layer_state: PrefetchedState,
+        index: jax.Array,
+    ) -> tuple[Nested, PrefetchedState]:
+        """Start writing a layer's new state to the stacks, and fetching the state of the layer at `index` from them.
+
+        Returns:
+            (new backward state, state of the layer at `index`).
+        """
+        new_stacks = {}
+        arriving = {}
+        for group, specs in self._groups(stack):
+            stacks = self._stacks(backward_state, group)
+            leaving = layer_state.groups[group.label]
+            part_stacks: list[Flat] = []
+            part_leaves: list[Flat] = []
+            # Weights, optimizer state and averages are exchanged separately; each moves half of its own bytes first.
+            for part in zip(specs, stacks, leaving, strict=True):
+                changed_stacks, arriving_leaves = self._exchange(*part, layer_state.index, index)
+                part_stacks.append(changed_stacks)
+                part_leaves.append(arriving_leaves)
+            new_stacks[group.label] = MovedLeaves(*part_stacks)
+            arriving[group.label] = MovedLeaves(*part_leaves)
+        return _with_stacks(backward_state, stack, new_stacks), PrefetchedState(arriving, index)
+
+    def update(
+        self,
+        group: ParamGroup,
+        update: LayerUpdateFn,
+        train_state: LayerTrainState,
+        decision: Decision,
+        state: PrefetchedState,
+    ) -> tuple[LayerUpdate, MovedLeaves]:
+        """Update one layer whose state has arrived, with the same numbers as `update_all_layers`.
+
+        Args:
+            group: parameters of a stack.
+            update: the update of one layer.
+            train_state: stacked weights, the gradients of only that layer, stacked optimizer state and averages.
+            decision: see `Learner.decide`.
+            state: the layer's moved state.
+
+        Returns:
+            (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
+            the layer's new moved leaves, to be stored later).
+        """
+        weights, layer_grads, entry, average = train_state
+        weight_specs, entry_specs, average_specs = self._specs(group)
+        arrived = state.groups[group.label]
+        index = state.index
+        new_weights, new_entry, new_average = update(
+            # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
+            _fetch_layer(weight_specs, weights, arrived.weights, index),
+            layer_grads,
+            _fetch_layer(entry_specs, entry, arrived.entry, index),
+            _fetch_layer(average_specs, average, arrived.average, index),
+            decision._replace(layer=decision.layer + index),
+        )
+        # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
+        new_stacks = (
+            _write_resident(weight_specs, weights, new_weights, arrived.weights, index),
+            _write_resident(entry_specs, entry, new_entry, arrived.entry, index),
+            _write_resident(average_specs, average, new_average, arrived.average, index),
+        )
+        leaving = MovedLeaves(
+            _select_moved(new_weights, arrived.weights),
+            _select_moved(new_entry, arrived.entry),
+            _select_moved(new_average, arrived.average),
+        )
+        return new_stacks, leaving
+
+    def _exchange(
+        self,
+        specs: Flat,
+        stacks: Flat,
+        leaving: Flat,
+        leaving_index: jax.Array,
+        arriving_index: jax.Array,
+    ) -> tuple[Flat, Flat]:
+        """Write the leaving layer's leaves, and fetch the arriving layer's: (new stacks, arriving leaves).
+
+        No stack is read and written at the same time, because the compiler does not know that two layers do not
+        overlap. For transfers to and from the host, half of the bytes are read first and the other half is written
+        first, which keeps the link busy in both directions.
+        """
+        # If everything is moved, nothing crosses a link: all leaves are written before any is read.
+        arrives_first = set[str]() if self.moves_all else _choose_half(specs)
+        first_specs = {path: specs[path] for path in specs if path in arrives_first}
+        arriving = _fetch_leaves(first_specs, stacks, arriving_index)
+        new_stacks = _store_leaves(specs, stacks, leaving, leaving_index)
+        # Reading from the new stacks forces the compiler to write first.
+        last_specs = {path: specs[path] for path in specs if path not in arrives_first}
+        arriving |= _fetch_leaves(last_specs, new_stacks, arriving_index)
+        # In the order of the specs, whichever was fetched first.
+        return new_stacks, {path: arriving[path] for path in specs}
+
+    def _groups(self, stack: str) -> list[tuple[ParamGroup, MovedLeaves]]:
+        """Return the groups of a stack's parameters, with the specs of their moved leaves."""
+
+        def moving(specs: Nested) -> Flat:
+            flat_specs = flatten(specs)
+            if self.moves_all:
+                return flat_specs
+            return {path: spec for path, spec in flat_specs.items() if spec.memory_kind != "device"}
+
+        groups = []
+        for group in self.learner.groups:
+            if group.stage != stack:
+                continue
+            weight_specs, entry_specs, average_specs = self._specs(group)
+            moving_weights = moving(weight_specs) if self.moves_all else {}
+            moving_state = MovedLeaves(moving_weights, moving(entry_specs), moving(average_specs))
+            groups.append((group, moving_state))
+        return groups
+
+    def _specs(self, group: ParamGroup) -> tuple[Nested, Nested, Nested]:
+        """Return the specs of the stacks of weights, of optimizer state and of averages."""
+        weight_specs, _, entry_specs, average_specs = train_state_specs(self.layout, self.learner, group, {})
+        return weight_specs, entry_specs, average_specs
+
+    def _stacks(self, backward_state: Nested, group: ParamGroup) -> MovedLeaves:
+        """Return all stacks of a group's weights and state, moved or not."""
+        weights = self.learner.select(backward_state["parameter"], group)
+        entry = backward_state["optimizer"][group.stage][group.label]
+        average = self.learner.select(backward_state["ema"], group) if backward_state["ema"] else {}
+        return MovedLeaves(flatten(weights), flatten(entry), flatten(average))
+
+
+def _with_stacks(backward_state: Nested, stack: str, stacks: dict[str, MovedLeaves]) -> Nested:
+    """Replace stacks in the backward state with these, given by the label of the parameter group."""
+    # A completely frozen stack has neither trainable weights nor optimizer state.
+    if not stacks:
+        return backward_state
+    # Leaves that do not belong to these groups keep their values.
+    weights = flatten(backward_state["parameter"][stack])
+    entries = dict(backward_state["optimizer"][stack])
+    averages = flatten(backward_state["ema"].get(stack, {}))
+    for label, group_stacks in stacks.items():
+        weights |= group_stacks.weights
+        entries[label] = unflatten_like(entries[label], group_stacks.entry)
+        averages |= group_stacks.average
+    ema = backward_state["ema"]
+    if averages:
+        stack_averages = unflatten_like(backward_state["ema"][stack], averages)
+        ema = {**backward_state["ema"], stack: stack_averages}
+    stack_weights = unflatten_like(backward_state["parameter"][stack], weights)
+    return {
+        **backward_state,
+        "parameter": {**backward_state["parameter"], stack: stack_weights},
+        "optimizer": {**backward_state["optimizer"], stack: entries},
+        "ema": ema,
+    }
+
+
+def _fetch_layer(
+    specs: Nested,
+    stacks: Nested,
+    arrived: Flat,
+    index: jax.Array,
+) -> Nested:
+    """Return one layer of some stacks: its prefetched leaves as they are, the other leaves fetched now."""
+    flat_specs = flatten(specs)
+
+    layer_leaves = {}
+    for path, stack in flatten(stacks).items():
+        if path in arrived:
+            layer_leaves[path] = arrived[path]
+        else:
+            layer_leaves[path] = fetch_leaf(flat_specs[path], slice_layer(stack, index))
+    return unflatten_like(stacks, layer_leaves)
+
+
+def _write_resident(
+    specs: Nested,
+    stacks: Nested,
+    layer_state: Nested,
+    arrived: Flat,
+    index: jax.Array,
+) -> Nested:
+    """Write a layer's new leaves into the stacks, except prefetched ones, which the next iteration writes."""
+    staying = {path: leaf for path, leaf in flatten(layer_state).items() if path not in arrived}
+    new_stacks = _store_leaves(flatten(specs), flatten(stacks), staying, index)
+    return unflatten_like(stacks, new_stacks)
+
+
+def _select_moved(layer_state: Nested, arrived: Flat) -> Flat:
+    """Return the new values of a layer's prefetched leaves."""
+    return {path: leaf for path, leaf in flatten(layer_state).items() if path in arrived}
+
+
+def _fetch_leaves(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
+    """Start fetching one layer's leaves to the device."""
+    layer_leaves = {}
+    for path, spec in specs.items():
+        leaf = slice_layer(stacks[path], index)
+        layer_leaves[path] = fetch_leaf(spec, leaf)
+    return layer_leaves
+
+
+def _store_leaves(
+    specs: Flat,
+    stacks: Flat,
+    layer_state: Flat,
+    index: jax.Array,
+) -> Flat:
+    """Write a layer's leaves into the stacks; leaves of offloaded stacks are transferred to the host."""
+    new_stacks = dict(stacks)
+    for path, leaf in layer_state.items():
+        stored_leaf = store_leaf(specs[path], leaf)
+        new_stacks[path] = write_layer(stacks[path], stored_leaf, index)
+    return new_stacks
+
+
+def _choose_half(specs: Flat) -> set[str]:
+    """Choose paths that make up about half of the bytes, including the largest leaf."""
+    taken_bytes = 0
+    left_bytes = 0
+    paths = set()
+    # Each leaf goes to the half with fewer bytes so far.
+    largest_first = sorted(specs.items(), key=lambda item: -item[1].num_bytes)
+    for path, spec in largest_first:
+        if taken_bytes <= left_bytes:
+            taken_bytes += spec.num_bytes
+            paths.add(path)
+        else:
+            left_bytes += spec.num_bytes
+    return paths

@@ -1,0 +1,83 @@
+"""Code shared by all modes of `plimsoll plan`: devices, reports, and their output."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from plimsoll.framework.files.workdir import writing
+from plimsoll.launch import cli
+
+
+def check_files(args: Any) -> None:
+    """Raise UsageError if the folder of an output file does not exist."""
+    for path in filter(None, (args.json, args.html)):
+        if not path.absolute().parent.is_dir():
+            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+
+
+def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yield the combinations of the values in --compare, each as overrides; one empty combination if there are none.
+
+    Values that contain a comma are separated by ";".
+
+    Raises:
+        UsageError: one of the texts is not PATH=A,B.
+    """
+    values_by_path = []
+    for text in compare:
+        path, _, values = text.partition("=")
+        if not values:
+            raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
+        path = path.removeprefix("config.").removeprefix("--config.")
+        separator = ";" if ";" in values else ","
+        values_by_path.append([(path, value) for value in values.split(separator)])
+    return itertools.product(*values_by_path)
+
+
+def start_cpus(machines: Iterable[Any]) -> None:
+    """Start JAX with as many CPU devices as the largest CPU target needs, because it can start only once."""
+    cpus = [machine for machine in machines if machine.platform == "cpu"]
+    for machine in sorted(cpus, key=lambda machine: machine.num_devices)[-1:]:
+        machine.devices()
+
+
+def make_report(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
+    """Produce one report: from the cache, the analytical estimate or the compiler."""
+    from plimsoll.framework.plan.cached_report import get_report
+
+    args = command.args
+    config, rule_lines = command.resolve(target.name)
+    plan_report = get_report(
+        command.spec,
+        config,
+        target,
+        limit,
+        name="" if name == "local" else name,
+        estimate=estimate,
+        phases=not args.step_only,
+        fresh=args.fresh,
+        suggests=not args.verdict_only,
+    )
+    # The settings of this command line are not cached: other command lines may lead to the same config.
+    return plan_report | {"settings": [*format_overrides(command), *rule_lines]}
+
+
+def format_overrides(command: cli.Command) -> list[str]:
+    """Return the overrides of a command line in the form of a report."""
+    return ["=".join(override) for override in command.overrides]
+
+
+def write_outputs(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
+    """Print the tables, and write the requested files."""
+    from plimsoll.framework.terminal.tables import render
+
+    print(render(sections))
+    if args.json:
+        with writing(args.json):
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+    if args.html:
+        document = draw_page()
+        with writing(args.html):
+            args.html.write_text(document, "utf-8")
+        print(f"page: {args.html}")

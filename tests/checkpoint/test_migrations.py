@@ -1,0 +1,66 @@
+"""A run of an older version, whose config names modules that have moved since: it can be evaluated and resumed."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from plimsoll.launch import evaluate, train
+from tests.support.runs import losses, write_text
+
+ARCHIVE = Path(__file__).parent / "older" / "before_rooms.tar.gz"
+FILES = '{"$class": "plimsoll.TextFiles", "paths": ["text/%s.txt"]}'
+RULE = '{"$class": "plimsoll.AcceleratorRule", "pattern": "cpu", "set": {"trainer.log_every": 1}}'
+FLAGS = [
+    "--config=nanogpt-cpu",
+    "--workdir=run",
+    "--config.trainer.save_every=4",
+    "--config.trainer.keep=1",
+    "--config.trainer.sample_tokens=0",
+    "--config.model.dim=16",
+    "--config.model.stack.num_layers=2",
+    "--config.model.stack.pattern.0.attention.num_heads=2",
+    "--config.model.embed.max_positions=32",
+    "--config.model.vocab_size=257",
+    "--config.data.seq_len=32",
+    "--config.data.global_batch_size=8",
+    '--config.data.tokenizer={"$class": "plimsoll.ByteTokenizer"}',
+    f"--config.data.source={FILES % 'train'}",
+    f'--config.data.validation={{"held": {FILES % "valid"}}}',
+    f"--config.accelerator_rules=[{RULE}]",
+]
+
+
+@pytest.fixture
+def older_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The workdir of a run that stopped after step 4, next to its text, in the current directory."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+def test_the_archive_has_names_that_moved(older_run: Path):
+    config = json.loads((older_run / "config.json").read_text())
+    assert config["$class"] == "framework.experiment.Experiment"
+    assert config["learner"]["rules"][0]["$class"] == "framework.rules.Rule"
+
+
+def test_it_is_evaluated(older_run: Path, capsys: pytest.CaptureFixture[str]):
+    assert evaluate.main([f"--workdir={older_run}", "--files=text/valid.txt"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+@pytest.mark.pairs
+def test_resumes_without_reporting_renamed_classes(older_run: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main([*FLAGS, "--config.trainer.max_steps=6"]) == 0
+    printed = capsys.readouterr().out
+    assert "resumed from step 4" in printed
+    changes = [line for line in printed.splitlines() if "config changed since the checkpoint: " in line]
+    assert any("config.trainer.max_steps: 4 -> 6" in change for change in changes)
+    # New fields are reported; classes that moved are not.
+    assert not any("$class" in change or "framework." in change for change in changes)
+    assert sorted(losses(older_run)) == [4, 6]

@@ -1,0 +1,100 @@
+"""FLOPs of grouped products in traced and compiled programs, compared with 2 N I O for each of three products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
+from plimsoll.framework.plan import gpu_description, targets
+from plimsoll.framework.plan.grouped_products import note_ragged_products
+from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
+from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.jaxpr_analysis import flops
+from plimsoll.launch import plan
+from tests.support import small
+
+EXPERTS, INPUTS, OUTPUTS = 8, 256, 128
+ROWS, EVEN_ROWS = 4096, 1024
+EXPECTED = 3 * 2 * EVEN_ROWS * INPUTS * OUTPUTS
+
+
+def gradients(implementation: Chosen) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return a function from (rows, weights, sizes) to the product and the gradients of rows and weights."""
+
+    def compute(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, ...]:
+        def product(x_NI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
+            return grouped_dot(x_NI, weight_EIO, sizes_E, implementation, even_rows=EVEN_ROWS)
+
+        y_NO, pull_back = jax.vjp(product, x_NI, weight_EIO)
+        return y_NO, *pull_back(y_NO)
+
+    return compute
+
+
+def arguments(implementation: Chosen, sharding: SingleDeviceSharding | None = None) -> list[jax.ShapeDtypeStruct]:
+    rows = with_spare_rows(ROWS, implementation)
+    shapes = [(rows, INPUTS), (EXPERTS, INPUTS, OUTPUTS), (EXPERTS,)]
+    dtypes = [jnp.bfloat16, jnp.bfloat16, jnp.int32]
+    pairs = zip(shapes, dtypes, strict=True)
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in pairs]
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "megablox", "triton"])
+def test_a_traced_program_counts_the_rows_that_an_even_router_fills(implementation: Chosen):
+    traced = jax.make_jaxpr(gradients(implementation))(*arguments(implementation))
+    count = flops(traced)
+    assert (count.flops, count.uncounted_loops) == (EXPECTED, 0)
+
+
+def count_compiled_flops(target: str, implementation: Chosen) -> int:
+    targets.set_environment(target)
+    sharding = SingleDeviceSharding(targets.resolve(target).devices()[0])
+    function = jax.jit(gradients(implementation), out_shardings=sharding)
+    compiled = function.lower(*arguments(implementation, sharding)).compile()
+    module = Module(compiled.as_text())
+    counter = Flops(module)
+    return sum(runs * counter.look_up(instruction) for instruction, runs in iter_executed(module))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU's compiler is not installed")
+def test_tpu_multiplies_experts_only_with_their_own_rows():
+    assert count_compiled_flops("v5e-1", "megablox") == EXPECTED
+    # This is why TPUs do not use `ragged_dot`: one of its gradients multiplies every expert by all rows.
+    assert count_compiled_flops("v5e-1", "ragged") >= 2 * EXPERTS * ROWS * INPUTS * OUTPUTS
+
+
+@pytest.mark.skipif(gpu_description.installed_cuda() is None, reason="JAX's CUDA plugin is not installed")
+@pytest.mark.parametrize("target", ["h100x1", "4090"])
+def test_gpu_multiplies_experts_only_with_their_own_rows(target: str):
+    assert count_compiled_flops(target, "triton") == EXPECTED
+
+
+def test_estimate_reports_what_it_omits_in_ragged_products():
+    def notes(implementation: str, platform: str, capacity: float | None = None) -> list[str]:
+        model = small.llama()
+        moe = mixture(experts=4, top_k=2, hidden=24)
+        moe.experts.implementation = implementation
+        moe.experts.capacity = capacity
+        small.block(model).mlp = moe
+        return note_ragged_products(model.instantiate(), platform)
+
+    assert notes("auto", "gpu") == notes("ragged", "gpu", capacity=1.5) == []
+    (line,) = notes("ragged", "gpu")
+    assert "as XLA for GPU multiplies all rows with all experts" in line
+    (line,) = notes("ragged", "tpu")
+    assert "as for the gradient of the weights XLA for TPU multiplies" in line
+
+
+@pytest.mark.pairs
+def test_estimate_note_is_in_the_report(capsys: pytest.CaptureFixture):
+    setting = "--config.model.stack.pattern.0.mlp.experts.implementation=ragged"
+    assert plan.main(["--config=moe-tiny", "--target=h100x1", "--estimate", setting]) == 0
+    assert "note      the closed form counts the experts' products" in capsys.readouterr().out

@@ -1,0 +1,182 @@
+"""Find the largest Llama 3 that one device can train with its host's memory, by the compiler, for three optimizers.
+
+    python -m tools.bench.largest_model [MACHINE ...] [--missing] [--estimate] [--jsonl=FILE] [--page=FILE]
+
+Without names, runs all machines whose compiler is installed. Running a machine again replaces its rows; with --missing,
+only rows that do not exist yet are added. AdamW trains as the config specifies: bfloat16 weights with a float32 master
+copy, float32 moments. The other two store the weights only in bfloat16, with stochastic rounding. One row of 8192
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plimsoll.configs import load
+from plimsoll.framework.config import Config
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.auto.autotune import MEMORY, TuningResult, autotune
+from plimsoll.framework.plan.auto.settings import Setting, find_fixed_paths, flags
+from plimsoll.framework.plan.auto.tuned_settings import Machine
+from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
+from plimsoll.framework.plan.cache import versions
+from plimsoll.framework.plan.largest.size_family import SizeFamily
+from plimsoll.framework.plan.largest.size_frontier import FrontierPoint, FrontierSearch
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import human_bytes, human_count, human_duration
+from plimsoll.launch.cli import apply_overrides
+
+GIB = 1 << 30
+_CONFIG = "llama3-8b"
+_BATCH = ("data.global_batch_size", "1")
+_RATE = ("learner.optimizer.learning_rate", "3e-4")
+_ROUNDED = (_RATE, ("learner.master_dtype", "None"), ("learner.rounding", "stochastic"))
+OPTIMIZERS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "AdamW": (),
+    "8-bit AdamW": (("learner.optimizer", "adamw8bit"), *_ROUNDED),
+    "AdaLomo": (("learner.optimizer", "adalomo"), *_ROUNDED),
+}
+# GiB of host memory; None uses the target's known host memory.
+MACHINES: Mapping[str, int | None] = {"h200": 128, "h100": 128, "4090": 64, "v5e-1": None}
+# Billions of parameters that fit by bytes only: all device and host memory, and one layer's buffers.
+ARITHMETIC = {
+    ("h100", "AdamW"): 13,
+    ("h100", "8-bit AdamW"): 47,
+    ("h100", "AdaLomo"): 95,
+    ("h200", "AdamW"): 18,
+    ("h200", "8-bit AdamW"): 62,
+    ("h200", "AdaLomo"): 125,
+}
+_HEAD = """# The largest model on one device
+
+The largest Llama 3 (width and depth grown together, [plan.md](../plan.md#the-largest-model)) that one device trains
+with its host's memory, one row of 8192 tokens at a time. `python -m tools.bench.largest_model` wrote this on {day}: two CPU
+cores, {versions}. The bytes are those of the target's compiler for the whole step, except where a line says "closed
+form"; no step ran. "By bytes alone": what a sum of the bytes of weights, state and gradients over device and host
+allows.
+
+| machine | its host | optimizer | parameters | by bytes alone | layers | device | host | tokens/s | search | settings |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+class LargestRow(NamedTuple):
+    """The largest size for a machine and an optimizer.
+
+    Attributes:
+        machine: target name of the machine.
+        optimizer: name in `OPTIMIZERS`.
+        point: the largest size, or None if nothing fits.
+        seconds: duration of the search.
+    """
+
+    machine: str
+    optimizer: str
+    point: FrontierPoint | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON data."""
+        return {**self._asdict(), "point": None if self.point is None else self.point.to_json()}
+
+
+def find_largest(machine_name: str, optimizer: str, *, estimate: bool) -> LargestRow:
+    """Search for the largest size."""
+    target = targets.resolve(machine_name)
+    config = load(_CONFIG)
+    overrides = [_BATCH, *OPTIMIZERS[optimizer]]
+    apply_overrides(config, overrides)
+    host_gib = MACHINES[machine_name]
+    host_bytes = None if host_gib is None else host_gib * GIB
+    machine = Machine.derive(target, target.limit_bytes, host_bytes)
+    fixed = sorted(find_fixed_paths(config, [path for path, _ in overrides]))
+    start = time.monotonic()
+
+    def ask(size_config: Config, estimate_only: bool) -> TuningResult:
+        question = TuningRequest(size_config, machine, MEMORY, fixed, (), estimate_only)
+        return autotune(question, target, host_bytes=host_bytes)
+
+    search = FrontierSearch(SizeFamily.derive(config), ask, not estimate, lambda line: print(f"  {line}", flush=True))
+    return LargestRow(machine_name, optimizer, search.largest(), time.monotonic() - start)
+
+
+def render_page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page in Markdown."""
+    used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
+    head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
+    return head + "".join(map(_line, rows))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    target = targets.resolve(row["machine"])
+    host_gib = MACHINES[row["machine"]]
+    arithmetic = ARITHMETIC.get((row["machine"], row["optimizer"]))
+    first = [
+        row["machine"],
+        f"{host_gib} GiB" if host_gib is not None else human_bytes(target.host_limit_bytes),
+        row["optimizer"],
+    ]
+    point = row["point"]
+    if point is None:
+        return f"| {' | '.join([*first, 'none'])} |\n"
+    choice = point["choice"]
+    judge = "" if choice["compiled"] else " (closed form)"
+    used = "" if target.limit_bytes is None else f", {100 * choice['peak'] / target.limit_bytes:.1f}%"
+    rate = point["tokens_per_second"]
+    cells = [
+        *first,
+        human_count(point["parameters"]),
+        "" if arithmetic is None else f"{arithmetic}B",
+        str(point["layers"]),
+        f"{human_bytes(choice['peak'])}{used}{judge}",
+        human_bytes(choice["host"]) if choice["host"] else "-",
+        "-" if rate is None else human_count(rate),
+        human_duration(row["seconds"]),
+        f"`{flags(Setting(*pair) for pair in choice['settings'])}`",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    """Search for the largest sizes, and write the rows and the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machines", nargs="*", metavar="MACHINE", help=", ".join(MACHINES))
+    parser.add_argument("--missing", action="store_true", help="leave the rows that are there as they are")
+    parser.add_argument("--estimate", action="store_true", help="do not compile")
+    parser.add_argument("--jsonl", type=Path, default=Path("docs/benchmarks/largest.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/largest.md"))
+    args = parser.parse_args()
+    unknown = set(args.machines) - set(MACHINES)
+    if unknown:
+        parser.error(f"no machines {sorted(unknown)}; there are {', '.join(MACHINES)}")
+    names = args.machines or [name for name in MACHINES if _compiles(targets.resolve(name))]
+    targets.set_environment(",".join(names))
+    rows: dict[tuple[str, str], Mapping[str, Any]] = {}
+    if args.jsonl.exists():
+        stored_rows = [json.loads(line) for line in args.jsonl.read_text().splitlines()]
+        rows = {(row["machine"], row["optimizer"]): row for row in stored_rows}
+    for name in names:
+        for optimizer in OPTIMIZERS:
+            if args.missing and (name, optimizer) in rows:
+                continue
+            print(f"{name}, {optimizer}", flush=True)
+            rows[name, optimizer] = find_largest(name, optimizer, estimate=args.estimate).to_json()
+            # Write after each row: a later one may take minutes, or fail.
+            ordered_keys = [(machine, one) for machine in MACHINES for one in OPTIMIZERS if (machine, one) in rows]
+            ordered_rows = [rows[key] for key in ordered_keys]
+            args.jsonl.write_text("".join(f"{json.dumps(row)}\n" for row in ordered_rows))
+            args.page.write_text(render_page(ordered_rows))
+
+
+def _compiles(target: Target) -> bool:
+    return bool(targets.installed_compiler(target.platform))
+
+
+if __name__ == "__main__":
+    main()
