@@ -49,8 +49,4 @@ def olmo2_tiny() -> Config:
     return config
 
 
-CONFIGS = {
-    "gemma3-tiny": gemma3_tiny,
-    "phi4-mini-tiny": phi4_mini_tiny,
-    "olmo2-tiny": olmo2_tiny,
-}
+CONFIGS = {"gemma3-tiny": gemma3_tiny, "phi4-mini-tiny": phi4_mini_tiny, "olmo2-tiny": olmo2_tiny}

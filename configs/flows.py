@@ -22,14 +22,7 @@ from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.schedules.memory import Memory
 
 
-def flow(
-    pattern: list[Config],
-    *,
-    shape: tuple[int, int, int],
-    levels: int,
-    scales: int,
-    steps: int,
-) -> Config:
+def flow(pattern: list[Config], *, shape: tuple[int, int, int], levels: int, scales: int, steps: int) -> Config:
     """Build a multi-scale flow with `steps` repetitions of the pattern at each of `scales` scales."""
     stacks = []
     for _ in range(scales):
@@ -37,14 +30,7 @@ def flow(
     return config_for(Flow, image_shape=shape, levels=levels, stacks=stacks)
 
 
-def digits(
-    pattern: list[Config],
-    *,
-    depth: int,
-    steps: int,
-    rate: float = 1e-3,
-    remat: str = "none",
-) -> Config:
+def digits(pattern: list[Config], *, depth: int, steps: int, rate: float = 1e-3, remat: str = "none") -> Config:
     """Build a flow with two scales of the pattern on the digits: 1,436 training images, 361 held out."""
     # Pixels of the digits have 17 levels, 0 to 16.
     model = flow(pattern, shape=(8, 8, 1), levels=17, scales=2, steps=depth)
@@ -54,13 +40,7 @@ def digits(
         validation={"digits": config_for(DigitsSource, split="validation")},
         global_batch_size=64,
     )
-    trainer = config_for(
-        TrainerOptions,
-        max_steps=steps,
-        eval_every=300,
-        save_every=steps,
-        sample_temperature=1.0,
-    )
+    trainer = config_for(TrainerOptions, max_steps=steps, eval_every=300, save_every=steps, sample_temperature=1.0)
     return config_for(
         Experiment,
         model=model,

@@ -47,20 +47,11 @@ def gemma3_12b() -> Config:
     Published as google/gemma-3-12b-pt. Among the published sizes, this one has layers in complete groups of six.
     """
     model = llama_model(
-        layers=48,
-        heads=16,
-        kv_heads=8,
-        dim=3840,
-        hidden=15360,
-        vocab_size=262_208,
-        eps=1e-6,
-        tied=True,
+        layers=48, heads=16, kv_heads=8, dim=3840, hidden=15360, vocab_size=262_208, eps=1e-6, tied=True
     )
     model.stack.pattern[0].attention.head_dim = 256
     gemma_layers(model, window=_WINDOW, local_layers=5, scaling=config_for(LinearScaling, factor=8.0))
     return large(model, seq_len=4096, batch=1024, peak=2e-4, steps=500_000)
 
 
-CONFIGS = {
-    "gemma3-12b": gemma3_12b,
-}
+CONFIGS = {"gemma3-12b": gemma3_12b}

@@ -37,9 +37,4 @@ def gpt2_1_5b() -> Config:
     return _gpt2(48, 25, 1600, 2e-4)
 
 
-CONFIGS = {
-    "gpt2-124m": gpt2_124m,
-    "gpt2-350m": gpt2_350m,
-    "gpt2-774m": gpt2_774m,
-    "gpt2-1.5b": gpt2_1_5b,
-}
+CONFIGS = {"gpt2-124m": gpt2_124m, "gpt2-350m": gpt2_350m, "gpt2-774m": gpt2_774m, "gpt2-1.5b": gpt2_1_5b}

@@ -13,14 +13,7 @@ from plimsoll.framework.families.decoders import llama_model
 
 
 def _llama(layers: int, heads: int, dim: int, hidden: int, peak: float) -> Config:
-    model = llama_model(
-        layers=layers,
-        heads=heads,
-        dim=dim,
-        hidden=hidden,
-        vocab_size=32000,
-        eps=1e-6,
-    )
+    model = llama_model(layers=layers, heads=heads, dim=dim, hidden=hidden, vocab_size=32000, eps=1e-6)
     return large(model, seq_len=2048, batch=2048, peak=peak, steps=350_000)
 
 
@@ -34,22 +27,9 @@ def llama_65b() -> Config:
     return _llama(80, 64, 8192, 22016, 1.5e-4)
 
 
-def _llama2(
-    layers: int,
-    heads: int,
-    dim: int,
-    hidden: int,
-    peak: float,
-    kv_heads: int | None = None,
-) -> Config:
+def _llama2(layers: int, heads: int, dim: int, hidden: int, peak: float, kv_heads: int | None = None) -> Config:
     model = llama_model(
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        hidden=hidden,
-        vocab_size=32000,
-        eps=1e-5,
+        layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, hidden=hidden, vocab_size=32000, eps=1e-5
     )
     return large(model, seq_len=4096, batch=1024, peak=peak, steps=500_000)
 
@@ -71,14 +51,7 @@ def llama2_70b() -> Config:
 
 def _llama3(layers: int, heads: int, dim: int, hidden: int, peak: float) -> Config:
     model = llama_model(
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        dim=dim,
-        hidden=hidden,
-        vocab_size=128256,
-        theta=500_000.0,
-        eps=1e-5,
+        layers=layers, heads=heads, kv_heads=8, dim=dim, hidden=hidden, vocab_size=128256, theta=500_000.0, eps=1e-5
     )
     return large(model, seq_len=8192, batch=512, peak=peak, steps=1_200_000, warmup=8000)
 

@@ -27,12 +27,7 @@ def moe_tiny() -> Config:
     block.mlp.router.expert_metrics = True
     # Our Muon updates the matrix of each expert separately; optax's applies only to single matrices.
     schedule = config.learner.optimizer.learning_rate
-    config.learner.optimizer = config_for(
-        matrices.muon,
-        learning_rate=schedule,
-        weight_decay=0.01,
-        consistent_rms=None,
-    )
+    config.learner.optimizer = config_for(matrices.muon, learning_rate=schedule, weight_decay=0.01, consistent_rms=None)
     # Small differences decide the router's choice, so it learns as slowly as is usual with AdamW.
     router_rule = config.learner.rules[-1].copy()
     router_rule.pattern = "router"
@@ -47,14 +42,7 @@ def mixtral_8x7b() -> Config:
     Published as mistralai/Mixtral-8x7B-v0.1 (arXiv 2401.04088).
     """
     model = llama_model(
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        dim=4096,
-        hidden=14336,
-        vocab_size=32000,
-        theta=1_000_000.0,
-        eps=1e-5,
+        layers=32, heads=32, kv_heads=8, dim=4096, hidden=14336, vocab_size=32000, theta=1_000_000.0, eps=1e-5
     )
     model.stack.pattern[0].mlp = mixture(experts=8, top_k=2, hidden=14336, balance=0.02)
     return large(model, seq_len=4096, batch=1024, peak=2e-4, steps=500_000)
@@ -67,14 +55,7 @@ def qwen3_30b_a3b() -> Config:
     """
     eps = 1e-6
     model = llama_model(
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        dim=2048,
-        hidden=6144,
-        vocab_size=151936,
-        theta=1_000_000.0,
-        eps=eps,
+        layers=48, heads=32, kv_heads=4, dim=2048, hidden=6144, vocab_size=151936, theta=1_000_000.0, eps=eps
     )
     block = model.stack.pattern[0]
     block.attention.head_dim = 128

@@ -58,13 +58,7 @@ def deepseek_tiny() -> Config:
     config = moe_tiny()
     sparse_block = config.model.stack.pattern[0]
     sparse_block.attention = config_for(
-        LatentAttention,
-        num_heads=2,
-        kv_rank=32,
-        plain_dim=32,
-        rotary_dim=32,
-        value_dim=64,
-        rotary=config_for(Rotary),
+        LatentAttention, num_heads=2, kv_rank=32, plain_dim=32, rotary_dim=32, value_dim=64, rotary=config_for(Rotary)
     )
     sparse_block.mlp = mixture(experts=16, top_k=2, hidden=88, normalize=False)
     sparse_block.mlp.shared = config_for(MLP, hidden=176, activation="silu", gated=True)

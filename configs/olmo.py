@@ -25,15 +25,7 @@ def olmo2_7b() -> Config:
     Published as allenai/OLMo-2-1124-7B.
     """
     eps = 1e-6
-    model = llama_model(
-        layers=32,
-        heads=32,
-        dim=4096,
-        hidden=11008,
-        vocab_size=100352,
-        theta=500_000.0,
-        eps=eps,
-    )
+    model = llama_model(layers=32, heads=32, dim=4096, hidden=11008, vocab_size=100352, theta=500_000.0, eps=eps)
     norm_all_heads(model, eps)
     block = model.stack.pattern[0]
     block.post_norm = block.norm
@@ -48,14 +40,7 @@ def olmoe_1b_7b() -> Config:
     """
     eps = 1e-5
     hidden = 1024
-    model = llama_model(
-        layers=16,
-        heads=16,
-        dim=2048,
-        hidden=hidden,
-        vocab_size=50304,
-        eps=eps,
-    )
+    model = llama_model(layers=16, heads=16, dim=2048, hidden=hidden, vocab_size=50304, eps=eps)
     norm_all_heads(model, eps)
     block = model.stack.pattern[0]
     block.mlp = mixture(experts=64, top_k=8, hidden=hidden, normalize=False, balance=0.01)
@@ -63,7 +48,4 @@ def olmoe_1b_7b() -> Config:
     return large(model, seq_len=4096, batch=1024, peak=4e-4, steps=1_200_000)
 
 
-CONFIGS = {
-    "olmo2-7b": olmo2_7b,
-    "olmoe-1b-7b": olmoe_1b_7b,
-}
+CONFIGS = {"olmo2-7b": olmo2_7b, "olmoe-1b-7b": olmoe_1b_7b}

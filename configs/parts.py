@@ -62,15 +62,7 @@ def no_decay(pattern: str = r"norm|bias|position") -> Config:
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
 
 
-def large(
-    model: Config,
-    *,
-    seq_len: int,
-    batch: int,
-    peak: float,
-    steps: int | None,
-    warmup: float = 2000,
-) -> Config:
+def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | None, warmup: float = 2000) -> Config:
     """Build a large model's config: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
     Data is nanoGPT-style token files: set data.source.path to the output of `plimsoll prepare`.

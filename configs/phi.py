@@ -16,32 +16,15 @@ def phi3_mini() -> Config:
 
     Published as microsoft/Phi-3-mini-4k-instruct.
     """
-    model = llama_model(
-        layers=32,
-        heads=32,
-        dim=3072,
-        hidden=8192,
-        vocab_size=32_064,
-    )
+    model = llama_model(layers=32, heads=32, dim=3072, hidden=8192, vocab_size=32_064)
     model.stack.pattern[0].attention.window = 2047
     return large(model, seq_len=4096, batch=1024, peak=3e-4, steps=500_000)
 
 
 def phi4() -> Config:
     """Phi-4: 40 layers, 40 heads, 10 KV heads, width 5120; 14.7B parameters (microsoft/phi-4)."""
-    model = llama_model(
-        layers=40,
-        heads=40,
-        kv_heads=10,
-        dim=5120,
-        hidden=17_920,
-        vocab_size=100_352,
-        theta=250_000.0,
-    )
+    model = llama_model(layers=40, heads=40, kv_heads=10, dim=5120, hidden=17_920, vocab_size=100_352, theta=250_000.0)
     return large(model, seq_len=4096, batch=1024, peak=3e-4, steps=500_000)
 
 
-CONFIGS = {
-    "phi3-mini": phi3_mini,
-    "phi4": phi4,
-}
+CONFIGS = {"phi3-mini": phi3_mini, "phi4": phi4}

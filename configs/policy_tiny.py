@@ -42,20 +42,11 @@ def grpo_tiny() -> Config:
             global_batch_size=256,
         ),
         companion=config_for(
-            Rollouts,
-            reward="plimsoll.framework.batch_transforms.rewards.exact",
-            demonstrations=60,
-            table_every=200,
+            Rollouts, reward="plimsoll.framework.batch_transforms.rewards.exact", demonstrations=60, table_every=200
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
         learner=config_for(Learner, optimizer=adamw(peak=1.5e-3, warmup=0.05, weight_decay=0.0)),
-        trainer=config_for(
-            TrainerOptions,
-            max_steps=1200,
-            log_every=20,
-            eval_every=100,
-            save_every=400,
-        ),
+        trainer=config_for(TrainerOptions, max_steps=1200, log_every=20, eval_every=100, save_every=400),
     )
 
 

@@ -30,6 +30,4 @@ def dpo_tiny() -> Config:
     return config
 
 
-CONFIGS = {
-    "dpo-tiny": dpo_tiny,
-}
+CONFIGS = {"dpo-tiny": dpo_tiny}

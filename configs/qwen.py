@@ -12,14 +12,7 @@ from plimsoll.framework.families.decoders import llama_model
 
 
 def _qwen(
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    hidden: int,
-    vocab_size: int,
-    peak: float,
-    tied: bool = False,
+    layers: int, heads: int, kv_heads: int, dim: int, hidden: int, vocab_size: int, peak: float, tied: bool = False
 ) -> Config:
     model = llama_model(
         layers=layers,
@@ -51,8 +44,4 @@ def qwen2_5_32b() -> Config:
     return _qwen(64, 40, 8, 5120, 27648, 152064, 1.5e-4)
 
 
-CONFIGS = {
-    "qwen2.5-0.5b": qwen2_5_0_5b,
-    "qwen2.5-7b": qwen2_5_7b,
-    "qwen2.5-32b": qwen2_5_32b,
-}
+CONFIGS = {"qwen2.5-0.5b": qwen2_5_0_5b, "qwen2.5-7b": qwen2_5_7b, "qwen2.5-32b": qwen2_5_32b}

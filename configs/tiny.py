@@ -67,7 +67,7 @@ def stdlib_tiny() -> Config:
         # With a single CPU, more updates are worth more than smoother ones. With two microbatches, the activations
         # stay in the cache.
         accelerator_rules=[
-            config_for(AcceleratorRule, pattern="cpu-1", set={"data.global_batch_size": 4, "learner.accumulate": 2}),
+            config_for(AcceleratorRule, pattern="cpu-1", set={"data.global_batch_size": 4, "learner.accumulate": 2})
         ],
     )
 
@@ -101,23 +101,9 @@ def nanogpt_cpu() -> Config:
             global_batch_size=12,
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=config_for(
-            Learner,
-            optimizer=adamw(peak=1e-3, warmup=0.05, b2=0.99),
-            rules=[no_decay()],
-        ),
-        trainer=config_for(
-            TrainerOptions,
-            max_steps=steps,
-            eval_every=500,
-            eval_batches=20,
-            save_every=500,
-        ),
+        learner=config_for(Learner, optimizer=adamw(peak=1e-3, warmup=0.05, b2=0.99), rules=[no_decay()]),
+        trainer=config_for(TrainerOptions, max_steps=steps, eval_every=500, eval_batches=20, save_every=500),
     )
 
 
-CONFIGS = {
-    "stdlib-tiny": stdlib_tiny,
-    "stdlib-tiny-reversible": stdlib_tiny_reversible,
-    "nanogpt-cpu": nanogpt_cpu,
-}
+CONFIGS = {"stdlib-tiny": stdlib_tiny, "stdlib-tiny-reversible": stdlib_tiny_reversible, "nanogpt-cpu": nanogpt_cpu}

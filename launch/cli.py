@@ -163,12 +163,7 @@ class Parser(argparse.ArgumentParser):
         # Whether a published model's config works without its files: weights and tokenizer.
         self._shape_is_enough = shape_only
         first_line = (description or "").partition("\n")[0]
-        super().__init__(
-            prog=f"plimsoll {verb}",
-            description=first_line,
-            allow_abbrev=False,
-            **options,
-        )
+        super().__init__(prog=f"plimsoll {verb}", description=first_line, allow_abbrev=False, **options)
         # `split` removes both flags before argparse runs. They are added for --help and did-you-mean.
         if takes_config:
             config_help = (
@@ -176,12 +171,7 @@ class Parser(argparse.ArgumentParser):
                 "WORKDIR/config.json"
             )
             self.add_argument("--config", metavar="NAME", help=config_help)
-        self.add_argument(
-            "--config.PATH",
-            metavar="VALUE",
-            dest="_override",
-            help="sets one field; applied in order",
-        )
+        self.add_argument("--config.PATH", metavar="VALUE", dest="_override", help="sets one field; applied in order")
 
     def add_data(self) -> None:
         """Add --data, for verbs that read data."""

@@ -72,16 +72,8 @@ def _parser() -> cli.Parser:
     parser = cli.Parser("configs", __doc__, takes_config=False)
     parser.add_argument("action", choices=["list", "show", "diff"])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
-    parser.add_argument(
-        "--accelerator",
-        metavar="NAME",
-        help="apply the config's rules for it: v5e-8, h200x8, cpu-1",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="show: print the config as it is stored with a checkpoint",
-    )
+    parser.add_argument("--accelerator", metavar="NAME", help="apply the config's rules for it: v5e-8, h200x8, cpu-1")
+    parser.add_argument("--json", action="store_true", help="show: print the config as it is stored with a checkpoint")
     parser.add_argument("--all", action="store_true", help="show: all fields, in place of those that one usually sets")
     parser.add_argument(
         "--only",
@@ -125,12 +117,7 @@ def field_docs(target: Callable[..., Any]) -> dict[str, str]:
 
 
 def _show(
-    config: Config,
-    rules: list[str],
-    overrides: Sequence[tuple[str, str]],
-    words: Sequence[str],
-    *,
-    everything: bool,
+    config: Config, rules: list[str], overrides: Sequence[tuple[str, str]], words: Sequence[str], *, everything: bool
 ) -> list[str]:
     """Return the lines of a config: the changes of its rules, then a line for each shown field."""
     marks = _marks(rules, overrides)

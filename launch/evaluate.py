@@ -157,26 +157,14 @@ def _find_problem(question: Any) -> str:
 
 def _describe_json_type(value: Any) -> str:
     """Return the JSON name of a value's type."""
-    names = {
-        str: "text",
-        bool: "a bool",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
+    names = {str: "text", bool: "a bool", int: "a number", float: "a number", list: "a list", dict: "an object"}
     name = names.get(type(value), "null")
     if value or isinstance(value, (int, float)):
         return name
     return f"empty: {name}"
 
 
-def score_choices(
-    scorer: Any,
-    tokenizer: Any,
-    questions: list[dict[str, Any]],
-    path: str,
-) -> dict[str, float]:
+def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]], path: str) -> dict[str, float]:
     """Return the accuracy of the most likely choice: by log-likelihood, and by log-likelihood per character.
 
     Args:
@@ -214,11 +202,7 @@ def score_choices(
         right += log_probs.index(max(log_probs)) == question["answer"]
         right_per_character += per_character.index(max(per_character)) == question["answer"]
     count = len(questions)
-    return {
-        "questions": count,
-        "accuracy": right / count,
-        "accuracy_per_character": right_per_character / count,
-    }
+    return {"questions": count, "accuracy": right / count, "accuracy_per_character": right_per_character / count}
 
 
 if __name__ == "__main__":

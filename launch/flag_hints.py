@@ -71,12 +71,7 @@ _OTHER_TRAINERS = {
 }
 
 
-def hint(
-    flag: str,
-    value: str,
-    valid_flags: Sequence[str],
-    config: Callable[[], Config | None],
-) -> str:
+def hint(flag: str, value: str, valid_flags: Sequence[str], config: Callable[[], Config | None]) -> str:
     """Return a suggestion such as `; did you mean '--config.trainer.max_steps=3'?`, or "".
 
     Args:

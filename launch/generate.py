@@ -17,13 +17,7 @@ from plimsoll.launch import cli, sampling_flags, weights
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those that name the model."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument(
-        "--prompt_file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file's text as a prompt",
-    )
+    parser.add_argument("--prompt_file", action="append", default=[], metavar="FILE", help="a file's text as a prompt")
     sampling_flags.add_flags(parser, max_new_tokens="per prompt; default 128", seed="of the draws; default 0")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
 

@@ -53,11 +53,7 @@ def main(argv: list[str]) -> int:
         metavar="T",
         help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as `plimsoll plan` has it",
     )
-    add(
-        "--image",
-        required=True,
-        help="a container image, made from the Dockerfile of this repository",
-    )
+    add("--image", required=True, help="a container image, made from the Dockerfile of this repository")
     add("--name", help="of the job; default: the workdir's")
     add("--namespace", default="default")
     add(
@@ -67,11 +63,7 @@ def main(argv: list[str]) -> int:
         metavar="NAME",
         help="a Secret, all as environment variables; repeatable",
     )
-    add(
-        "--service_account",
-        metavar="NAME",
-        help="a Kubernetes service account that may use the bucket",
-    )
+    add("--service_account", metavar="NAME", help="a Kubernetes service account that may use the bucket")
     add("--pvc", metavar="CLAIM:/PATH", help="mount a PersistentVolumeClaim")
     add("--queue", metavar="NAME", help="a LocalQueue of Kueue")
     add(
@@ -232,10 +224,7 @@ def _volumes(pods: _Pods, claim: str, mount: str) -> dict[str, tuple[str, dict[s
 
 
 def _container(
-    args: argparse.Namespace,
-    words: list[str],
-    pods: _Pods,
-    environment: list[dict[str, Any]],
+    args: argparse.Namespace, words: list[str], pods: _Pods, environment: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Build the container of a pod, without its volume mounts."""
     resource = "google.com/tpu" if pods.on_tpu else "nvidia.com/gpu"

@@ -24,13 +24,7 @@ def check() -> None:
         raise cli.UsageError("--tasks needs lm-evaluation-harness: pip install 'plimsoll-train[harness]'")
 
 
-def evaluate(
-    loaded: LoadedModel,
-    scorer: Scorer,
-    tasks: Sequence[str],
-    path: str | None,
-    limit: int | None,
-) -> dict:
+def evaluate(loaded: LoadedModel, scorer: Scorer, tasks: Sequence[str], path: str | None, limit: int | None) -> dict:
     """Run the tasks, print the harness's table, and return {task: its metrics}.
 
     Args:
@@ -53,10 +47,7 @@ def evaluate(
     for task in tasks:
         cli.choose("task", task, manager.all_tasks)
     results: Any = lm_eval.simple_evaluate(
-        model=make_model(loaded, scorer),
-        tasks=list(tasks),
-        task_manager=manager,
-        limit=limit,
+        model=make_model(loaded, scorer), tasks=list(tasks), task_manager=manager, limit=limit
     )
     print(make_table(results))
     return results["results"]
@@ -118,9 +109,5 @@ def _sampling(options: dict[str, Any], count: int, stop_ids: tuple[int, ...]) ->
     if options.get("do_sample"):
         temperature = options.get("temperature", 0.0)
     return Sampling(
-        count,
-        temperature,
-        top_k=options.get("top_k") or None,
-        top_p=options.get("top_p", 1.0),
-        stop_ids=stop_ids,
+        count, temperature, top_k=options.get("top_k") or None, top_p=options.get("top_p", 1.0), stop_ids=stop_ids
     )

@@ -40,40 +40,12 @@ from plimsoll.launch import cli, commands
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those of `plimsoll train`."""
     add = parser.add_argument
-    add(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="how many; default: one for each GPU of --gpus, else 1",
-    )
-    add(
-        "--devices_per_process",
-        type=int,
-        metavar="K",
-        help="run on CPU, with so many devices in each process",
-    )
+    add("--processes", type=int, metavar="N", help="how many; default: one for each GPU of --gpus, else 1")
+    add("--devices_per_process", type=int, metavar="K", help="run on CPU, with so many devices in each process")
     add("--gpus", metavar="all|0,1,...", help="run on these GPUs, divided among the processes")
-    add(
-        "--grace",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="when one dies, the others have so many seconds to end",
-    )
-    add(
-        "--backoff",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="wait before a second restart, doubled up to 60 s",
-    )
-    add(
-        "--max_restarts",
-        type=int,
-        default=5,
-        metavar="K",
-        help="without a new checkpoint in between; then give up",
-    )
+    add("--grace", type=float, default=10.0, metavar="S", help="when one dies, the others have so many seconds to end")
+    add("--backoff", type=float, default=1.0, metavar="S", help="wait before a second restart, doubled up to 60 s")
+    add("--max_restarts", type=int, default=5, metavar="K", help="without a new checkpoint in between; then give up")
 
 
 @cli.main
@@ -182,12 +154,7 @@ class Supervisor:
     verb = "plimsoll.launch.train"
     warm_imports = "plimsoll.launch.warm_imports"
 
-    def __init__(
-        self,
-        words: list[str],
-        environments: list[dict[str, str]],
-        committed: Callable[[], int],
-    ):
+    def __init__(self, words: list[str], environments: list[dict[str, str]], committed: Callable[[], int]):
         self.words = words
         self.environments = environments
         self.committed = committed

@@ -34,10 +34,7 @@ from plimsoll.launch.plan_targets import list_targets, plan_several_targets
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb."""
     add = parser.add_argument
-    add(
-        "--target",
-        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; several by commas",
-    )
+    add("--target", help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; several by commas")
     parser.add_data()
     add(
         "--smallest",
@@ -52,13 +49,7 @@ def add_flags(parser: cli.Parser) -> None:
     )
     add("--targets", action="store_true", help="list all targets; stands alone")
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
-    add(
-        "--compare",
-        action="append",
-        default=[],
-        metavar="PATH=A,B",
-        help="plan each value; repeatable",
-    )
+    add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
     _add_search_flags(parser)
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_target_page(
-    command: cli.Command,
-    variants: Sequence[cli.Command],
-    target: Any,
-    reports: Sequence[dict[str, Any]],
+    command: cli.Command, variants: Sequence[cli.Command], target: Any, reports: Sequence[dict[str, Any]]
 ) -> str:
     """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare."""
     from plimsoll.framework.plan import batch_grid, memory_levers

@@ -38,12 +38,7 @@ _SECONDS_PER_LINE = 2.0
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 once all token files are in place."""
     parser = cli.Parser("prepare", __doc__)
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="the folder to write; must not exist, or be empty",
-    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; must not exist, or be empty")
     parser.add_argument("--force", action="store_true", help="replace DIR when an earlier run of this verb wrote it")
     parser.add_argument(
         "--workers",

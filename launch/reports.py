@@ -4,11 +4,7 @@ import argparse
 import os
 
 # The config field that each flag sets.
-_FIELDS = {
-    "wandb": "trainer.wandb_project",
-    "mlflow": "trainer.mlflow_uri",
-    "tensorboard": "trainer.tensorboard",
-}
+_FIELDS = {"wandb": "trainer.wandb_project", "mlflow": "trainer.mlflow_uri", "tensorboard": "trainer.tensorboard"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

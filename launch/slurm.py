@@ -58,17 +58,8 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N")
     add("--gpus_per_node", type=int, default=0, metavar="K", help="one process each; 0: CPU nodes")
-    add(
-        "--tasks_per_node",
-        type=int,
-        metavar="K",
-        help="processes on each node; default: one for each GPU, or one",
-    )
-    add(
-        "--time",
-        metavar="D-HH:MM:SS",
-        help="the limit of one allocation; the run goes on in the next one",
-    )
+    add("--tasks_per_node", type=int, metavar="K", help="processes on each node; default: one for each GPU, or one")
+    add("--time", metavar="D-HH:MM:SS", help="the limit of one allocation; the run goes on in the next one")
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--job_name", metavar="NAME", help="default: the workdir's name")
@@ -77,21 +68,9 @@ def main(argv: list[str]) -> int:
         metavar="IMAGE",
         help="run in this image (needs Pyxis); this directory and the workdir are mounted",
     )
-    add(
-        "--save_seconds",
-        type=int,
-        default=120,
-        metavar="S",
-        help="SIGTERM comes so long before the time is up",
-    )
+    add("--save_seconds", type=int, default=120, metavar="S", help="SIGTERM comes so long before the time is up")
     add("--max_restarts", type=int, default=20, metavar="K", help="after failures")
-    add(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="--OPTION=VALUE",
-        help="any other option; repeatable",
-    )
+    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="any other option; repeatable")
     args, words = parser.parse_job(argv)
     text = script(args, words)
     if args.dry_run:
@@ -147,11 +126,7 @@ def _container_options(args: argparse.Namespace) -> list[str]:
     # A set, because the workdir may be this directory.
     folders = {os.getcwd(), str(workdir)}
     mounts = ",".join(f"{path}:{path}" for path in sorted(folders))
-    return [
-        f"--container-image={args.container}",
-        f"--container-workdir={os.getcwd()}",
-        f"--container-mounts={mounts}",
-    ]
+    return [f"--container-image={args.container}", f"--container-workdir={os.getcwd()}", f"--container-mounts={mounts}"]
 
 
 if __name__ == "__main__":

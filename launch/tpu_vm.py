@@ -63,11 +63,7 @@ def main(argv: list[str]) -> int:
     add("--spot", action="store_true", help="cheaper, and taken away when others want them")
     add("--reserved", action="store_true", help="from a reservation")
     if subverb == "create":
-        add(
-            "--runtime_version",
-            metavar="V",
-            help="the VM's software; default: what fits the target",
-        )
+        add("--runtime_version", metavar="V", help="the VM's software; default: what fits the target")
     if subverb == "logs":
         add("--worker", default="0", metavar="I", help="which one, or all")
     if isinstance(parser, commands.LauncherParser):

@@ -29,17 +29,8 @@ def add_flags(parser: cli.Parser) -> None:
     place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
     place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
     parser.add_data()
-    parser.add_argument(
-        "--resume",
-        choices=["auto", "never", "must"],
-        default="auto",
-        help="if there are checkpoints",
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="show the start table, compile the step, train nothing",
-    )
+    parser.add_argument("--resume", choices=["auto", "never", "must"], default="auto", help="if there are checkpoints")
+    parser.add_argument("--dry_run", action="store_true", help="show the start table, compile the step, train nothing")
     reports.add_flags(parser)
     parser.add_argument("--force", action="store_true", help="resume on other data; train although it does not fit")
     parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the devices have")

@@ -26,11 +26,7 @@ def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     add = verb_parser.add_argument
     add("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
     add("--ema", action="store_true", help="the averaged weights of the workdir")
-    add(
-        "--host_weights",
-        action="store_true",
-        help="the stack stays in host memory, but for one layer",
-    )
+    add("--host_weights", action="store_true", help="the stack stays in host memory, but for one layer")
     return verb_parser
 
 

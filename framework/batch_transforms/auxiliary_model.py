@@ -62,11 +62,7 @@ class AuxiliaryModel:
         try:
             experiment = auxiliary_experiment(program.experiment, path)
             self.program = Program(
-                experiment,
-                program.devices,
-                mesh=program.experiment.mesh,
-                training=False,
-                offload_weights=offloaded,
+                experiment, program.devices, mesh=program.experiment.mesh, training=False, offload_weights=offloaded
             )
         except (FileNotFoundError, ValueError) as error:
             raise self._name_option(error) from None

@@ -217,11 +217,7 @@ class Checkpointer:
             finish_write = self._begin_write(path, leaves, manifest)
         except Exception as error:
             raise self._handle_failed_save(step, error) from error
-        self._thread = threading.Thread(
-            target=self._finish,
-            args=(step, finish_write),
-            name=f"checkpoint-{step}",
-        )
+        self._thread = threading.Thread(target=self._finish, args=(step, finish_write), name=f"checkpoint-{step}")
         self._thread.start()
         return True
 
@@ -235,12 +231,7 @@ class Checkpointer:
             frozen_checkpointer.save(number, frozen_arrays, {})
         return number
 
-    def _begin_write(
-        self,
-        path: Any,
-        leaves: dict[str, jax.Array],
-        manifest: files.Manifest,
-    ) -> Callable[[], None]:
+    def _begin_write(self, path: Any, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
         """Moves an existing checkpoint of the step aside and starts the write; returns a function that waits for it."""
         if self._in_store:
             return object_store.write(path, leaves, manifest, self._before_commit)
@@ -352,12 +343,7 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(
-        self,
-        step: int,
-        abstract: Any,
-        *,
-        groups: Collection[str] | None = None,
-        what: str | None = None,
+        self, step: int, abstract: Any, *, groups: Collection[str] | None = None, what: str | None = None
     ) -> Restored:
         """Restores one step, independent of the mesh and process count that saved it.
 
@@ -407,12 +393,7 @@ class Checkpointer:
     def _frozen_reader(self) -> Checkpointer:
         return Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
 
-    def _read_arrays(
-        self,
-        step: int,
-        manifest: files.Manifest,
-        stored_specs: dict[str, Any],
-    ) -> dict[str, jax.Array]:
+    def _read_arrays(self, step: int, manifest: files.Manifest, stored_specs: dict[str, Any]) -> dict[str, jax.Array]:
         path = files.step_directory(self.directory, step)
         # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
         if manifest.arrays == files.STATE:
@@ -420,11 +401,7 @@ class Checkpointer:
         return object_store.read(path / manifest.arrays, stored_specs)
 
     def _refuse_corrupt(
-        self,
-        step: int,
-        stored: dict[str, files.LeafRecord],
-        arrays: dict[str, jax.Array],
-        frozen: dict[str, Any],
+        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Any]
     ) -> None:
         """Raises CheckpointCorruptError and frees all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)
@@ -457,12 +434,7 @@ class Checkpointer:
         self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
         return manifest
 
-    def _refuse_mismatch(
-        self,
-        step: int,
-        stored: dict[str, files.LeafRecord],
-        stored_specs: dict[str, Any],
-    ) -> None:
+    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], stored_specs: dict[str, Any]) -> None:
         """Raises CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
         records: dict[str, files.LeafRecord] = {}
         for name, x in stored_specs.items():
@@ -471,12 +443,7 @@ class Checkpointer:
         if table:
             raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
 
-    def restore_latest(
-        self,
-        abstract: Any,
-        *,
-        groups: Collection[str] | None = None,
-    ) -> Restored:
+    def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
         """Restores the newest valid step, see `restore`. Corrupt steps are skipped with a warning.
 
         Raises:

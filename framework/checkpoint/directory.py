@@ -170,11 +170,7 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
-def mismatch_table(
-    stored: Mapping[str, LeafRecord],
-    expected: Mapping[str, LeafRecord],
-    limit: int = 40,
-) -> str | None:
+def mismatch_table(stored: Mapping[str, LeafRecord], expected: Mapping[str, LeafRecord], limit: int = 40) -> str | None:
     """Return a table of the leaves that differ between a checkpoint and a state; None if there are none.
 
     Args:

@@ -33,11 +33,7 @@ _CHUNK_BYTES = 64 << 20
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
 # Unsigned integer dtypes by size in bytes.
-_UNSIGNED = {
-    1: jnp.uint8,
-    2: jnp.uint16,
-    4: jnp.uint32,
-}
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 _WORD = 1 << 32
 _Lanes = tuple[jax.Array, jax.Array]
@@ -92,11 +88,7 @@ def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], Na
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _program(
-    leaves: list[jax.Array],
-    counts: tuple[int, ...],
-    out: NamedSharding | None,
-) -> jax.Array:
+def _program(leaves: list[jax.Array], counts: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
     """Compute both lanes of N leaves: uint32[N, 2], replicated."""
     rows: list[jax.Array] = []
     for x, count in zip(leaves, counts, strict=True):
@@ -241,24 +233,12 @@ def _mix(word: jax.Array, low: Any, high: Any, k: int) -> _Lanes:
     xor_key = xor_key ^ np.uint32(k * 0x27D4EB2F % _WORD)
     sum_key = (low ^ np.uint32(0x6A09E667)) * np.uint32(0xC2B2AE3D)
     sum_key = sum_key + high * np.uint32(0x165667B1) + np.uint32(k)
-    first_lane = _finalize(
-        word ^ xor_key,
-        shifts=(16, 13, 16),
-        factors=(0x85EBCA6B, 0xC2B2AE35),
-    )
-    second_lane = _finalize(
-        word + sum_key,
-        shifts=(16, 15, 16),
-        factors=(0x7FEB352D, 0x846CA68B),
-    )
+    first_lane = _finalize(word ^ xor_key, shifts=(16, 13, 16), factors=(0x85EBCA6B, 0xC2B2AE35))
+    second_lane = _finalize(word + sum_key, shifts=(16, 15, 16), factors=(0x7FEB352D, 0x846CA68B))
     return first_lane, second_lane
 
 
-def _finalize(
-    h: jax.Array,
-    shifts: tuple[int, int, int],
-    factors: tuple[int, int],
-) -> jax.Array:
+def _finalize(h: jax.Array, shifts: tuple[int, int, int], factors: tuple[int, int]) -> jax.Array:
     """Apply xor-shifts and multiplications by odd numbers, which are all invertible."""
     h = h ^ h >> np.uint32(shifts[0])
     h = h * np.uint32(factors[0])

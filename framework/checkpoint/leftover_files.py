@@ -122,11 +122,7 @@ def _reject_unreadable(workdir: Workdir, steps: list[int]) -> None:
     raise files.CheckpointCorruptError("\n  ".join([message, *problems, _ADVICE]))
 
 
-def _reject_lost(
-    workdir: Workdir,
-    problems: list[str],
-    rows: list[dict[str, Any]],
-) -> None:
+def _reject_lost(workdir: Workdir, problems: list[str], rows: list[dict[str, Any]]) -> None:
     """Raises FileNotFoundError if the run here had checkpoints that are now missing or damaged."""
     proof = _find_evidence(workdir, rows)
     # In an object store, a kill during the first save leaves one folder without a manifest. On a disk, a checkpoint

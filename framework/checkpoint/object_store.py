@@ -116,10 +116,7 @@ class _Upload:
 
 
 def write(
-    path: Any,
-    arrays: Mapping[str, jax.Array],
-    manifest: Manifest,
-    before_commit: Callable[[], None],
+    path: Any, arrays: Mapping[str, jax.Array], manifest: Manifest, before_commit: Callable[[], None]
 ) -> Callable[[], None]:
     """Copies the arrays to host memory; they may be donated when this returns. Collective.
 
@@ -175,9 +172,7 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
             x = specs[name]
             reads = started.pop(name)
             arrays[name] = jax.make_array_from_callback(
-                x.shape,
-                x.sharding,
-                lambda index, reads=reads: reads[str(index)].result(),
+                x.shape, x.sharding, lambda index, reads=reads: reads[str(index)].result()
             )
     except (jax.errors.JaxRuntimeError, MemoryError):
         # Not the checkpoint's fault, for example out of memory.
@@ -237,10 +232,7 @@ def _open(path: Any, x: Any, create: bool | None = None) -> Any:
     """
     import tensorstore as ts
 
-    spec: dict[str, Any] = {
-        "driver": "zarr3",
-        "kvstore": _kvstore(str(path)),
-    }
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": _kvstore(str(path))}
     if create is not None:
         shard_shape = x.sharding.shard_shape(x.shape)
         chunk_shape = _chunk(shard_shape, x.dtype)
@@ -250,12 +242,7 @@ def _open(path: Any, x: Any, create: bool | None = None) -> Any:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
             "codecs": [_BYTES],
         }
-    return ts.open(
-        ts.Spec(spec),
-        open=True,
-        create=bool(create),
-        assume_metadata=create is False,
-    )
+    return ts.open(ts.Spec(spec), open=True, create=bool(create), assume_metadata=create is False)
 
 
 def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:

@@ -95,11 +95,7 @@ def _copies(x: jax.Array) -> list[list[Any]]:
 
 # Cached, so that the check at each save reuses the compiled program of the first one.
 @functools.cache
-def _program(
-    mesh: Mesh,
-    specs: tuple[PartitionSpec, ...],
-    counts: tuple[int, ...],
-) -> Any:
+def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], counts: tuple[int, ...]) -> Any:
     """Return the jitted function for the sums of all shards: uint32[D, N, 2], replicated, D in mesh order."""
 
     def sums(shards: tuple[jax.Array, ...]) -> jax.Array:
@@ -110,13 +106,7 @@ def _program(
         return jnp.stack(rows)[None]
 
     by_device = PartitionSpec(mesh.axis_names)
-    mapped = jax.shard_map(
-        sums,
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=by_device,
-        check_vma=False,
-    )
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
     # Replicated, so that every process finds the same differences and raises the same error.
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(mapped, out_shardings=replicated)

@@ -27,10 +27,7 @@ def select_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str
     return {name: group for name, group in abstract.items() if name in groups}
 
 
-def select_records(
-    stored: dict[str, files.LeafRecord],
-    groups: Collection[str],
-) -> dict[str, files.LeafRecord]:
+def select_records(stored: dict[str, files.LeafRecord], groups: Collection[str]) -> dict[str, files.LeafRecord]:
     selected: dict[str, files.LeafRecord] = {}
     for name, record in stored.items():
         group, _, _ = name.partition("/")
@@ -50,10 +47,7 @@ def array_leaves(state: Any) -> dict[str, jax.Array]:
 
 
 def build_manifest(
-    step: int,
-    leaves: dict[str, jax.Array],
-    extra: dict[str, Any],
-    frozen_number: int | None,
+    step: int, leaves: dict[str, jax.Array], extra: dict[str, Any], frozen_number: int | None
 ) -> files.Manifest:
     sums = checksums(leaves)
     saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -63,18 +57,12 @@ def build_manifest(
     packages = ("jax", "plimsoll-train", "orbax-checkpoint")
     versions = {package: _version(package) for package in packages}
     return files.Manifest(
-        step=step,
-        leaves=records,
-        extra=extra,
-        versions=versions,
-        saved_at=saved_at,
-        frozen=frozen_number,
+        step=step, leaves=records, extra=extra, versions=versions, saved_at=saved_at, frozen=frozen_number
     )
 
 
 def find_narrow_averages(
-    target_specs: Mapping[str, Any],
-    stored: Mapping[str, files.LeafRecord],
+    target_specs: Mapping[str, Any], stored: Mapping[str, files.LeafRecord]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the stored specs, by name, of moving averages that were saved in bfloat16 and are needed in float32.
 

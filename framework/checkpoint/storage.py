@@ -33,11 +33,7 @@ _MAX_FAILED = 5
 _MAX_LOST = 20
 
 
-def write(
-    path: Path,
-    arrays: Mapping[str, jax.Array],
-    manifest: dict[str, Any],
-) -> Callable[[], None]:
+def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
     """Starts to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
 
     Returns:

@@ -20,9 +20,7 @@ def is_for(rule: Config, accelerator: str) -> bool:
 
 
 def apply_accelerator_rules(
-    config: Config,
-    accelerator: str | None,
-    is_kept: Callable[[str], bool] = lambda path: False,
+    config: Config, accelerator: str | None, is_kept: Callable[[str], bool] = lambda path: False
 ) -> list[str]:
     """Applies the rules for an accelerator, in place and in order.
 

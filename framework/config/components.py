@@ -34,13 +34,7 @@ INITIALIZERS = "jax.nn.initializers"
 FUNCTIONS = "jax.nn"
 # Functions of optax that return a transformation but have no return annotation. The code of each was reviewed, in
 # optax 0.2.8.
-_NOT_ANNOTATED = {
-    "monitor",
-    "scale_by_factored_rms",
-    "dog",
-    "dowg",
-    "hutchinson_estimator_diag_hessian",
-}
+_NOT_ANNOTATED = {"monitor", "scale_by_factored_rms", "dog", "dowg", "hutchinson_estimator_diag_hessian"}
 
 
 def component(target: Target) -> Target:

@@ -105,12 +105,7 @@ class Config(ConfigBase):
     _schema: dict[str, Field]
     _path: str | None  # set when an enclosing config passes this one to its constructor
 
-    def __init__(
-        self,
-        target: Callable[..., Any],
-        fields: Mapping[str, Any] | None = None,
-        path: str | None = None,
-    ):
+    def __init__(self, target: Callable[..., Any], fields: Mapping[str, Any] | None = None, path: str | None = None):
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
         target_schema = _build_schema(target)
         if fields is None:
@@ -352,11 +347,7 @@ class Config(ConfigBase):
         configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
         return [get_dotted_name(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
 
-    def to_dict(
-        self,
-        visit_map: Any = None,
-        preserve_field_references: bool = False,
-    ) -> dict[str, Any]:
+    def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
         It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The parameters exist only for

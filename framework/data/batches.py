@@ -183,10 +183,7 @@ class Pipeline(abc.ABC):
         return _stack_rows(batch_rows)
 
     def train_iterator(
-        self,
-        start_step: int,
-        rows: Sequence[int] | np.ndarray,
-        order: BatchOrder = BatchOrder(),
+        self, start_step: int, rows: Sequence[int] | np.ndarray, order: BatchOrder = BatchOrder()
     ) -> Prefetcher[tuple[int, Batch]]:
         """Returns an endless iterator over (index, train_batch(index, rows)). Close it when done.
 
@@ -204,12 +201,7 @@ class Pipeline(abc.ABC):
 
         return Prefetcher(batch_after, start_step, _ENDLESS, depth=self.prefetch)
 
-    def eval_batches(
-        self,
-        name: str,
-        rows: Sequence[int] | np.ndarray,
-        limit: int | None = None,
-    ) -> Prefetcher[Batch]:
+    def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
         """Returns an iterator over the given rows of each batch of validation set `name`, in order.
 
         Shapes are those of training. Rows beyond the end of the set, in the last batch, have weight 0 (a row may be

@@ -33,13 +33,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMATS = "messages, conversations, prompt and completion, or instruction and output"
 
 # ShareGPT role names, mapped to the names that templates use.
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
 @component
@@ -125,10 +119,7 @@ def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
         request = row["instruction"]
         if row.get("input"):
             request = f"{row['instruction']}\n\n{row['input']}"
-        messages = [
-            {"role": "user", "content": request},
-            {"role": "assistant", "content": row["output"]},
-        ]
+        messages = [{"role": "user", "content": request}, {"role": "assistant", "content": row["output"]}]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"expected a row with {formats}, given one with {', '.join(row) or 'nothing'}")
     checked_messages: list[Message] = []
@@ -241,10 +232,7 @@ class ChatCodec(Tokenizer):
 
     def turn_end_ids(self) -> list[int]:
         """Returns the special token that the template writes after an answer; empty if it writes other text there."""
-        example = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": _MARK},
-        ]
+        example = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
         text, _ = self.tokenizer.render(example, **self.variables)
         _, _, ending = text.partition(_MARK)
         turn_end = self._turn_end.match(ending)
@@ -254,11 +242,7 @@ class ChatCodec(Tokenizer):
         return encoding.ids[-1:]
 
     def rendered(
-        self,
-        location: str,
-        messages: list[Message],
-        tools: Any,
-        first_turn: int = 0,
+        self, location: str, messages: list[Message], tools: Any, first_turn: int = 0
     ) -> tuple[str, list[Span]]:
         """Returns (text of a conversation, the spans of its answers).
 
@@ -288,13 +272,7 @@ class ChatCodec(Tokenizer):
             raise ValueError(f"{location}: {error}") from error
         return text, spans
 
-    def _answer(
-        self,
-        text: str,
-        messages: list[Message],
-        turn: int,
-        variables: dict[str, Any],
-    ) -> Span:
+    def _answer(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
         """Returns the span of the answer at `turn` in the conversation's text, including the token that ends it."""
         earlier_messages = messages[:turn]
         messages_with_answer = messages[: turn + 1]
@@ -333,13 +311,7 @@ class ChatCodec(Tokenizer):
         trailing_space = self._trailing_space.search(answered)
         return trailing_space.start(1) if trailing_space else len(answered)
 
-    def _find_changing_span(
-        self,
-        text: str,
-        messages: list[Message],
-        turn: int,
-        variables: dict[str, Any],
-    ) -> Span:
+    def _find_changing_span(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
         """Returns the span of the text that changes with the content of the message at `turn`."""
         marked_message = {"role": messages[turn]["role"], "content": _MARK}
         marked_messages = [*messages[:turn], marked_message, *messages[turn + 1 :]]
@@ -350,13 +322,7 @@ class ChatCodec(Tokenizer):
         text_reversed = text[start:][::-1]
         return start, len(text) - _common_prefix(marked_reversed, text_reversed)
 
-    def _find_opening_end(
-        self,
-        text: str,
-        opening: str,
-        earliest: int,
-        content_start: int,
-    ) -> int:
+    def _find_opening_end(self, text: str, opening: str, earliest: int, content_start: int) -> int:
         """Returns the end of an answer's generation prompt in the text.
 
         More text may follow the prompt, or its end may be missing (an empty thought).

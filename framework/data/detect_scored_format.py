@@ -27,12 +27,7 @@ _NUM_SHOWN = 8
 
 
 def detect_scored_format(
-    path: str,
-    template: Config | None,
-    *,
-    pairs: bool,
-    keeps_classes: bool,
-    validation_fraction: float = 0.05,
+    path: str, template: Config | None, *, pairs: bool, keeps_classes: bool, validation_fraction: float = 0.05
 ) -> DetectedData:
     """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset, as `recognized` does.
 

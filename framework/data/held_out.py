@@ -33,11 +33,7 @@ class TextPart(DataSource):
     """
 
     def __init__(
-        self,
-        *,
-        source: Config,
-        split: Literal["train", "validation"] = "train",
-        validation_fraction: Fraction = 0.05,
+        self, *, source: Config, split: Literal["train", "validation"] = "train", validation_fraction: Fraction = 0.05
     ):
         self.source: DataSource = source.instantiate()
         if not isinstance(self.source, DataSource):

@@ -258,17 +258,10 @@ class ImagePipeline(Pipeline):
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         batch_size = self.global_batch_size
-        return {
-            "images": ((batch_size, *self.image_shape), "uint8"),
-            "weights": ((batch_size,), "float32"),
-        }
+        return {"images": ((batch_size, *self.image_shape), "uint8"), "weights": ((batch_size,), "float32")}
 
     def setup(
-        self,
-        workdir: str | Path,
-        *,
-        is_primary: bool = True,
-        barrier: Callable[[], object] = lambda: None,
+        self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
     ) -> None:
         """Reads all images. It writes nothing, so every process does the same.
 
@@ -306,13 +299,7 @@ class ImagePipeline(Pipeline):
         """sha256 of everything that determines the training batches: resuming with another one would change the data.
         It does not depend on the number of processes.
         """
-        facts = [
-            _FINGERPRINT,
-            _digest(self.images["train"]),
-            self.global_batch_size,
-            self.seed,
-            self.flip,
-        ]
+        facts = [_FINGERPRINT, _digest(self.images["train"]), self.global_batch_size, self.seed, self.flip]
         return compute_digest(facts)
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:

@@ -28,12 +28,7 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     return max(0, -(-num_targets // seq_len))
 
 
-def pack(
-    windows: Sequence[np.ndarray],
-    seq_len: int,
-    *,
-    separators: Sequence[int] | None,
-) -> Batch:
+def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[int] | None) -> Batch:
     """Stacks B windows int32[n], n <= S + 1, into the rows of a batch; short ones are padded with id 0 and weight 0.
 
     Args:
@@ -129,13 +124,7 @@ class Examples:
     warnings: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        lengths: np.ndarray,
-        seed: int | None,
-        *,
-        packed: bool = True,
+        self, stream: TokenStream, seq_len: int, lengths: np.ndarray, seed: int | None, *, packed: bool = True
     ):
         self._stream = stream
         self._seq_len = seq_len

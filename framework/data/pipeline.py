@@ -166,11 +166,7 @@ class DataPipeline(Pipeline):
         return self.seed if are_packed else None
 
     def setup(
-        self,
-        workdir: str | Path,
-        *,
-        is_primary: bool = True,
-        barrier: Callable[[], object] = lambda: None,
+        self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
     ) -> None:
         """Finds, tokenizes and verifies everything, so that training reads only token files.
 
@@ -290,14 +286,7 @@ class DataPipeline(Pipeline):
         if self.document_mask:
             separators = [leaf.stream.eos_id for leaf in self.train_leaves]
         sources = [[leaf.stream.digest, leaf.weight, *leaf.rows.facts] for leaf in self.train_leaves]
-        facts = [
-            _FINGERPRINT,
-            sources,
-            self.seq_len,
-            self.global_batch_size,
-            self.seed,
-            separators,
-        ]
+        facts = [_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators]
         return compute_digest(facts)
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
@@ -439,13 +428,7 @@ def _validation_leaf(name: str, config: Config) -> LeafSource:
 
 
 def load_or_tokenize(
-    source: DataSource,
-    tokenizer: Tokenizer,
-    cache: Path,
-    hashes: FileHashes,
-    *,
-    write: bool,
-    name: str = "",
+    source: DataSource, tokenizer: Tokenizer, cache: Path, hashes: FileHashes, *, write: bool, name: str = ""
 ) -> TokenStream:
     """Tokenizes `source`, or opens the tokens in `cache` for the same content and the same tokenizer.
 

@@ -73,11 +73,7 @@ class PreferenceCodec(Tokenizer):
         return encoded_documents
 
     def _render_answer(
-        self,
-        location: str,
-        prompt: list[Message],
-        answer: list[Message],
-        tools: Any,
+        self, location: str, prompt: list[Message], answer: list[Message], tools: Any
     ) -> tuple[str, list[Span]]:
         """Returns (text of prompt and answer, the spans of the assistant's content in the answer)."""
         if self._chats is None:

@@ -155,9 +155,7 @@ def _parse_content(name: str, value: Any) -> TextOrMessages:
 
 
 def _prompt_and_answers(
-    row: dict[str, Any],
-    answers: dict[str, Any],
-    strings_are_messages: bool,
+    row: dict[str, Any], answers: dict[str, Any], strings_are_messages: bool
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
     """Returns (the prompt, the text or messages of each answer after the prompt).
 
@@ -204,9 +202,7 @@ def _is_inside_word(text: str, position: int) -> bool:
 
 
 def _split_turns(
-    content_by_name: Mapping[str, TextOrMessages],
-    prompt: TextOrMessages | None,
-    system: Any,
+    content_by_name: Mapping[str, TextOrMessages], prompt: TextOrMessages | None, system: Any
 ) -> tuple[list[Message], list[TextOrMessages]]:
     """Returns (the messages of the prompt, the messages of each answer)."""
     turns_by_name: dict[str, list[Message]] = {}

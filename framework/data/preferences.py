@@ -195,13 +195,7 @@ class StdlibPairs(PairSource):
         packed: put several pairs into a row instead of one.
     """
 
-    def __init__(
-        self,
-        *,
-        split: Literal["train", "validation"] = "train",
-        every: PositiveInt = 1,
-        packed: bool = True,
-    ):
+    def __init__(self, *, split: Literal["train", "validation"] = "train", every: PositiveInt = 1, packed: bool = True):
         super().__init__(paths=[], split=split, unusable="leave_out", packed=packed)
         self.every = every
 

@@ -47,12 +47,7 @@ class PretrainedTokenizer(Tokenizer):
     """
 
     def __init__(
-        self,
-        *,
-        path: str,
-        vocab_size: PositiveInt,
-        eos_token: str | None = None,
-        chat_template: str | None = None,
+        self, *, path: str, vocab_size: PositiveInt, eos_token: str | None = None, chat_template: str | None = None
     ):
         self.path = path.rstrip("/")
         self.vocab_size = vocab_size
@@ -115,12 +110,7 @@ class PretrainedTokenizer(Tokenizer):
         """Returns tokenizer_config.json, merged with the other files that older and newer directories contain."""
         facts: dict[str, Any] = {}
         # Later files are more specific, and take precedence.
-        names = (
-            "config.json",
-            "generation_config.json",
-            "special_tokens_map.json",
-            "tokenizer_config.json",
-        )
+        names = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
         for name in names:
             fields = _json(self.path, name)
             # The first two files are about the model, so only their ids are used.

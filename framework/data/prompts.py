@@ -262,11 +262,7 @@ class Prompts(Pipeline):
         return [*turn_ends, *self.tokenizer.stop_ids][0]
 
     def setup(
-        self,
-        workdir: str | Path,
-        *,
-        is_primary: bool = True,
-        barrier: Callable[[], object] = lambda: None,
+        self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
     ) -> None:
         """Reads and tokenizes all prompts.
 

@@ -133,10 +133,7 @@ class StdlibSource(DataSource):
     """
 
     def __init__(
-        self,
-        *,
-        split: Literal["train", "validation"] = "train",
-        share: Annotated[float, at.Interval(gt=0, le=1)] = 1.0,
+        self, *, split: Literal["train", "validation"] = "train", share: Annotated[float, at.Interval(gt=0, le=1)] = 1.0
     ):
         self.split = split
         self.share = share
@@ -438,12 +435,7 @@ class TokenMemmap:
     """
 
     def __init__(
-        self,
-        *,
-        path: str,
-        dtype: TokenDType | None = None,
-        eos_id: NonNegativeInt | None = None,
-        verify: bool = True,
+        self, *, path: str, dtype: TokenDType | None = None, eos_id: NonNegativeInt | None = None, verify: bool = True
     ):
         self.path = path
         self.dtype: TokenDType | None = dtype
@@ -465,14 +457,7 @@ class TokenMemmap:
             local_files.append(fetch_local_copy(file, cache_dir, sidecar_name(file.path)))
         shards = []
         for file in local_files:
-            shard = TokenShard(
-                file,
-                tokenizer,
-                hashes,
-                dtype=self.dtype,
-                eos_id=self.eos_id,
-                verify=self.verify,
-            )
+            shard = TokenShard(file, tokenizer, hashes, dtype=self.dtype, eos_id=self.eos_id, verify=self.verify)
             shards.append(shard)
         return TokenStream(shards)
 

@@ -61,9 +61,7 @@ def compile_template(template: str) -> Any:
 
     # Templates come from a downloaded directory, so they run in a sandbox.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = fail

@@ -34,10 +34,7 @@ class TokenizeProgress:
 
 
 def write_tokens(
-    source: DataSource,
-    tokenizer: Tokenizer,
-    path: Path,
-    encode: Encode | None = None,
+    source: DataSource, tokenizer: Tokenizer, path: Path, encode: Encode | None = None
 ) -> Iterator[TokenizeProgress]:
     """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are skipped.
 

@@ -264,11 +264,7 @@ def train_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
     library = ByteLevelBPETokenizer()
     # Special tokens get the first ids, so the separator is id 0.
     library.train_from_iterator(
-        documents,
-        vocab_size=vocab_size,
-        min_frequency=0,
-        show_progress=False,
-        special_tokens=[eos_token],
+        documents, vocab_size=vocab_size, min_frequency=0, show_progress=False, special_tokens=[eos_token]
     )
     return library.to_str().encode()
 

@@ -140,8 +140,5 @@ def _library(package: str) -> Iterator[mmap.mmap]:
     folders = [] if spec is None else spec.submodule_search_locations or []
     libraries = Path(folders[0]).glob("*.so")
     path = max(libraries, key=lambda path: path.stat().st_size)
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
-    ):
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         yield library

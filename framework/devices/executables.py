@@ -47,12 +47,7 @@ def folder() -> Path | None:
     return Path(cache) / "processes"
 
 
-def compile_or_load(
-    lowered: Any,
-    options: Any = None,
-    devices: list[Any] | None = None,
-    what: str = "",
-) -> Any:
+def compile_or_load(lowered: Any, options: Any = None, devices: list[Any] | None = None, what: str = "") -> Any:
     """Return `lowered.compile()`, a jax.stages.Compiled, and load it from disk if it is already there.
 
     The files are machine code, written by this user on this host, and are trusted like JAX's own cache.
@@ -70,10 +65,7 @@ def compile_or_load(
     path = cache / f"{_key(lowered, options)}.bin"
     try:
         return serialize_executable.deserialize_and_load(
-            path.read_bytes(),
-            lowered.in_tree,
-            lowered.out_tree,
-            execution_devices=devices,
+            path.read_bytes(), lowered.in_tree, lowered.out_tree, execution_devices=devices
         )
     except FileNotFoundError:
         pass
@@ -163,11 +155,7 @@ def peak_bytes(stats: Any, platform: str, offloaded: HostBytes) -> int:
     return argument_bytes + result_bytes - aliased_bytes + stats.temp_size_in_bytes
 
 
-def split_device_bytes(
-    stats: Any,
-    platform: str,
-    offloaded: HostBytes,
-) -> tuple[int, int, int]:
+def split_device_bytes(stats: Any, platform: str, offloaded: HostBytes) -> tuple[int, int, int]:
     """Return the bytes of (arguments, results, donated arguments) in device memory, from `memory_analysis()`.
 
     The compiler's own figures are too large. On CPU they include everything in host memory, and on GPU they include

@@ -50,13 +50,7 @@ class MeshShape:
     ):
         self.across = across
         # Keep the order of AXES, which is the order of the mesh's dimensions.
-        self.sizes: dict[str, int] = {
-            "data": data,
-            "fsdp": fsdp,
-            "expert": expert,
-            "seq": seq,
-            "model": model,
-        }
+        self.sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "expert": expert, "seq": seq, "model": model}
         if pipe != 1:
             raise ValueError(f"pipe: expected 1 (pipeline parallelism is reserved), given {pipe}")
         for axis, size in self.sizes.items():
@@ -182,11 +176,7 @@ def island(device: Any) -> int:
     return coordinates[0] or 0
 
 
-def mesh_text(
-    sizes: Mapping[str, int],
-    splits: Mapping[str, int],
-    platform: str,
-) -> str:
+def mesh_text(sizes: Mapping[str, int], splits: Mapping[str, int], platform: str) -> str:
     """Describe a mesh: `data 2 (between slices)  fsdp 256`."""
     islands = "slices" if platform == "tpu" else "hosts"
     parts: list[str] = []

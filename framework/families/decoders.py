@@ -23,15 +23,7 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.models.causal_lm import CausalLM
 
 
-def gpt2_model(
-    *,
-    layers: int,
-    heads: int,
-    dim: int,
-    vocab_size: int,
-    positions: int,
-    dropout: float = 0.0,
-) -> Config:
+def gpt2_model(*, layers: int, heads: int, dim: int, vocab_size: int, positions: int, dropout: float = 0.0) -> Config:
     """Build GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
     linear = config_for(Linear, bias=True)
     block = config_for(
@@ -129,12 +121,7 @@ def deepseek_model(
     dense = config_for(Block, norm=norm, attention=attention, mlp=mlp)
     sparse = dense.copy()
     sparse.mlp = mixture(
-        experts=experts,
-        top_k=top_k,
-        hidden=expert_hidden,
-        activation=activation,
-        normalize=False,
-        balance=balance,
+        experts=experts, top_k=top_k, hidden=expert_hidden, activation=activation, normalize=False, balance=balance
     )
     sparse.mlp.shared = config_for(MLP, hidden=shared_hidden, activation=activation, gated=True)
     first = None
@@ -156,13 +143,7 @@ def deepseek_model(
 
 
 def mixture(
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    activation: str = "silu",
-    normalize: bool = True,
-    balance: float = 0.01,
+    *, experts: int, top_k: int, hidden: int, activation: str = "silu", normalize: bool = True, balance: float = 0.01
 ) -> Config:
     """Build a mixture of gated experts of width `hidden` (Mixtral, arXiv 2401.04088), to replace a block's MLP."""
     return config_for(

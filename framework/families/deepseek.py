@@ -97,11 +97,7 @@ class DeepseekV2(ModelFamily):
             "topk_method": "greedy",
         }
         if router.groups > 1:
-            facts |= {
-                "topk_method": "group_limited_greedy",
-                "n_group": router.groups,
-                "topk_group": router.top_groups,
-            }
+            facts |= {"topk_method": "group_limited_greedy", "n_group": router.groups, "topk_group": router.top_groups}
         return facts
 
 

@@ -46,14 +46,7 @@ class ConfigFacts:
             raise ValueError(f"config.json: no field '{self._inside}{name}', which this architecture needs")
         return value
 
-    def size(
-        self,
-        name: str,
-        default: Any = REQUIRED,
-        *,
-        null: bool = False,
-        least: int = 1,
-    ) -> Any:
+    def size(self, name: str, default: Any = REQUIRED, *, null: bool = False, least: int = 1) -> Any:
         """Return an integer that is at least `least`."""
         value = self.any(name, default)
         if value is None and null:

@@ -16,10 +16,7 @@ _LAYER = "transformer.h.{layer}"
 
 def _names() -> dict[str, Source]:
     """Return {our path: their tensor}."""
-    names = {
-        "embed/token": Source("transformer.wte.weight"),
-        "embed/position": Source("transformer.wpe.weight"),
-    }
+    names = {"embed/token": Source("transformer.wte.weight"), "embed/position": Source("transformer.wpe.weight")}
     # torch calls the scale of a norm its weight.
     for ours, theirs in (("scale", "weight"), ("bias", "bias")):
         names[f"head/norm/{ours}"] = Source(f"transformer.ln_f.{theirs}")

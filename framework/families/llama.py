@@ -27,12 +27,7 @@ ACTIVATIONS = {
 _LAYER = "model.layers.{layer}"
 
 # transformers' default of num_key_value_heads. None, like null in the file, stands for the number of heads.
-_KV_HEADS = {
-    "LlamaForCausalLM": None,
-    "MistralForCausalLM": 8,
-    "Qwen2ForCausalLM": 32,
-    "Qwen3ForCausalLM": 32,
-}
+_KV_HEADS = {"LlamaForCausalLM": None, "MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
 
 
 def decoder_names(**norms: str) -> dict[str, Source]:
@@ -147,11 +142,7 @@ def rope_facts(rotary: Config) -> dict[str, Any]:
         facts["rope_scaling"] = yarn_facts(rotary.scaling)
     elif rotary.scaling.takes("low_freq_factor"):
         length = scaling.pop("original_length")
-        facts["rope_scaling"] = {
-            "rope_type": "llama3",
-            **scaling,
-            "original_max_position_embeddings": length,
-        }
+        facts["rope_scaling"] = {"rope_type": "llama3", **scaling, "original_max_position_embeddings": length}
     else:
         facts["rope_scaling"] = {"rope_type": "linear", **scaling}
     return facts

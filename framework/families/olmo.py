@@ -58,10 +58,7 @@ class Olmo2(ModelFamily):
     """Olmo2ForCausalLM."""
 
     architectures = {"Olmo2ForCausalLM": "olmo2"}
-    names = decoder_names(
-        attention_post_norm="post_attention_layernorm",
-        mlp_post_norm="post_feedforward_layernorm",
-    )
+    names = decoder_names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
     def model(self, facts: dict[str, Any]) -> Config:
         """See Family.model."""

@@ -136,11 +136,7 @@ class _Sizes(NamedTuple):
 
 
 def _first_factors(
-    key: jax.Array,
-    sizes: _Sizes,
-    rank: int,
-    dtype: Any,
-    inputs_first: bool,
+    key: jax.Array, sizes: _Sizes, rank: int, dtype: Any, inputs_first: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the initial A and B: the factor on the input side is random, the other one zero."""
     bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5

@@ -111,11 +111,7 @@ def save(
         checkpointer.save(step, _Arrays(arrays), contents)
 
 
-def restore(
-    directory: str | os.PathLike[str],
-    like: Any,
-    step: int | None = None,
-) -> tuple[Any, dict[str, Any]]:
+def restore(directory: str | os.PathLike[str], like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Restore a tree that `save` or a `Checkpointer` saved, on any mesh. Every process of a job must call it.
 
     Complexity: each process reads the bytes of its own shards, at most 256 MiB at a time, or two of the largest leaf,

@@ -119,14 +119,7 @@ def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
 class _Carry:
     """Carry of a loop: arrays, and factored matrices that every iteration passes on unchanged."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        equation: JaxprEqn,
-        body: Any,
-        num_constants: int,
-        initial: Sequence[Any],
-    ):
+    def __init__(self, runner: Runner, equation: JaxprEqn, body: Any, num_constants: int, initial: Sequence[Any]):
         self.runner = runner
         self.equation = equation
         # {position in the carry: matrix}

@@ -99,9 +99,7 @@ class EagerWeights(_Eager):
 
 
 def eager(
-    function: Callable[..., Tree],
-    optimizer_or_rule: Any | RuleFunction,
-    **options: Unpack[UpdateOptions],
+    function: Callable[..., Tree], optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]
 ) -> EagerModule:
     """Make a piece of a forward pass whose weights are updated inside the backward pass.
 

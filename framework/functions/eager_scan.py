@@ -165,11 +165,7 @@ class EagerStack:
         )
 
 
-def eager_scan(
-    layer: ScanLayer,
-    optimizer_or_rule: Any | RuleFunction,
-    **options: Unpack[UpdateOptions],
-) -> EagerStack:
+def eager_scan(layer: ScanLayer, optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]) -> EagerStack:
     """Make a loop over stacked layers that updates each layer inside the backward pass.
 
         stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")

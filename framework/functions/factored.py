@@ -71,11 +71,7 @@ class FactoredMatrix:
         product = product.reshape([size if letter in product_letters else 1 for letter, size in sizes])
         return (weight.astype(dtype) + self.scale * product).astype(weight.dtype)
 
-    def transform(
-        self,
-        weight: jax.Array | QuantizedMatrix,
-        move: Callable[[jax.Array], jax.Array],
-    ) -> FactoredMatrix:
+    def transform(self, weight: jax.Array | QuantizedMatrix, move: Callable[[jax.Array], jax.Array]) -> FactoredMatrix:
         """Return a factored matrix with another W and with `move` applied to both factors."""
         left = None if self.left is None else move(self.left)
         right = None if self.right is None else move(self.right)

@@ -150,9 +150,7 @@ def _is_identifiable(leaf: Any) -> bool:
 
 
 def _check_others(
-    named_arguments: dict[str, Any],
-    frozen_leaves: dict[str, Any],
-    paths_by_elements: dict[int, list[str]],
+    named_arguments: dict[str, Any], frozen_leaves: dict[str, Any], paths_by_elements: dict[int, list[str]]
 ) -> None:
     """Raise ValueError if an argument that is not frozen has the size of a frozen one."""
     frozen_ids = {id(array) for leaf in frozen_leaves.values() for array in jax.tree.leaves(leaf)}

@@ -76,10 +76,7 @@ def combine(first: Any, second: Any) -> Any:
 
 
 def differentiate(
-    function: Callable[..., Any],
-    *,
-    trainable: str,
-    has_aux: bool = False,
+    function: Callable[..., Any], *, trainable: str, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """Make a function that returns the value and the gradient with respect to the trainable parameters only.
 

@@ -15,11 +15,7 @@ from plimsoll.framework.layout import fill_none, flatten, floats
 
 
 def reconstruction_error(
-    forward: Callable[..., Any],
-    inverse: Callable[..., Any],
-    weights: Any,
-    x: Any,
-    xs: Any = None,
+    forward: Callable[..., Any], inverse: Callable[..., Any], weights: Any, x: Any, xs: Any = None
 ) -> dict[str, jax.Array]:
     """Run all layers forward and back again, and compare the result with x.
 

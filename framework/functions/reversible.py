@@ -29,11 +29,7 @@ _NO_SECOND_DERIVATIVES = (
 
 
 def reversible_scan(
-    forward: Callable[..., Any],
-    inverse: Callable[..., Any],
-    weights: Any,
-    x: Any,
-    xs: Any = None,
+    forward: Callable[..., Any], inverse: Callable[..., Any], weights: Any, x: Any, xs: Any = None
 ) -> Any:
     """Apply L layers in sequence, like `jax.lax.scan`, with a gradient that saves no layer's activations.
 

@@ -109,10 +109,7 @@ class _CouplingLayer:
 
 
 def make_layer(
-    forward: Callable[..., Any],
-    inverse: Callable[..., Any],
-    stacks: tuple[Any, ...],
-    x: Any,
+    forward: Callable[..., Any], inverse: Callable[..., Any], stacks: tuple[Any, ...], x: Any
 ) -> ReversibleLayer:
     """Make the layer for a user's forward and inverse functions.
 

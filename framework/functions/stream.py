@@ -20,10 +20,7 @@ from plimsoll.framework.layout import flatten, store_leaf
 
 
 def stream(
-    optimizer: optax.GradientTransformation,
-    *,
-    pattern: str = ".*",
-    chunk_bytes: int = 16 << 20,
+    optimizer: optax.GradientTransformation, *, pattern: str = ".*", chunk_bytes: int = 16 << 20
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the state of an optimizer in host memory, and bring it to the device one chunk at a time.
 

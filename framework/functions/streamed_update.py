@@ -110,12 +110,7 @@ class StreamedUpdate:
         return result.reshape(gradient.shape), carry.state
 
     def _update_slice(
-        self,
-        chunk: UpdateChunk,
-        params: jax.Array,
-        old_stacks: Leaves,
-        index: jax.Array,
-        carry: _ChunkCarry,
+        self, chunk: UpdateChunk, params: jax.Array, old_stacks: Leaves, index: jax.Array, carry: _ChunkCarry
     ) -> _ChunkCarry:
         """Update one slice: fetch its state, and write it back."""
 

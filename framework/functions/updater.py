@@ -151,11 +151,7 @@ class Updater:
             new_floats, new_state = self.rule.update(floats, gradient, state)
             new_floats = self._cast_like(new_floats, floats, "weights")
             new_state = self._cast_like(new_state, state, "state")
-            new = Trained(
-                with_floats(trained.encoded_weights, new_floats),
-                encode(new_state),
-                trained.name,
-            )
+            new = Trained(with_floats(trained.encoded_weights, new_floats), encode(new_state), trained.name)
             return new
 
     def _cast_like(self, new: Tree, old: Tree, what: str) -> Tree:

@@ -65,11 +65,7 @@ class InferenceForward:
         shardings = jax.tree.map(lambda x: x.sharding, params)
         self._places = self.model.stage_specs(shardings)
 
-    def __call__(
-        self,
-        arrays: tuple[Nested, Nested],
-        ctx: Context,
-    ) -> tuple[jax.Array, Nested, dict[str, Out]]:
+    def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
         """Compute x_BSD before the head, the head's prepared weights, and the Out of each stage. Call it inside jit.
 
         For an offloaded stack, the device holds the weights of one unit (period of the layer pattern) at a time.
@@ -106,11 +102,7 @@ class Generator:
         self._extend = jit(functools.partial(_extend, forward), donate_argnums=2)
         self._grow = program.jit(functools.partial(_grow, forward), static_argnums=0)
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-    ) -> list[list[int]]:
+    def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Returns the tokens that follow each prompt; see `stream`."""
         rows: list[list[int]] = [[] for _ in prompts]
         for tokens in self.stream(prompts, sampling):
@@ -141,11 +133,7 @@ class Generator:
             )
 
     def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        keep_cache: bool = False,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_cache: bool = False
     ) -> Iterator[list[int | None]]:
         """Yields, per step, the next token of each row, or None for rows that have ended. Ends when all rows have.
 
@@ -162,10 +150,7 @@ class Generator:
         return self._steps(prompts, sampling, keep_cache and len(prompts) == 1) if prompts else iter(())
 
     def _steps(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        keep_cache: bool,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_cache: bool
     ) -> Iterator[list[int | None]]:
         kind = _kind(sampling)
         stop_ids = set(sampling.stop_ids)
@@ -186,14 +171,7 @@ class Generator:
                     }
                     first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
                     with first_call:
-                        token_B, cached.cache = self._decode(
-                            (kind,),
-                            self._arrays,
-                            cached.cache,
-                            last_B,
-                            where,
-                            chosen,
-                        )
+                        token_B, cached.cache = self._decode((kind,), self._arrays, cached.cache, last_B, where, chosen)
                 # Rows that were added to fill the mesh come last; drop them.
                 values = np.asarray(last_B)[: len(prompts)].tolist()
                 if index + 1 < sampling.max_new_tokens:
@@ -208,11 +186,7 @@ class Generator:
             self._cached = cached if keep_cache and is_intact else None
 
     def _read(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        kind: str,
-        keep_cache: bool,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, kind: str, keep_cache: bool
     ) -> tuple[jax.Array, _CachedPrompt, dict[str, Any]]:
         """Read prompts; returns (first new token of each row, their cache, settings for `choose`)."""
         vocab_size = self._program.experiment.language_model.vocab_size
@@ -232,13 +206,7 @@ class Generator:
         # One cache slot per prompt token and per new token.
         capacity = bucket(length + sampling.max_new_tokens)
         settings = _settings(sampling, vocab_size, num_rows)
-        token_B, cache = self._prefill(
-            (kind, capacity),
-            self._arrays,
-            tokens_BS,
-            first_B,
-            settings,
-        )
+        token_B, cache = self._prefill((kind, capacity), self._arrays, tokens_BS, first_B, settings)
         return token_B, _CachedPrompt(list(prompts[0]), first_B, capacity, cache), settings
 
     def _read_rest(
@@ -269,14 +237,7 @@ class Generator:
             cached.cache = self._grow(capacity - cached.capacity, cached.cache)
             cached.capacity = capacity
         where = {"slot": np.int32(slot), "first": cached.first_B, "count": np.int32(len(new_tokens))}
-        token_B, cached.cache = self._extend(
-            (kind,),
-            self._arrays,
-            cached.cache,
-            tokens_BS,
-            where,
-            settings,
-        )
+        token_B, cached.cache = self._extend((kind,), self._arrays, cached.cache, tokens_BS, where, settings)
         cached.tokens = list(prompt)
         return token_B
 
@@ -306,11 +267,7 @@ def _kind(sampling: Sampling) -> str:
     return "all"
 
 
-def _settings(
-    sampling: Sampling,
-    vocab_size: int,
-    num_rows: int,
-) -> dict[str, Any]:
+def _settings(sampling: Sampling, vocab_size: int, num_rows: int) -> dict[str, Any]:
     """Return the settings for `choose` as arrays, so that no value is compiled into a program."""
     top_k = sampling.top_k or vocab_size
     return {
@@ -327,12 +284,7 @@ def _context(forward: InferenceForward, batch: Nested) -> Context:
 
 
 def _prefill(
-    forward: InferenceForward,
-    static: tuple[str, int],
-    arrays: Any,
-    tokens_BS: Any,
-    first_B: Any,
-    chosen: Any,
+    forward: InferenceForward, static: tuple[str, int], arrays: Any, tokens_BS: Any, first_B: Any, chosen: Any
 ) -> Any:
     """Compute the first new token of each row, and the cache of the prompts with room for `capacity` positions."""
     kind, capacity = static
@@ -371,13 +323,7 @@ def read_prompts(
 
 
 def _decode(
-    forward: InferenceForward,
-    static: Any,
-    arrays: Any,
-    cache: Nested,
-    token_B: Any,
-    where: Any,
-    chosen: Any,
+    forward: InferenceForward, static: Any, arrays: Any, cache: Nested, token_B: Any, where: Any, chosen: Any
 ) -> tuple[jax.Array, Nested]:
     """Compute the next token of each row, and the cache with the keys and values of `token_B`."""
     logits_BV, cache = read_token(forward, arrays, cache, token_B, where["first"], where["slot"])
@@ -387,13 +333,7 @@ def _decode(
 
 
 def _extend(
-    forward: InferenceForward,
-    static: Any,
-    arrays: Any,
-    cache: Nested,
-    tokens_BS: Any,
-    where: Any,
-    chosen: Any,
+    forward: InferenceForward, static: Any, arrays: Any, cache: Nested, tokens_BS: Any, where: Any, chosen: Any
 ) -> tuple[jax.Array, Nested]:
     """Read `count` more tokens after a cached prompt; returns the first new token of each row, and the cache."""
     logits_BV, cache = _read_tokens(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])

@@ -43,10 +43,7 @@ class ImageSampler:
             raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
         weights = program.weights(state, averaged=averaged)
         # The methods of the model use all weights at once, so offloaded weights are copied to the device.
-        self._params = jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),
-            weights,
-        )
+        self._params = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), weights)
         self._jit = functools.partial(program.jit, out_shardings=program.replicated)
 
     def sample(self, num: int, temperature: float, seed: int) -> np.ndarray:
@@ -58,12 +55,7 @@ class ImageSampler:
         with phase(f"compiling and drawing {num} images", patience=SHORT):
             return np.asarray(draw(self._params, key, heat))
 
-    def between(
-        self,
-        first: np.ndarray,
-        last: np.ndarray,
-        steps: int,
-    ) -> np.ndarray:
+    def between(self, first: np.ndarray, last: np.ndarray, steps: int) -> np.ndarray:
         """Interpolates linearly between pairs of images in latent space.
 
         Args:
@@ -98,13 +90,7 @@ def _interpolate(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
     return mixed.reshape(-1, *image_shape)
 
 
-def save_grid(
-    images: np.ndarray,
-    png_path: Path,
-    *,
-    levels: int,
-    columns: int | None = None,
-) -> Path:
+def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int | None = None) -> Path:
     """Writes a grid of images, row by row, on a dark gray background; replaces `png_path` atomically and returns it.
 
     Args:

@@ -53,12 +53,7 @@ def row_keys(seed: int, rows: int) -> jax.Array:
     return jax.random.key_data(keys)
 
 
-def choose(
-    kind: str,
-    logits_BV: jax.Array,
-    chosen: dict[str, jax.Array],
-    index: jax.Array,
-) -> jax.Array:
+def choose(kind: str, logits_BV: jax.Array, chosen: dict[str, jax.Array], index: jax.Array) -> jax.Array:
     """Chooses the next token of each row: int32 [B].
 
     Args:

@@ -64,14 +64,7 @@ class Scorer:
         batch_size: number of rows to score at a time, rounded up to a multiple of the mesh's batch shards.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        state: Nested,
-        *,
-        averaged: bool = False,
-        batch_size: int = 8,
-    ):
+    def __init__(self, program: Program, state: Nested, *, averaged: bool = False, batch_size: int = 8):
         # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         weights = program.weights(state, averaged=averaged)
@@ -112,11 +105,7 @@ class Scorer:
             sums = jax.device_get(self._score(self._arrays, batch))
             row_sums = list(zip(*sums, strict=True))
             for log_prob, num_tokens, num_wrong in row_sums[: len(group)]:
-                yield Score(
-                    log_prob=float(log_prob),
-                    tokens=round(float(num_tokens)),
-                    greedy=bool(num_wrong == 0),
-                )
+                yield Score(log_prob=float(log_prob), tokens=round(float(num_tokens)), greedy=bool(num_wrong == 0))
 
     def text(self, tokens: Tokens, num_bytes: int) -> TextScore:
         """Scores a token stream in windows of seq_len, as in the evaluation of training.
@@ -148,11 +137,7 @@ class Scorer:
         return TextScore(count, loss, perplexity, bits_per_byte)
 
 
-def _score(
-    forward: InferenceForward,
-    arrays: Any,
-    batch: Nested,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(forward: InferenceForward, arrays: Any, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute per row the sum of log-probabilities, the number of targets, and the number that are not the argmax."""
     ctx = forward.program.evaluation_context(batch)
     head = forward.model.language_head
@@ -161,21 +146,13 @@ def _score(
     chunks = head.chunks(B, S, ctx).count
 
     # Chunk by chunk, because the logits of all positions may be larger than the model.
-    def chunk(
-        x_BsD: jax.Array,
-        targets_Bs: jax.Array,
-        weights_Bs: jax.Array,
-    ) -> tuple[jax.Array, ...]:
+    def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
         logits_BsV = head.logits(weights, x_BsD, ctx)
         picked_Bs1 = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)
         picked_Bs = picked_Bs1[..., 0]
         log_probs_Bs = picked_Bs - jax.nn.logsumexp(logits_BsV, axis=-1)
         wrong_Bs = jnp.argmax(logits_BsV, axis=-1) != targets_Bs
-        return (
-            (log_probs_Bs * weights_Bs).sum(1),
-            weights_Bs.sum(1),
-            (wrong_Bs * weights_Bs).sum(1),
-        )
+        return ((log_probs_Bs * weights_Bs).sum(1), weights_Bs.sum(1), (wrong_Bs * weights_Bs).sum(1))
 
     # Slices are strided, so that each holds an equal part of every shard of the positions (as in the head's loss).
     def split(x: jax.Array) -> jax.Array:
@@ -188,11 +165,7 @@ def _score(
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def encode_pair(
-    tokenizer: Tokenizer,
-    context: str,
-    continuation: str,
-) -> tuple[list[int], int]:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """Encodes a context and its continuation; returns (tokens of both, index of the continuation's first token).
 
     Trailing whitespace of the context moves to the continuation, because subword tokens start with the space. A token

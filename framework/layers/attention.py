@@ -115,12 +115,7 @@ class Attention(Layer):
 
     def children(self) -> dict[str, Layer]:
         """Return query, key, value and output, and query_norm and key_norm if there are any."""
-        layers = {
-            "query": self.query,
-            "key": self.key,
-            "value": self.value,
-            "output": self.output,
-        }
+        layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
         if self.query_norm is not None and self.key_norm is not None:
             layers["query_norm"] = self.query_norm
             layers["key_norm"] = self.key_norm
@@ -134,13 +129,7 @@ class Attention(Layer):
         """See `Layer.check_platform`."""
         check_platform(self.implementation, platform)
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply attention to x_BSD and return [B, S, D].
 
         With ctx.cache, the keys and values are returned as layer_state, [B, S, K, H] each. If a layer_state is passed
@@ -156,12 +145,7 @@ class Attention(Layer):
         cache = {"key": k_BSKH, "value": v_BSKH} if ctx.cache else {}
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
 
-    def _queries_keys_values(
-        self,
-        weights: Nested,
-        x_BSD: jax.Array,
-        ctx: Context,
-    ) -> Heads:
+    def _queries_keys_values(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Heads:
         """Return q [B, S, N, H], k and v [B, S, K, H]: projected, normed, rotated, and named for remat policies."""
         batch, length, _ = x_BSD.shape
 

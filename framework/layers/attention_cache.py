@@ -67,12 +67,7 @@ def attend_with_cache(
     return out_BKRV.reshape(B, K, S, G, -1).swapaxes(1, 2).reshape(B, S, N, -1)
 
 
-def _mix(
-    weights: jax.Array,
-    value_BCKV: jax.Array,
-    new_value_BSKV: jax.Array,
-    dtype: Any,
-) -> jax.Array:
+def _mix(weights: jax.Array, value_BCKV: jax.Array, new_value_BSKV: jax.Array, dtype: Any) -> jax.Array:
     """Sum the values of C slots and of S new tokens with weights [B, K, R, C + S]; returns [B, K, R, V]."""
     # The new tokens are added separately: concatenating their values to the cache would copy the cache.
     num_slots = value_BCKV.shape[1]
@@ -83,11 +78,7 @@ def _mix(
 
 
 def _visible_slots(
-    num_slots: int,
-    first_B: jax.Array,
-    slot: jax.Array,
-    steps_R: jax.Array,
-    window: int | None,
+    num_slots: int, first_B: jax.Array, slot: jax.Array, steps_R: jax.Array, window: int | None
 ) -> jax.Array:
     """Return bool [B, R or 1, C]: whether a row's new token may attend to a slot.
 
@@ -111,12 +102,7 @@ def _visible_new(num_new: int, steps_R: jax.Array, window: int | None) -> jax.Ar
     return visible_RS
 
 
-def _logits(
-    q_BKRH: jax.Array,
-    keys_BCKH: jax.Array,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
+def _logits(q_BKRH: jax.Array, keys_BCKH: jax.Array, scale: float, softcap: float | None) -> jax.Array:
     """Return the logits [B, K, R, C] in float32 or wider, scaled and capped."""
     wide = jnp.promote_types(q_BKRH.dtype, jnp.float32)
     logits_BKRC = jnp.einsum("bkrh,bckh->bkrc", q_BKRH, keys_BCKH, preferred_element_type=wide)

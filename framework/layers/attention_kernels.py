@@ -59,18 +59,7 @@ def dot_product_attention(
         ValueError: the arrays' shapes or dtypes do not match, or the requested implementation does not support the
             call.
     """
-    call = describe_call(
-        query_BSNH,
-        key_BSKH,
-        value_BSKH,
-        segments_BS,
-        window,
-        softcap,
-        mesh,
-        scale,
-        splash,
-        sinks_N,
-    )
+    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale, splash, sinks_N)
     kernel = _KERNELS[choose_implementation(call, implementation)]
     # Every kernel names its result "attention", so the same remat policy works on all platforms.
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)

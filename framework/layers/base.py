@@ -48,33 +48,15 @@ def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
 class Kernels(Protocol):
     """Operations that depend on the device type, to be replaced when tracing for devices that are not present."""
 
-    def attention(
-        self,
-        query_BSNH: jax.Array,
-        key_BSKH: jax.Array,
-        value_BSKH: jax.Array,
-        **options: Any,
-    ) -> jax.Array:
+    def attention(self, query_BSNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, **options: Any) -> jax.Array:
         """See `framework.layers.attention_kernels.dot_product_attention`."""
         ...
 
-    def look_up(
-        self,
-        table_VD: jax.Array,
-        indices_BS: jax.Array,
-        ctx: Context,
-        vocab_axis: str | None,
-    ) -> jax.Array:
+    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
         """See `framework.layers.lookup.look_up`."""
         ...
 
-    def grouped_dot(
-        self,
-        x_NI: jax.Array,
-        weight_EIO: jax.Array,
-        *,
-        rows: int,
-    ) -> jax.Array:
+    def grouped_dot(self, x_NI: jax.Array, weight_EIO: jax.Array, *, rows: int) -> jax.Array:
         """See `framework.layers.experts.grouped.grouped_dot`; `rows` is an estimate of the rows computed."""
         ...
 
@@ -277,13 +259,7 @@ class Layer:
                     weights[name] = child.prepare(params[name], ctx)
         return weights
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Any,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Any, Out]:
+    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
         """Run the layer. `carry` is what flows between layers and stages, one pytree (for language models x_BSD)."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
@@ -325,12 +301,7 @@ def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(
-    weight: jax.Array,
-    mesh: Mesh,
-    stored_axes: MeshAxes,
-    gathered_axes: MeshAxes,
-) -> jax.Array:
+def _gather(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
     """Gather a weight over fsdp; its gradient is scattered to the stored sharding."""
     # The transpose of a plain sharding constraint is the same constraint. It would require the whole gradient on
     # every device, which is an all-reduce; the slice that the update takes comes too late for XLA to turn both into a

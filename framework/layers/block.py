@@ -102,13 +102,7 @@ class Block(Layer):
                 h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
         return ctx.dropout(h_BSD, self.dropout, name), out
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Add both branches to x_BSD."""
         x_BSD = carry
         outs = {}

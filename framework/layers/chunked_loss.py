@@ -115,12 +115,7 @@ def compute_chunked_loss(
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
-        loss, h_grad, table_grad = run.loss_and_gradients(
-            h,
-            table,
-            inputs,
-            with_table=is_table_trained,
-        )
+        loss, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, with_table=is_table_trained)
         return loss, (h_grad, table_grad, inputs)
 
     def backward(saved: Any, cotangent: LossAndMetrics) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -267,11 +262,7 @@ class _ChunkedLoss:
         return loss, self._join(h_grads), table_sum.astype(table.dtype)
 
     def _group(
-        self,
-        loss: LossAndMetrics,
-        chunks: Any,
-        table: jax.Array,
-        dtype: Any,
+        self, loss: LossAndMetrics, chunks: Any, table: jax.Array, dtype: Any
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
 
@@ -302,12 +293,7 @@ class _ChunkedLoss:
             return loss, h_grads, None
         # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
-            table_grad = jnp.einsum(
-                "cbsv,cbsd->vd",
-                product_grads,
-                hidden,
-                preferred_element_type=dtype,
-            )
+            table_grad = jnp.einsum("cbsv,cbsd->vd", product_grads, hidden, preferred_element_type=dtype)
             return loss, h_grads, self._as_table(table_grad)
 
     def _as_table(self, grad: jax.Array) -> jax.Array:

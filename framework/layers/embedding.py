@@ -72,13 +72,7 @@ class Embedding(Layer):
         # Casting and moving only the rows that are looked up is cheaper: they are fewer than the rows of the tables.
         return {name: params[name] for name in self.param_specs()}
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: None,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Look up ctx.batch["tokens"] int32[B, S]: x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
         x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
@@ -90,12 +84,7 @@ class Embedding(Layer):
         x_BSD = ctx.dropout(x_BSD, self.dropout, "embedding")
         return ctx.constrain_hidden(x_BSD), Out()
 
-    def _add_positions(
-        self,
-        weights: Nested,
-        x_BSD: jax.Array,
-        ctx: Context,
-    ) -> jax.Array:
+    def _add_positions(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         positions_BS = ctx.batch.get("positions")
         if positions_BS is not None:
             return x_BSD + look_up(weights["position"], positions_BS, ctx, None)

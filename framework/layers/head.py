@@ -91,11 +91,7 @@ class LMHead(Layer):
     def table_spec(self) -> ParameterSpec:
         """Return the spec of the table [V, D] that maps hidden states to logits."""
         return ParameterSpec(
-            (self.vocab_size, self.dim),
-            "float32",
-            ("model", "fsdp"),
-            initializer=self._init,
-            roles=("vocab", "in"),
+            (self.vocab_size, self.dim), "float32", ("model", "fsdp"), initializer=self._init, roles=("vocab", "in")
         )
 
     def param_specs(self) -> dict[str, ParameterSpec]:
@@ -128,13 +124,7 @@ class LMHead(Layer):
         chunks = self.chunks(batch, length, ctx)
         return token_log_probs(chunks, ctx, h_BSD, weights["table"], ctx.batch["targets"], self.softcap)
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[None, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
         """Return the mean loss over counted targets.
 
         This is the sum of weights * nll / ctx.num_targets plus the z-loss, or the objective.

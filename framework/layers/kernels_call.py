@@ -189,11 +189,7 @@ def separate_padding(segments_BS: Array | None) -> Array | None:
 
 
 def make_mask_BST(
-    window: int | None,
-    rows_S: Array,
-    columns_T: Array,
-    row_ids_BS: Array | None,
-    column_ids_BT: Array | None,
+    window: int | None, rows_S: Array, columns_T: Array, row_ids_BS: Array | None, column_ids_BT: Array | None
 ) -> Array:
     """Return bool [B or 1, S, T]: whether the query at position rows[s] may attend to the key at columns[t].
 
@@ -243,11 +239,5 @@ def on_each_device(
     column_ids = PartitionSpec(*keys[:2])
     specs = (queries, keys, keys, row_ids, column_ids, extra_spec)
     # Kernels do not declare over which mesh axes their outputs vary.
-    mapped = jax.shard_map(
-        local,
-        mesh=call.mesh,
-        in_specs=specs,
-        out_specs=queries,
-        check_vma=False,
-    )
+    mapped = jax.shard_map(local, mesh=call.mesh, in_specs=specs, out_specs=queries, check_vma=False)
     return mapped(*arrays)

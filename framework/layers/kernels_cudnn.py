@@ -32,10 +32,7 @@ def why_not(call: AttentionCall) -> str | None:
     # find_spec does not import the plugins: importing them would load CUDA.
     has_cuda = any(map(importlib.util.find_spec, _PLUGINS))
     reasons = [
-        (
-            call.platform != "gpu",
-            f"it runs on NVIDIA GPUs, not on {call.platform}; use xla",
-        ),
+        (call.platform != "gpu", f"it runs on NVIDIA GPUs, not on {call.platform}; use xla"),
         (
             not has_cuda,
             f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla",
@@ -44,14 +41,8 @@ def why_not(call: AttentionCall) -> str | None:
             call.dtype not in (jnp.bfloat16, jnp.float16),
             f"it takes bfloat16 or float16, not {call.dtype}; cast the inputs",
         ),
-        (
-            call.softcap is not None,
-            "it has no cap on logits; use xla or softcap=None",
-        ),
-        (
-            call.has_sinks,
-            "through JAX's public interface it has no sinks; use xla or sinks=False",
-        ),
+        (call.softcap is not None, "it has no cap on logits; use xla or softcap=None"),
+        (call.has_sinks, "through JAX's public interface it has no sinks; use xla or sinks=False"),
         (
             call.head_dim % 8 or call.head_dim > max_channels,
             f"it takes a multiple of 8 up to {max_channels} channels a head, not {call.head_dim}; use xla",
@@ -64,10 +55,7 @@ def why_not(call: AttentionCall) -> str | None:
             _mask_is_bias(call) and call.length % 2,
             f"with segments it takes an even number of positions, not {call.length}; pad by one",
         ),
-        (
-            sharding_problem,
-            f"{sharding_problem}; change the mesh",
-        ),
+        (sharding_problem, f"{sharding_problem}; change the mesh"),
     ]
     # The first reason is the one to fix first: no length helps on the wrong platform.
     return next((reason for holds, reason in reasons if holds), None)
@@ -91,14 +79,7 @@ def attend(
     assert sinks_N is None, "`why_not` refuses sinks"
     shards = call.shards(LENGTH_AXIS)
 
-    def local(
-        q: Array,
-        k: Array,
-        v: Array,
-        row_ids: Array | None,
-        column_ids: Array | None,
-        _: None,
-    ) -> Array:
+    def local(q: Array, k: Array, v: Array, row_ids: Array | None, column_ids: Array | None, _: None) -> Array:
         mask = None
         window = None
         if _mask_is_bias(call):
@@ -112,14 +93,7 @@ def attend(
         # cuDNN numbers rows from the first one of its array, which is wrong on devices whose queries start later.
         is_causal = shards == 1
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            implementation="cudnn",
-            mask=mask,
-            scale=call.scale,
-            local_window_size=window,
-            is_causal=is_causal,
+            q, k, v, implementation="cudnn", mask=mask, scale=call.scale, local_window_size=window, is_causal=is_causal
         )
 
     # JAX partitions cuDNN's calls itself, but only if query, key and value have the same sharding.

@@ -34,31 +34,19 @@ def why_not(call: AttentionCall) -> str | None:
     multiple = SPLASH_LANES * shards
     padded_length = -(-length // multiple) * multiple
     reasons = [
-        (
-            call.platform != "tpu",
-            f"it runs on TPU, not on {call.platform}; use xla",
-        ),
+        (call.platform != "tpu", f"it runs on TPU, not on {call.platform}; use xla"),
         (
             call.dtype not in (jnp.bfloat16, jnp.float32),
             f"it takes bfloat16 or float32, not {call.dtype}; cast the inputs",
         ),
-        (
-            sharding_problem,
-            f"{sharding_problem}; change the mesh",
-        ),
+        (sharding_problem, f"{sharding_problem}; change the mesh"),
         (
             length % multiple or length % shards**2,
             f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {shards}; "
             f"a length of {padded_length} would do",
         ),
-        (
-            call.head_dim % 8,
-            f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla",
-        ),
-        (
-            call.value_dim % 8,
-            f"it takes a multiple of 8 channels a head of values, not {call.value_dim}; use xla",
-        ),
+        (call.head_dim % 8, f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"),
+        (call.value_dim % 8, f"it takes a multiple of 8 channels a head of values, not {call.value_dim}; use xla"),
     ]
     return next((reason for holds, reason in reasons if holds), None)
 
@@ -107,14 +95,7 @@ def attend(
         sharding = NamedSharding(call.mesh, PartitionSpec(None, LENGTH_AXIS))
         kernel_spec = kernel.manual_sharding_spec(sharding)
     return on_each_device(
-        call,
-        local,
-        q_BSNH,
-        k_BSKH,
-        v_BSKH,
-        segments_BS,
-        (kernel, sinks_N),
-        (kernel_spec, PartitionSpec(HEADS_AXIS)),
+        call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS, (kernel, sinks_N), (kernel_spec, PartitionSpec(HEADS_AXIS))
     )
 
 

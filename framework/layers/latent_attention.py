@@ -145,13 +145,7 @@ class LatentAttention(Layer):
         """See `Layer.check_platform`."""
         check_platform(self.implementation, platform)
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply attention to x_BSD and return [B, S, D].
 
         With ctx.cache, the latents and rotary keys are returned as layer_state, "latent" [B, S, 1, R + P]. If a
@@ -215,12 +209,7 @@ class LatentAttention(Layer):
         return rotated_BSNP
 
     def _attend(
-        self,
-        weights: Nested,
-        q_BSNH: jax.Array,
-        latent_BSR: jax.Array,
-        rotary_key_BS1P: jax.Array,
-        ctx: Context,
+        self, weights: Nested, q_BSNH: jax.Array, latent_BSR: jax.Array, rotary_key_BS1P: jax.Array, ctx: Context
     ) -> jax.Array:
         """Return softmax(QK)V as [B, S, N, V], with keys and values computed from the latents."""
         batch, length, _ = latent_BSR.shape
@@ -252,12 +241,7 @@ class LatentAttention(Layer):
         return y_BSNV.astype(compute_dtype)
 
     def _attend_to_cache(
-        self,
-        weights: Nested,
-        q_BSNH: jax.Array,
-        new_BS1C: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
+        self, weights: Nested, q_BSNH: jax.Array, new_BS1C: jax.Array, ctx: Context, layer_state: Nested
     ) -> jax.Array:
         """Return softmax(QK)V of the new tokens as [B, S, N, V], without computing earlier tokens' keys and values.
 

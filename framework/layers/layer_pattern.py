@@ -22,13 +22,7 @@ class LayerPattern(Reversible):
         """Return the layers of the unit."""
         return dict(self.layers)
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Any,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Any, Out]:
+    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
         """Run the layers one after the other."""
         outs = {}
         for name, layer in self.layers.items():
@@ -49,13 +43,7 @@ class LayerPattern(Reversible):
             buffers = layer_state.get(name, {})
             # The losses of layers are summed, so every layer gets the cotangent of the sum.
             layer_cts = (ct, loss_ct)
-            carry, grad, ct = layer.reverse(
-                layer_weights,
-                carry,
-                layer_cts,
-                ctx.fold(name),
-                buffers,
-            )
+            carry, grad, ct = layer.reverse(layer_weights, carry, layer_cts, ctx.fold(name), buffers)
             # Gradients have the structure of the weights: a layer without weights has no entry.
             if name in weights:
                 grads[name] = grad

@@ -62,20 +62,10 @@ class Linear(Layer):
         )
         if not self.bias:
             return {"weight": weight}
-        bias = ParameterSpec(
-            (self.outputs,),
-            "float32",
-            self.mesh_axes[1:],
-            roles=self.roles[1:],
-        )
+        bias = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
         return {"weight": weight, "bias": bias}
 
-    def __call__(
-        self,
-        weights: dict[str, jax.Array],
-        x: jax.Array,
-        ctx: Context,
-    ) -> jax.Array:
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [..., inputs] to [..., outputs], in x's dtype."""
         y = project(x, weights["weight"], ctx)
         return add_shared(y, weights["bias"]) if self.bias else y

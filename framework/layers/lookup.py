@@ -31,12 +31,7 @@ _LANES = 128
 _TOKEN_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp"), "seq"
 
 
-def look_up(
-    table_VD: jax.Array,
-    indices_BS: jax.Array,
-    ctx: Context,
-    vocab_axis: str | None,
-) -> jax.Array:
+def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
     """Look up the rows of the table at the given indices, [B, S, D] in the compute dtype.
 
     Args:
@@ -88,13 +83,7 @@ def on_mesh(
     table_spec = PartitionSpec(vocab_axis, "fsdp")
     local = partial(shard_gradient, compute_gradient, mesh=mesh, vocab_axis=vocab_axis)
     in_specs = (token_spec, rows_spec)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=table_spec,
-        check_vma=False,
-    )
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=table_spec, check_vma=False)
 
 
 def shard_gradient(

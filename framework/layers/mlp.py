@@ -54,18 +54,8 @@ class MLP(Layer):
         output_init_scale: float = 1.0,
     ):
         # F is sharded over the model axis and D over fsdp, in both directions.
-        in_options = {
-            "inputs": dim,
-            "outputs": hidden,
-            "mesh_axes": ("fsdp", "model"),
-            "roles": ("in", "hidden"),
-        }
-        out_options = {
-            "inputs": hidden,
-            "outputs": dim,
-            "mesh_axes": ("model", "fsdp"),
-            "roles": ("hidden", "out"),
-        }
+        in_options = {"inputs": dim, "outputs": hidden, "mesh_axes": ("fsdp", "model"), "roles": ("in", "hidden")}
+        out_options = {"inputs": hidden, "outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("hidden", "out")}
         self.activation = ACTIVATIONS[activation]
         self.gate: Linear | None = linear.instantiate(**in_options) if gated else None
         self.up: Linear = linear.instantiate(**in_options)
@@ -76,13 +66,7 @@ class MLP(Layer):
         gate: dict[str, Layer] = {} if self.gate is None else {"gate": self.gate}
         return {**gate, "up": self.up, "down": self.down}
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply the block to x_BSD and return [B, S, D]."""
 
         def hidden(layer: Linear, name: str) -> jax.Array:

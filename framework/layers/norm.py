@@ -25,13 +25,7 @@ class RMSNorm(Layer):
             identity.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: PositiveInt,
-        eps: PositiveFloat = 1e-6,
-        zero_centered: bool = False,
-    ):
+    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6, zero_centered: bool = False):
         self.dim = dim
         self.eps = eps
         # The amount to add to the stored scale.
@@ -40,21 +34,9 @@ class RMSNorm(Layer):
     def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the spec of scale [dim]: initially ones, or zeros if zero_centered."""
         initializer = jax.nn.initializers.constant(1 - self.offset)
-        return {
-            "scale": ParameterSpec(
-                (self.dim,),
-                "float32",
-                initializer=initializer,
-                roles=("channel",),
-            )
-        }
+        return {"scale": ParameterSpec((self.dim,), "float32", initializer=initializer, roles=("channel",))}
 
-    def __call__(
-        self,
-        weights: dict[str, jax.Array],
-        x: jax.Array,
-        ctx: Context,
-    ) -> jax.Array:
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Normalize x [..., dim]; the result has the same shape and dtype."""
         return save_inputs(self._normalize)(x, weights["scale"])
 
@@ -77,13 +59,7 @@ class LayerNorm(Layer):
         bias: whether there is an additive bias.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: PositiveInt,
-        eps: PositiveFloat = 1e-5,
-        bias: bool = True,
-    ):
+    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-5, bias: bool = True):
         self.dim = dim
         self.eps = eps
         self.bias = bias
@@ -97,24 +73,14 @@ class LayerNorm(Layer):
         bias = ParameterSpec((self.dim,), "float32", roles=("channel",))
         return {"scale": scale, "bias": bias}
 
-    def __call__(
-        self,
-        weights: dict[str, jax.Array],
-        x: jax.Array,
-        ctx: Context,
-    ) -> jax.Array:
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Normalize x [..., dim]; the result has the same shape and dtype."""
         normalize = save_inputs(self._normalize)
         if not self.bias:
             return normalize(x, weights["scale"])
         return normalize(x, weights["scale"], weights["bias"])
 
-    def _normalize(
-        self,
-        x: jax.Array,
-        scale: jax.Array,
-        bias: jax.Array | None = None,
-    ) -> jax.Array:
+    def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         # The variance is computed from centered values: mean(x^2) - mean(x)^2 would suffer from cancellation.
         centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)

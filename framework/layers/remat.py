@@ -183,12 +183,7 @@ def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
         return params["name"] != _WEIGHTS
     # Casts and constraints of activations are recomputed from their operands, which are saved. A custom_vjp_call
     # occurs where nothing is differentiated: a frozen weight that is gathered.
-    recomputed = (
-        "convert_element_type",
-        "sharding_constraint",
-        "all_gather",
-        "custom_vjp_call",
-    )
+    recomputed = ("convert_element_type", "sharding_constraint", "all_gather", "custom_vjp_call")
     return primitive.name not in recomputed
 
 

@@ -74,14 +74,7 @@ class TwoStream(Reversible):
         mean = 0.5 * (first + second)
         return mean.astype(ctx.compute_dtype)
 
-    def _branch(
-        self,
-        name: str,
-        weights: Nested,
-        x: jax.Array,
-        ctx: Context,
-        state: Nested,
-    ) -> tuple[jax.Array, Out]:
+    def _branch(self, name: str, weights: Nested, x: jax.Array, ctx: Context, state: Nested) -> tuple[jax.Array, Out]:
         """Return the output of one branch in the dtype of the streams, rounded if they are in fixed point."""
         # Barriers isolate the branch from the surrounding code: if XLA fused them, the same sums might be rounded
         # differently in the forward and backward pass.
@@ -93,13 +86,7 @@ class TwoStream(Reversible):
             h = round_to_fixed(jax.lax.optimization_barrier(h))
         return h, out
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Any,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Any, Out]:
+    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
         """Add the branches to both streams of x_BSD."""
         streams = list(carry)
         outs = {}

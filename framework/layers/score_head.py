@@ -70,11 +70,7 @@ class ScoreHead(Layer):
     def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of score [C, D] and, with a bias, score_bias [C]."""
         score = ParameterSpec(
-            (self.num_labels, self.dim),
-            "float32",
-            (None, "fsdp"),
-            initializer=self._init,
-            roles=(LABEL, "in"),
+            (self.num_labels, self.dim), "float32", (None, "fsdp"), initializer=self._init, roles=(LABEL, "in")
         )
         specs = {"score": score}
         if self.bias:
@@ -95,13 +91,7 @@ class ScoreHead(Layer):
             return scores_BSC
         return scores_BSC + weights["score_bias"].astype(scores_BSC.dtype)
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: jax.Array,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[None, Out]:
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
         """Return the objective's loss and metrics.
 
         Raises:

@@ -84,15 +84,7 @@ class Stack(Layer):
         # Every layer adds to the residual stream, so without this factor its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
         self.is_first = is_first
-        layers = [
-            _layer(
-                config,
-                i,
-                dim=dim,
-                output_init_scale=scale,
-            )
-            for i, config in enumerate(pattern)
-        ]
+        layers = [_layer(config, i, dim=dim, output_init_scale=scale) for i, config in enumerate(pattern)]
         if streams != "one":
             layers = _two_streams(layers, streams)
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
@@ -249,14 +241,7 @@ class Stack(Layer):
             carry, outs = self._run_loop(body, params, carry, ctx, layer_state)
         return self.leave(carry, ctx), self.combine(outs)
 
-    def _run_loop(
-        self,
-        body: Body,
-        params: Nested,
-        carry: Any,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Any, Out]:
+    def _run_loop(self, body: Body, params: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
         """Scan the units and return (carry, the units' Outs, stacked).
 
         With groups, a loop over units runs inside a loop over groups.
@@ -274,10 +259,7 @@ class Stack(Layer):
         return carry, outs
 
     def _make_invertible(
-        self,
-        fetch: Callable[[Nested], Nested],
-        ctx: Context,
-        layer_state: Nested,
+        self, fetch: Callable[[Nested], Nested], ctx: Context, layer_state: Nested
     ) -> Callable[..., Any]:
         """Return a function (stacked parameters, carry, shared parameters) -> (carry, the units' Outs).
 
@@ -407,13 +389,7 @@ class Stack(Layer):
             fetch: see `forward`.
         """
 
-        def unit(
-            carry: Any,
-            layer_params: Nested,
-            shared: Nested,
-            state: Nested,
-            ctx: Context,
-        ) -> tuple[Any, Out]:
+        def unit(carry: Any, layer_params: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
             weights = self.pattern.prepare(fetch({**layer_params, **shared}), ctx)
             if makes_weights:
                 weights = remat.tag_weights(weights)
@@ -436,12 +412,7 @@ def _makes_weights(params: Any, ctx: Context) -> bool:
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
 
 
-def _unroll_layers(
-    body: Body,
-    params: list[Nested],
-    carry: Any,
-    layer_state: Nested,
-) -> tuple[Any, Out]:
+def _unroll_layers(body: Body, params: list[Nested], carry: Any, layer_state: Nested) -> tuple[Any, Out]:
     """Run the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
     layer_outs = []
     for index, layer_params in enumerate(params):

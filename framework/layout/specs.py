@@ -15,15 +15,7 @@ from plimsoll.framework.layout.trees import flatten, path_name
 
 MemoryKind = Literal["device", "pinned_host"]
 Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]
-GROUPS: tuple[Group, ...] = (
-    "parameter",
-    "frozen",
-    "buffer",
-    "optimizer",
-    "ema",
-    "counter",
-    "gradient",
-)
+GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient")
 MeshAxes = tuple[str | tuple[str, ...] | None, ...]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -170,13 +162,7 @@ def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
     return jax.tree_util.tree_map_with_path(tag, specs)
 
 
-def move_to_host(
-    specs: Any,
-    memory_kind: MemoryKind,
-    *,
-    stacked: bool = False,
-    min_bytes: int = 1 << 20,
-) -> Any:
+def move_to_host(specs: Any, memory_kind: MemoryKind, *, stacked: bool = False, min_bytes: int = 1 << 20) -> Any:
     """Set the memory kind of all specs of a tree, except those of vectors, scalars and small leaves.
 
     These stay on the device: they cost next to nothing there, and TPU cannot slice packed one-dimensional host

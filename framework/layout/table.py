@@ -16,14 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout.specs import (
-    GROUPS,
-    Group,
-    MemoryKind,
-    OptStateSpec,
-    ParameterSpec,
-    TensorSpec,
-)
+from plimsoll.framework.layout.specs import GROUPS, Group, MemoryKind, OptStateSpec, ParameterSpec, TensorSpec
 from plimsoll.framework.layout.transfers import fetch_leaf, store_leaf
 from plimsoll.framework.layout.trees import Nested, flatten
 
@@ -168,11 +161,7 @@ class StateLayout:
         if not sharding.is_equivalent_to(layout_sharding, array.ndim):
             raise ValueError(f"{path} is sharded {sharding}; the layout says {layout_sharding}")
 
-    def bytes_per_device(
-        self,
-        group: Group | None = None,
-        memory_kind: MemoryKind | None = None,
-    ) -> int:
+    def bytes_per_device(self, group: Group | None = None, memory_kind: MemoryKind | None = None) -> int:
         """Return the bytes per device of a group and memory kind; None means all of them.
 
         The bytes are in the device's memory, or in the memory of its host.

@@ -79,12 +79,7 @@ class Clipping:
             return jnp.where(previous_norm > 0, jnp.minimum(1.0, self.bound / previous_norm), 1.0)
         return factor
 
-    def clip_gradients(
-        self,
-        grads: Nested,
-        norms: Nested,
-        factor: jax.Array,
-    ) -> ClippedGradients:
+    def clip_gradients(self, grads: Nested, norms: Nested, factor: jax.Array) -> ClippedGradients:
         """Clip a layer's gradients.
 
         Args:
@@ -100,12 +95,7 @@ class Clipping:
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         return ClippedGradients(grads, None)
 
-    def clip_updates(
-        self,
-        updates: Nested,
-        learning_rate: LearningRate | None,
-        count: jax.Array,
-    ) -> Nested:
+    def clip_updates(self, updates: Nested, learning_rate: LearningRate | None, count: jax.Array) -> Nested:
         """In mode update_rms, bound the root mean square of each tensor's update in a layer.
 
         Args:

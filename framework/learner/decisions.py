@@ -44,12 +44,7 @@ class SpikeDetector:
             return {}
         return {name: TensorSpec((), "float32") for name in (_MEAN, _SQUARE)}
 
-    def count_loss(
-        self,
-        counter: Nested,
-        loss: jax.Array,
-        ok: jax.Array,
-    ) -> Nested:
+    def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
         """Return the averages after a step; a skipped step leaves them unchanged."""
         if self.bound is None:
             return {}
@@ -59,13 +54,7 @@ class SpikeDetector:
             averages[name] = jnp.where(ok, average, counter[name])
         return averages
 
-    def check_spike(
-        self,
-        ok: jax.Array,
-        loss: jax.Array,
-        counter: Nested,
-        count: jax.Array,
-    ) -> jax.Array:
+    def check_spike(self, ok: jax.Array, loss: jax.Array, counter: Nested, count: jax.Array) -> jax.Array:
         """Return whether a step still counts after the check of its loss: false for a spike.
 
         Args:
@@ -84,13 +73,7 @@ class SpikeDetector:
 
 
 def decide(
-    loss: jax.Array,
-    norm: jax.Array,
-    counter: Nested,
-    *,
-    clipping: Clipping,
-    spikes: SpikeDetector,
-    draws: bool,
+    loss: jax.Array, norm: jax.Array, counter: Nested, *, clipping: Clipping, spikes: SpikeDetector, draws: bool
 ) -> Decision:
     """Make the decision that depends on all gradients; see `Learner.decide`.
 

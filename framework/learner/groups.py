@@ -41,12 +41,7 @@ def split_frozen(specs: Nested, labels: dict[str, str]) -> SplitSpecs:
     return SplitSpecs(unflatten(trainable), unflatten(frozen))
 
 
-def make_groups(
-    trained: Nested,
-    labels: dict[str, str],
-    *,
-    across_stages: bool,
-) -> list[ParamGroup]:
+def make_groups(trained: Nested, labels: dict[str, str], *, across_stages: bool) -> list[ParamGroup]:
     """Group the trainable parameters.
 
     Args:
@@ -160,12 +155,7 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     """Return the spec of one layer of a parameter stacked for `length` layers; if `length` is None, the spec itself."""
     if length is None:
         return spec
-    return replace(
-        spec,
-        shape=spec.shape[1:],
-        mesh_axes=spec.mesh_axes[1:],
-        roles=spec.roles[1:],
-    )
+    return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
 
 
 def _split_layers(spec: ParameterSpec, leaf: Any) -> Any:

@@ -43,11 +43,7 @@ def init_part(
     averages = {}
     if keeps_averages:
         averages = {path: x.astype(precision.average_dtype(flat_specs[path])) for path, x in weights.items()}
-    return {
-        "parameter": params,
-        "optimizer": optimizer,
-        "ema": averages,
-    }
+    return {"parameter": params, "optimizer": optimizer, "ema": averages}
 
 
 def init_parts(states: list[GroupState]) -> list[tuple[str, ...]]:

@@ -16,30 +16,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.config import (
-    Config,
-    DType,
-    Fraction,
-    PositiveFloat,
-    PositiveInt,
-    component,
-)
+from plimsoll.framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layout import (
-    Nested,
-    ParameterSpec,
-    TensorSpec,
-    flatten,
-    move_to_host,
-    unflatten,
-)
+from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, flatten, move_to_host, unflatten
 from plimsoll.framework.learner import decisions, groups, initialization, optimizer_instances
 from plimsoll.framework.learner.clipping import ClipMode, Clipping
 from plimsoll.framework.learner.precision import Precision
-from plimsoll.framework.learner.rules import (
-    Optimizer,
-    label,
-)
+from plimsoll.framework.learner.rules import Optimizer, label
 from plimsoll.framework.learner.state import GroupState, layer_specs, spec_like
 from plimsoll.framework.learner.update import GroupUpdate
 from plimsoll.framework.learner.update_locality import check_independent_updates, measure_update_locality
@@ -344,12 +327,7 @@ class Learner:
         """Return the norm of all gradients together, f32 or wider."""
         return decisions.global_norm(grads)
 
-    def decide(
-        self,
-        loss: jax.Array,
-        norm: jax.Array,
-        counter: Nested,
-    ) -> Decision:
+    def decide(self, loss: jax.Array, norm: jax.Array, counter: Nested) -> Decision:
         """Make the decision that depends on all gradients, from their norm.
 
         It holds the factor that clips the gradients, and whether the step counts: loss and norm are finite, and the
@@ -359,25 +337,13 @@ class Learner:
             loss, norm: f32 scalars.
             counter: the state's counters.
         """
-        return decisions.decide(
-            loss,
-            norm,
-            counter,
-            clipping=self.clipping,
-            spikes=self._spikes,
-            draws=self.draws,
-        )
+        return decisions.decide(loss, norm, counter, clipping=self.clipping, spikes=self._spikes, draws=self.draws)
 
     def counter_specs(self) -> dict[str, TensorSpec]:
         """Return the specs of the moving averages of the loss and of its square, f32; {} if spikes are not skipped."""
         return self._spikes.counter_specs()
 
-    def count_loss(
-        self,
-        counter: Nested,
-        loss: jax.Array,
-        ok: jax.Array,
-    ) -> Nested:
+    def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
         """Return the averages after a step; a skipped step leaves them unchanged."""
         return self._spikes.count_loss(counter, loss, ok)
 
@@ -414,10 +380,7 @@ class Learner:
                 self.select(ema, group) if self.ema is not None else {},
             )
             weights, state, average = run(
-                group,
-                self.make_layer_update(group),
-                train_state,
-                self._at_first_layer(decision, group),
+                group, self.make_layer_update(group), train_state, self._at_first_layer(decision, group)
             )
             new_params |= groups.unselect(weights, group, self.specs)
             new_ema |= groups.unselect(average, group, self.specs)

@@ -34,9 +34,7 @@ class OptimizerInstance(NamedTuple):
 
 
 def make_instances(
-    configs: dict[str, Config],
-    learning_rates: dict[str, LearningRate | None],
-    layer_specs: dict[GroupKey, Nested],
+    configs: dict[str, Config], learning_rates: dict[str, LearningRate | None], layer_specs: dict[GroupKey, Nested]
 ) -> dict[GroupKey, OptimizerInstance]:
     """Instantiate each optimizer, and fit it to each of its groups.
 
@@ -73,9 +71,7 @@ def get_learning_rate(optimizer: Config) -> LearningRate | None:
 
 
 def distinct_learning_rates(
-    configs: dict[str, Config],
-    learning_rates: dict[str, LearningRate | None],
-    labels: Iterable[str],
+    configs: dict[str, Config], learning_rates: dict[str, LearningRate | None], labels: Iterable[str]
 ) -> dict[str, LearningRate]:
     """Return the learning rates to report, by label: the default one, and those of rules with a different rate.
 

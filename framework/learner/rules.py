@@ -47,11 +47,7 @@ class Rule:
         self.set = set
 
 
-def label(
-    specs: Nested,
-    optimizer: Config,
-    rules: list[Rule],
-) -> tuple[dict[str, str], dict[str, Config]]:
+def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str, str], dict[str, Config]]:
     """Apply the rules to all parameters.
 
     Returns:
@@ -106,12 +102,7 @@ def _resolve_optimizer(rule: Rule, default: Config, path: str) -> Config:
     return config
 
 
-def _format_shadowing_error(
-    index: int,
-    rules: list[Rule],
-    matched: list[str],
-    decided_by: dict[str, int],
-) -> str:
+def _format_shadowing_error(index: int, rules: list[Rule], matched: list[str], decided_by: dict[str, int]) -> str:
     """Return the error message for a rule without effect: earlier rules decide on everything that it matches."""
     earlier = sorted({decided_by[path] for path in matched})
     names = ", ".join(f"rules.{number} ({rules[number].pattern.pattern!r})" for number in earlier)

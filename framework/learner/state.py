@@ -43,11 +43,7 @@ def layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Neste
     return jax.tree.map(precise, specs)
 
 
-def spec_like(
-    spec: ParameterSpec,
-    dtype: Any,
-    owner: str | None = None,
-) -> OptStateSpec:
+def spec_like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:
     """Return a spec with the shape and mesh axes of a parameter, in another dtype."""
     return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
 
@@ -110,11 +106,7 @@ class GroupState:
         length = self.group.length
         if length is None:
             return stored_spec
-        return replace(
-            stored_spec,
-            shape=(length, *stored_spec.shape),
-            mesh_axes=(None, *stored_spec.mesh_axes),
-        )
+        return replace(stored_spec, shape=(length, *stored_spec.shape), mesh_axes=(None, *stored_spec.mesh_axes))
 
     def _keeps_master(self) -> bool:
         return self.precision.keeps_master(jax.tree.leaves(self.specs))

@@ -60,12 +60,7 @@ class GroupUpdate:
         return self.state.counters()
 
     def __call__(
-        self,
-        weights: Nested,
-        grads: Nested,
-        entry: Nested,
-        average: Nested,
-        decision: Decision,
+        self, weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision
     ) -> LayerUpdate:
         """Update one layer; if the decision is not ok, everything keeps its old value."""
         optimizer = self.state.optimizer
@@ -82,13 +77,7 @@ class GroupUpdate:
         updates, new_state = optimizer.update(clipped_grads, optimizer_state, precise_weights, **extra)
         updates = self.clipping.clip_updates(updates, self.learning_rate, decision.count)
         updated_weights: Any = optax.apply_updates(precise_weights, updates)
-        new_weights = self._new_weights(
-            updated_weights,
-            precise_weights,
-            weights,
-            seed,
-            decision,
-        )
+        new_weights = self._new_weights(updated_weights, precise_weights, weights, seed, decision)
         new_state = precision.narrow(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
         new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
         if MASTER in entry:
@@ -105,12 +94,7 @@ class GroupUpdate:
         return fold_name(fold(decision.seed, decision.layer), self.state.group.home)
 
     def _new_weights(
-        self,
-        updated_weights: Nested,
-        precise_weights: Nested,
-        weights: Nested,
-        seed: jax.Array,
-        decision: Decision,
+        self, updated_weights: Nested, precise_weights: Nested, weights: Nested, seed: jax.Array, decision: Decision
     ) -> _NewWeights:
         """Return a layer's weights after an update; a skipped step leaves them unchanged.
 
@@ -131,22 +115,11 @@ class GroupUpdate:
         # A layer's seed is the same in every step; folding in the number of updates makes the noise differ between
         # steps.
         noise_seed = fold(seed, decision.count)
-        rounded_weights, left_out = round_weights(
-            rounding,
-            updated_weights,
-            weights,
-            noise_seed,
-            decision.origin,
-        )
+        rounded_weights, left_out = round_weights(rounding, updated_weights, weights, noise_seed, decision.origin)
         stored_weights = select_updated(decision.ok, rounded_weights, weights)
         return _NewWeights(updated_weights, stored_weights, left_out)
 
-    def _new_average(
-        self,
-        average: Nested,
-        precise_weights: Nested,
-        ok: jax.Array,
-    ) -> Nested:
+    def _new_average(self, average: Nested, precise_weights: Nested, ok: jax.Array) -> Nested:
         """Return a layer's moving average of the weights after an update; a skipped step leaves it unchanged."""
         if self.ema is None:
             return average
@@ -156,11 +129,7 @@ class GroupUpdate:
 
 
 def _new_entry(
-    entry: Nested,
-    new_state: Nested,
-    left_out: Nested,
-    new_norms: Nested | None,
-    ok: jax.Array,
+    entry: Nested, new_state: Nested, left_out: Nested, new_norms: Nested | None, ok: jax.Array
 ) -> dict[str, Any]:
     """Return a layer's optimizer state entry after an update, without the master; a skipped step leaves it unchanged.
 

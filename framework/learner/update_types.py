@@ -13,11 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_map_with_path
 
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layout import (
-    Nested,
-    flatten,
-    path_name,
-)
+from plimsoll.framework.layout import Nested, flatten, path_name
 from plimsoll.framework.optimizers.rounding import BlockOrigin
 
 # The stage name of a group that spans all stages.
@@ -102,22 +98,14 @@ class LayerUpdateFn(Protocol):
         ...
 
     def __call__(
-        self,
-        weights: Nested,
-        grads: Nested,
-        entry: Nested,
-        average: Nested,
-        decision: Decision,
+        self, weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision
     ) -> LayerUpdate:
         """Return the new weights, entry of the optimizer state and averages; gradients have no new value."""
         ...
 
 
 def update_all_layers(
-    group: ParamGroup,
-    update: LayerUpdateFn,
-    train_state: LayerTrainState,
-    decision: Decision,
+    group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
 ) -> LayerUpdate:
     """Update a whole group at once: the update of one layer, vmapped over the layers if there are several."""
     if group.length is None:
@@ -166,16 +154,7 @@ def slice_layer(stacks: Any, index: Any) -> Any:
 
 def write_layer(stacks: Any, layer_leaves: Any, index: Any) -> Any:
     """Write a layer's leaves [...] into stacked leaves [N, ...] at `index`, which may be traced."""
-    return jax.tree.map(
-        lambda stack, x: jax.lax.dynamic_update_index_in_dim(
-            stack,
-            x,
-            index,
-            0,
-        ),
-        stacks,
-        layer_leaves,
-    )
+    return jax.tree.map(lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, layer_leaves)
 
 
 def select_updated(ok: jax.Array, new: Any, old: Any) -> Any:

@@ -30,11 +30,7 @@ class JsonlWriter:
         stamp: returns additional fields for the row of a step; None for no additional fields.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        stamp: Callable[[int], Mapping[str, Any]] | None = None,
-    ):
+    def __init__(self, path: str | os.PathLike[str], stamp: Callable[[int], Mapping[str, Any]] | None = None):
         self.path = Path(path)
         self._stamp = stamp
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -121,12 +121,7 @@ class WandbWriter:
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:12]
         try:
             self._run: Any = wandb.init(
-                project=project,
-                name=name,
-                id=run_id,
-                resume="allow",
-                dir=os.fspath(workdir),
-                config=config,
+                project=project, name=name, id=run_id, resume="allow", dir=os.fspath(workdir), config=config
             )
         except wandb.Error as error:
             first_line = str(error).partition("\n")[0]

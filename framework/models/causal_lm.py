@@ -185,12 +185,7 @@ class CausalLM(Chain):
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
         return carry, outs
 
-    def head_weights(
-        self,
-        params: Nested,
-        ctx: Context,
-        specs: StageSpecs | None = None,
-    ) -> Nested:
+    def head_weights(self, params: Nested, ctx: Context, specs: StageSpecs | None = None) -> Nested:
         """Return the head's prepared weights. For `specs` see `run`."""
         head_params = self.stage_params(params, "head")
         if specs is not None:

@@ -219,14 +219,7 @@ class Chain:
                 return {**unit, **fetch(name, unshared)}
 
             shared = fetch("shared", params.get("shared", {})) if stage.shared else {}
-            return stage.forward(
-                stage_params,
-                carry,
-                stage.context(name, ctx),
-                state,
-                fetch_layer,
-                shared,
-            )
+            return stage.forward(stage_params, carry, stage.context(name, ctx), state, fetch_layer, shared)
 
     def counts(self, batch: Nested) -> dict[str, jax.Array]:
         """Return {name: f32 scalar}: numbers of a global batch that the loss is divided by.
@@ -236,11 +229,7 @@ class Chain:
         return {}
 
     def loss(
-        self,
-        params: Nested,
-        ctx: Context,
-        buffers: Nested,
-        specs: StageSpecs | None = None,
+        self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
     ) -> tuple[jax.Array, Out]:
         """Return the objective for ctx.batch, and everything else that the model returns.
 

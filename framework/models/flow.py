@@ -150,13 +150,7 @@ class Flow(Chain):
             if isinstance(stage, Stack):
                 stage_ctx = ctx.fold(name)
                 shared = params.get("shared", {})
-                carry, stage_params = self._calibrate_stack(
-                    stage,
-                    params[name],
-                    carry,
-                    stage_ctx,
-                    shared,
-                )
+                carry, stage_params = self._calibrate_stack(stage, params[name], carry, stage_ctx, shared)
                 params = {**params, name: stage_params}
             elif name != "prior":
                 carry, _ = self.run(name, params, carry, ctx, buffers)
@@ -221,26 +215,13 @@ class Flow(Chain):
                 x = stage.decode(weights, x, latents.pop(), ctx)
             elif isinstance(stage, Stack):
                 stage_ctx = ctx.fold(name)
-                x = self._invert_stack(
-                    stage,
-                    params[name],
-                    x,
-                    stage_ctx,
-                    params.get("shared", {}),
-                )
+                x = self._invert_stack(stage, params[name], x, stage_ctx, params.get("shared", {}))
             else:
                 assert isinstance(stage, Invertible)
                 x, _ = stage.inverse({}, x, ctx)
         return x
 
-    def _invert_stack(
-        self,
-        stack: Stack,
-        params: Nested,
-        x: Any,
-        ctx: Context,
-        shared: Nested,
-    ) -> Any:
+    def _invert_stack(self, stack: Stack, params: Nested, x: Any, ctx: Context, shared: Nested) -> Any:
         """Compute the input x of the stack from its output."""
 
         def body(x: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, None]:
@@ -256,13 +237,7 @@ class Flow(Chain):
         x, _ = jax.lax.scan(body, x, xs, reverse=True)
         return x
 
-    def sample(
-        self,
-        params: Nested,
-        key: jax.Array,
-        num: int,
-        temperature: float | jax.Array = 1.0,
-    ) -> jax.Array:
+    def sample(self, params: Nested, key: jax.Array, num: int, temperature: float | jax.Array = 1.0) -> jax.Array:
         """Draw `num` images [num, H, W, C] as integers, uint8 for up to 256 levels.
 
         They are decoded from standard Gaussian latents multiplied by `temperature`.

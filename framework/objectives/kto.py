@@ -107,11 +107,7 @@ class KTO(Objective):
 
     def _compute_metrics(self, unpaired: _UnpairedSequences, counts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the means over answers of each kind; in an evaluation, the sums."""
-        values = {
-            "reward": self.beta * unpaired.log_ratios,
-            "log_prob": unpaired.log_probs,
-            "length": unpaired.lengths,
-        }
+        values = {"reward": self.beta * unpaired.log_ratios, "log_prob": unpaired.log_probs, "length": unpaired.lengths}
         observed = {}
         for label in _LABELS:
             answer_weights_BN = getattr(unpaired, label)

@@ -135,13 +135,7 @@ class DPO(PairLoss):
 
     arrays = ("ends", "segments", "reference")
 
-    def __init__(
-        self,
-        *,
-        beta: PositiveFloat = 0.1,
-        label_smoothing: Fraction = 0.0,
-        sft: NonNegativeFloat = 0.0,
-    ):
+    def __init__(self, *, beta: PositiveFloat = 0.1, label_smoothing: Fraction = 0.0, sft: NonNegativeFloat = 0.0):
         self.beta = beta
         self.label_smoothing = label_smoothing
         self.sft = sft
@@ -271,9 +265,7 @@ def _sum_answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> Answer
     if "reference" in batch:
         log_ratios_BS = log_probs_BS - batch["reference"]
     return AnswerPairs(
-        log_probs=sums(log_probs_BS),
-        log_ratios=sums(log_ratios_BS),
-        lengths=sums(jnp.ones_like(log_probs_BS)),
+        log_probs=sums(log_probs_BS), log_ratios=sums(log_ratios_BS), lengths=sums(jnp.ones_like(log_probs_BS))
     )
 
 

@@ -15,13 +15,7 @@ import optax
 from jax.tree_util import tree_map_with_path
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, component
-from plimsoll.framework.layout import (
-    Nested,
-    OptStateSpec,
-    ParameterSpec,
-    flatten,
-    path_name,
-)
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, path_name
 from plimsoll.framework.optimizers.offload import partitioned_chain
 from plimsoll.framework.optimizers.parameter_kinds import TABLE_ROLES, classify_parameter
 from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
@@ -92,10 +86,7 @@ def adam_mini(
 
 
 def _scale_by_adam_mini(
-    b1: float,
-    b2: float,
-    eps: float,
-    blocks_by_path: dict[str, _Blocks],
+    b1: float, b2: float, eps: float, blocks_by_path: dict[str, _Blocks]
 ) -> PartitionedGradientTransformation:
     """Adam-mini's update direction; if `blocks_by_path` lacks a path, the number of axes determines the blocks."""
 
@@ -109,12 +100,7 @@ def _scale_by_adam_mini(
     def partition(specs: Nested) -> optax.ScaleByAdamState:
         return _state_specs(specs, get_blocks)
 
-    def update(
-        updates: Any,
-        state: optax.ScaleByAdamState,
-        params: Any = None,
-        **extra: Any,
-    ) -> Any:
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         mean_squares = tree_map_with_path(lambda k, g: get_blocks(k, g.ndim).mean(jnp.square(g)), updates)
@@ -134,12 +120,7 @@ def _scale_by_adam_mini(
         layer_blocks = {path: _blocks(spec) for path, spec in flatten(specs).items()}
         return _scale_by_adam_mini(b1, b2, eps, layer_blocks)
 
-    return PartitionedGradientTransformation(
-        init,
-        update,
-        partition,
-        fit_to_specs=fit_to_specs,
-    )
+    return PartitionedGradientTransformation(init, update, partition, fit_to_specs=fit_to_specs)
 
 
 def _zero_state(params: Any, get_blocks: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
@@ -160,12 +141,7 @@ def _state_specs(specs: Nested, get_blocks: Callable[[Any, int], _Blocks]) -> op
 
     def moment_spec(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
         mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
-        return OptStateSpec(
-            blocks.shape(spec.shape),
-            spec.dtype,
-            mesh_axes,
-            owner=path_name(keypath),
-        )
+        return OptStateSpec(blocks.shape(spec.shape), spec.dtype, mesh_axes, owner=path_name(keypath))
 
     def mu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
         # The first moment has the parameter's shape, so each element is a block.

@@ -13,12 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plimsoll.framework.config import (
-    Config,
-    ConfigError,
-    get_schema,
-    get_target,
-)
+from plimsoll.framework.config import Config, ConfigError, get_schema, get_target
 from plimsoll.framework.config.names import join, show
 
 

@@ -11,12 +11,7 @@ from __future__ import annotations
 
 import optax
 
-from plimsoll.framework.config import (
-    FiniteNonNegative,
-    Fraction,
-    Probability,
-    component,
-)
+from plimsoll.framework.config import FiniteNonNegative, Fraction, Probability, component
 from plimsoll.framework.optimizers.schedule_steps import RunSteps, TrainingSteps
 
 

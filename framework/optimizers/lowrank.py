@@ -15,21 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.config import (
-    FiniteNonNegative,
-    Fraction,
-    PositiveFloat,
-    PositiveInt,
-    component,
-)
-from plimsoll.framework.layout import (
-    Nested,
-    OptStateSpec,
-    flatten,
-    fold_in_name,
-    path_name,
-    unflatten,
-)
+from plimsoll.framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
+from plimsoll.framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
 from plimsoll.framework.optimizers.clipping import limit_norm_growth
 from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
@@ -83,15 +70,7 @@ def apollo(
             the paper; "factored", Adafactor's second moment (a number per row and column) without a first; "same" as
             matrices.
     """
-    core = _Apollo(
-        rank,
-        scale,
-        update_interval,
-        norm_growth,
-        per,
-        tables,
-        optax.scale_by_adam(b1, b2),
-    )
+    core = _Apollo(rank, scale, update_interval, norm_growth, per, tables, optax.scale_by_adam(b1, b2))
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
     return _build_apollo(core, decay, rate, {})
@@ -220,15 +199,7 @@ class _Apollo:
 
         return jax.tree.map(fit_axes, state)
 
-    def update(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        seed: Any = None,
-        **_: Any,
-    ) -> Any:
+    def update(self, updates: Any, state: Any, params: Any = None, *, seed: Any = None, **_: Any) -> Any:
         # An explicit generator, so that the projections do not depend on JAX's configuration.
         key = jax.random.key(0 if seed is None else seed, impl="threefry2x32")
         # P is not stored: it is regenerated from the number of the interval, the same for all steps in it.
@@ -250,12 +221,7 @@ class _Apollo:
         directions = dict(zip(projected, jax.tree.leaves(adam_updates), strict=True))
         scaled = {}
         for path, axis in projected_axes.items():
-            scaled[path] = self._scale_gradient(
-                axis,
-                grads[path],
-                projected[path],
-                directions[path],
-            )
+            scaled[path] = self._scale_gradient(axis, grads[path], projected[path], directions[path])
         old_norms = flatten(state.norm)
         # The state's norms in the order of `scaled`, because the limiter needs both in one structure.
         norms = {path: old_norms[path] for path in projected_axes}
@@ -265,14 +231,7 @@ class _Apollo:
         new_updates = jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates)
         return new_updates, ApolloState(adam_state, unflatten(new_norms))
 
-    def _project(
-        self,
-        key: jax.Array,
-        period: jax.Array,
-        path: str,
-        g: jax.Array,
-        axis: int,
-    ) -> jax.Array:
+    def _project(self, key: jax.Array, period: jax.Array, path: str, g: jax.Array, axis: int) -> jax.Array:
         """Return R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) for this parameter and interval."""
         sample_key = jax.random.fold_in(fold_in_name(key, path), period)
         size = g.shape[axis]
@@ -280,13 +239,7 @@ class _Apollo:
         projection = jax.random.normal(sample_key, (rank, size), g.dtype) * rank**-0.5
         return jnp.tensordot(projection, g, axes=(1, axis))
 
-    def _scale_gradient(
-        self,
-        axis: int,
-        g: jax.Array,
-        projected: jax.Array,
-        direction: jax.Array,
-    ) -> jax.Array:
+    def _scale_gradient(self, axis: int, g: jax.Array, projected: jax.Array, direction: jax.Array) -> jax.Array:
         """Return U = sqrt(scale) G diag(s): the raw gradient, rescaled by the size of Adam's direction for R.
 
         Args:

@@ -9,19 +9,8 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
-from plimsoll.framework.config import (
-    FiniteNonNegative,
-    Fraction,
-    PositiveFloat,
-    PositiveInt,
-    component,
-)
-from plimsoll.framework.layout import (
-    Nested,
-    OptStateSpec,
-    flatten,
-    path_name,
-)
+from plimsoll.framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
+from plimsoll.framework.layout import Nested, OptStateSpec, flatten, path_name
 from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 from plimsoll.framework.optimizers.per_matrix import per_matrix
@@ -87,12 +76,7 @@ def galore(
         weight_decay, b1, b2: for all parameters, as in optax.adamw.
     """
     matrix_galore = optax.contrib.galore(
-        learning_rate,
-        rank,
-        update_proj_gap,
-        scale,
-        optax.scale_by_adam(b1, b2),
-        weight_decay=weight_decay,
+        learning_rate, rank, update_proj_gap, scale, optax.scale_by_adam(b1, b2), weight_decay=weight_decay
     )
     # One layer at a time: on CPU, several batched decompositions of jaxlib deadlock waiting for each other's threads.
     sequential_update = jax.custom_batching.sequential_vmap(matrix_galore.update)

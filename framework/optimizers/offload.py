@@ -15,14 +15,7 @@ import jax
 import optax
 
 from plimsoll.framework.config.components import component
-from plimsoll.framework.layout import (
-    MemoryKind,
-    Nested,
-    TensorSpec,
-    copy_partition,
-    flatten,
-    move_to_host,
-)
+from plimsoll.framework.layout import MemoryKind, Nested, TensorSpec, copy_partition, flatten, move_to_host
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 
 Transformation = optax.GradientTransformation | PartitionedGradientTransformation
@@ -72,12 +65,7 @@ def offload_optimizer(
         partition=partition_layer, without_transfers=None, fit_to_specs=None
     )
     return PartitionedGradientTransformation(
-        inner.init,
-        update,
-        partition,
-        without_transfers,
-        fit_to_specs,
-        inner.draws,
+        inner.init, update, partition, without_transfers, fit_to_specs, inner.draws
     )
 
 
@@ -90,12 +78,7 @@ def _make_offloaded_factory(
     """Return `fit_to_specs` for an offloaded optimizer: the inner one fitted to a layer's parameters, then offloaded."""
 
     def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return offload_optimizer(
-            fit_inner(specs),
-            pattern,
-            offload_src,
-            offload_dst,
-        )
+        return offload_optimizer(fit_inner(specs), pattern, offload_src, offload_dst)
 
     return fit_to_specs
 

@@ -20,14 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.layout import (
-    MeshAxes,
-    Nested,
-    OptStateSpec,
-    ParameterSpec,
-    flatten,
-    key_name,
-)
+from plimsoll.framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, flatten, key_name
 
 # Spec of the number of updates, for transformations with an explicit partition.
 NUMBER_OF_UPDATES = OptStateSpec((), "int32", counts_updates=True)
@@ -151,11 +144,7 @@ def find_owner(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tup
     return None
 
 
-def _axes(
-    shape: tuple[int, ...],
-    probe_shape: tuple[int, ...],
-    owner: ParameterSpec,
-) -> MeshAxes:
+def _axes(shape: tuple[int, ...], probe_shape: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:
     """Return the mesh axes of a state leaf that belongs to a parameter.
 
     Args:

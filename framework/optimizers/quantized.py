@@ -20,19 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from plimsoll.framework.config import (
-    FiniteNonNegative,
-    Fraction,
-    NonNegativeInt,
-    PositiveInt,
-    component,
-)
-from plimsoll.framework.layout import (
-    Nested,
-    OptStateSpec,
-    ParameterSpec,
-    path_name,
-)
+from plimsoll.framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt, component
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
 from plimsoll.framework.layout.bit_packing import compute_packed_shape, pack, unpack
 from plimsoll.framework.optimizers.offload import partitioned_chain
 from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
@@ -72,11 +61,7 @@ def _levels(signed: bool) -> _Levels:
     return _Levels([2 ** (i + 1) for i in decades], 0)
 
 
-def _evaluate_steps(
-    x: jax.Array,
-    starts: Iterable[float],
-    values: Iterable[float],
-) -> jax.Array:
+def _evaluate_steps(x: jax.Array, starts: Iterable[float], values: Iterable[float]) -> jax.Array:
     """Evaluate a step function: the value of the last start that is at most x; 0 if there is none."""
     # A chain of selects, because each is elementwise; a search or a gather would not fuse on a TPU.
     result = jnp.zeros_like(x)
@@ -115,11 +100,7 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
     cell = jnp.floor((size / scale - 0.1) / 0.9 * count)
     cell = jnp.clip(cell, 0, count - 1)
     # The decades below have counts[0] (1 + 2 + 4 + ...) = count - counts[0] parts in all.
-    rank = jnp.where(
-        size < to_one,
-        count - counts[0] + cell + 1,
-        jnp.where(x > 0, 255 - zero, zero),
-    )
+    rank = jnp.where(size < to_one, count - counts[0] + cell + 1, jnp.where(x > 0, 255 - zero, zero))
     zero_below = to_first if signed else 0
     codes = zero + jnp.sign(x) * jnp.where(size < zero_below, 0, rank)
     return codes.astype(jnp.uint8)
@@ -167,27 +148,14 @@ class _Blocks(NamedTuple):
         padded = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
         return jax.lax.slice_in_dim(padded, 0, shape[axis], axis=axis)
 
-    def load(
-        self,
-        moment: Moment,
-        shape: tuple[int, ...],
-        dtype: Any,
-        *,
-        signed: bool,
-    ) -> jax.Array:
+    def load(self, moment: Moment, shape: tuple[int, ...], dtype: Any, *, signed: bool) -> jax.Array:
         """Return a moment of a parameter of this shape in blocks, [..., blocks, size, ...] in `dtype`."""
         scale = jnp.expand_dims(moment.scale.astype(dtype), self.axis)
         # The padding is the code of 0, so that it does not affect a block's largest magnitude.
         codes = self.split(unpack(moment.codes, shape[-2]), _levels(signed).zero)
         return decode(codes, dtype, signed=signed) * scale
 
-    def store(
-        self,
-        x: jax.Array,
-        shape: tuple[int, ...],
-        *,
-        signed: bool,
-    ) -> Moment:
+    def store(self, x: jax.Array, shape: tuple[int, ...], *, signed: bool) -> Moment:
         """Quantize a moment in blocks, the inverse of `load`, for a parameter of this shape."""
         # Avoids division by zero in a block of zeros.
         largest = jnp.max(jnp.abs(x), axis=self.axis)
@@ -268,12 +236,7 @@ class _Adam(NamedTuple):
     eps: float
 
     def update(
-        self,
-        g: jax.Array,
-        mu: Any,
-        nu: Any,
-        count: jax.typing.ArrayLike,
-        blocks: _Blocks | None,
+        self, g: jax.Array, mu: Any, nu: Any, count: jax.typing.ArrayLike, blocks: _Blocks | None
     ) -> tuple[jax.Array, Any, Any]:
         """Run one Adam update for one parameter.
 
@@ -324,12 +287,7 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
     def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
         count = optax.safe_increment(state.count)
 
-        def update_leaf(
-            keypath: Any,
-            g: jax.Array,
-            mu: Any,
-            nu: Any,
-        ) -> Any:
+        def update_leaf(keypath: Any, g: jax.Array, mu: Any, nu: Any) -> Any:
             blocks = rule.get_blocks(keypath, g.shape)
             return adam.update(g, mu, nu, count, blocks)
 
@@ -343,12 +301,7 @@ def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransfor
     def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
         return _scale_by_adam(adam, replace(rule, kind_by_path=classify_parameters(specs)))
 
-    return PartitionedGradientTransformation(
-        init,
-        update,
-        partition,
-        fit_to_specs=fit_to_specs,
-    )
+    return PartitionedGradientTransformation(init, update, partition, fit_to_specs=fit_to_specs)
 
 
 def _state_specs(specs: Nested, rule: _BlockRule) -> optax.ScaleByAdamState:

@@ -70,11 +70,7 @@ def fold_name(seed: jax.Array, name: str) -> jax.Array:
     return fold(seed, np.uint32(name_hash(name)))
 
 
-def noise(
-    seed: jax.Array,
-    shape: tuple[int, ...],
-    origin: BlockOrigin | None = None,
-) -> jax.Array:
+def noise(seed: jax.Array, shape: tuple[int, ...], origin: BlockOrigin | None = None) -> jax.Array:
     """Return uniform random bits, uint32 of `shape`, that depend only on the seed and positions in the whole tensor.
 
     Args:
@@ -126,11 +122,7 @@ def split_rounding_error(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array
     return nearest.astype(dtype), (x - nearest).astype(dtype)
 
 
-def upcast(
-    rounding: Rounding,
-    weights: Nested,
-    compensation: Nested | None,
-) -> Nested:
+def upcast(rounding: Rounding, weights: Nested, compensation: Nested | None) -> Nested:
     """Return the weights in the dtype in which their update is computed.
 
     Args:
@@ -154,11 +146,7 @@ def upcast(
 
 
 def round_weights(
-    rounding: Rounding,
-    new: Nested,
-    old: Nested,
-    seed: jax.Array,
-    origin: BlockOrigin | None,
+    rounding: Rounding, new: Nested, old: Nested, seed: jax.Array, origin: BlockOrigin | None
 ) -> tuple[Nested, Nested]:
     """Return (new weights in the dtypes of the old ones, the rounding errors for the next update).
 
@@ -174,11 +162,7 @@ def round_weights(
     """
     if rounding == "stochastic":
 
-        def random_round(
-            keypath: Any,
-            precise: jax.Array,
-            weight: jax.Array,
-        ) -> jax.Array:
+        def random_round(keypath: Any, precise: jax.Array, weight: jax.Array) -> jax.Array:
             # Without the names, tensors of one shape would have the same noise.
             tensor_seed = fold_name(seed, path_name(keypath))
             bits = noise(tensor_seed, precise.shape, origin)

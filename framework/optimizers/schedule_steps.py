@@ -171,12 +171,7 @@ def scale(config: Config, new: int, old: int) -> list[str]:
     return unknown
 
 
-def _scale_argument(
-    value: Any,
-    kind: _ArgumentType,
-    new: int,
-    old: int,
-) -> Any:
+def _scale_argument(value: Any, kind: _ArgumentType, new: int, old: int) -> Any:
     """Return an argument written for a run of `old` steps, scaled to one of `new` steps."""
     # Integer division rounds down the same on every machine. No length becomes zero, because optax refuses that.
     if kind == "length":

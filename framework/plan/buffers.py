@@ -115,17 +115,7 @@ def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> l
     values = []
     for name, index, size, offset, shape in _VALUE.findall(text):
         start, end = live_ranges.get((name, index), (0, -1))
-        values.append(
-            BufferValue(
-                name,
-                _index(index),
-                int(size),
-                int(offset),
-                shape,
-                start,
-                end,
-            )
-        )
+        values.append(BufferValue(name, _index(index), int(size), int(offset), shape, start, end))
     return values
 
 

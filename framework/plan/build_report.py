@@ -40,14 +40,7 @@ COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), 
 _LARGEST = 30
 
 
-def estimate_report(
-    name: str,
-    config: Config,
-    target: Target,
-    limit: int | None,
-    *,
-    suggests: bool = True,
-) -> Report:
+def estimate_report(name: str, config: Config, target: Target, limit: int | None, *, suggests: bool = True) -> Report:
     """Return a report based only on the analytical estimate: it needs no compiler and no devices.
 
     Args:
@@ -63,15 +56,7 @@ def estimate_report(
     peak = need.peak_bytes
     arguments = state + need.breakdown["batch"]
     # The results of a step are the new state, which overwrites the old one.
-    step = CompiledProgram(
-        0.0,
-        peak,
-        peak,
-        argument=arguments,
-        output=state,
-        alias=state,
-        temp=peak - arguments,
-    )
+    step = CompiledProgram(0.0, peak, peak, argument=arguments, output=state, alias=state, temp=peak - arguments)
     report = _report_header(name, experiment, target, limit)
     report |= device_bytes(step)
     report |= {
@@ -132,13 +117,7 @@ def compile_report(
     peaks |= _batch_transform_peaks(companion, _state_bytes(program).host)
     peaks |= _save_and_restore(program, target)
     if phases:
-        _add_phases(
-            report,
-            peaks,
-            program,
-            target,
-            step,
-        )
+        _add_phases(report, peaks, program, target, step)
     report["phases"] = _report_phases(peaks)
     most = max(peak.device for peak in peaks.values())
     report["fits"] = not step.message and (limit is None or most <= limit)
@@ -259,11 +238,7 @@ def _compare_estimate(need: Estimate, step: CompiledProgram) -> Report:
 
 
 def _add_phases(
-    report: Report,
-    peaks: dict[str, _Peak],
-    program: Program,
-    target: Target,
-    step: CompiledProgram,
+    report: Report, peaks: dict[str, _Peak], program: Program, target: Target, step: CompiledProgram
 ) -> None:
     """Compile initialization and evaluation, and add their peaks."""
     layout = program.layout
@@ -281,12 +256,7 @@ def _add_phases(
 # --- the parts of a report -------------------------------------------------------------------------------------------
 
 
-def _report_header(
-    name: str,
-    experiment: Experiment,
-    target: Target,
-    limit: int | None,
-) -> Report:
+def _report_header(name: str, experiment: Experiment, target: Target, limit: int | None) -> Report:
     """Return the report keys that follow from config and target, and empty defaults for all other keys."""
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
     sizes = experiment.mesh.resolve(target.num_devices)
@@ -332,12 +302,7 @@ def device_bytes(step: CompiledProgram) -> Report:
     return {f"device_{name}_bytes": getattr(step, name) for name in names}
 
 
-def _add_host(
-    report: Report,
-    state: int,
-    temporary: int,
-    target: Target,
-) -> None:
+def _add_host(report: Report, state: int, temporary: int, target: Target) -> None:
     """Add the bytes in host memory, per device and per process.
 
     They do not affect the verdict, because users choose the machine that holds the devices.
@@ -360,13 +325,7 @@ def report_zero_gradients(program: Program) -> Report:
     remat = "none"
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
-        ctx = training_context(
-            batch,
-            state["counter"],
-            model,
-            layout,
-            remat,
-        )
+        ctx = training_context(batch, state["counter"], model, layout, remat)
         fetched = layout.fetch("parameter", params)
         frozen = layout.fetch("frozen", state["frozen"])
         split_params = model.unstack_layers(fetched, remat)

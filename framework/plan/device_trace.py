@@ -85,13 +85,7 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
     shapes = StateLayout({}, step.mesh).abstract(arguments)
     # Results are declared as replicated so that each keeps its shape on one device.
-    local = jax.shard_map(
-        step.gradients,
-        mesh=step.mesh,
-        in_specs=axes,
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+    local = jax.shard_map(step.gradients, mesh=step.mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
     closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
@@ -102,12 +96,7 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
 class _DeviceStep:
     """The forward and backward pass of an experiment's model on one device of its mesh."""
 
-    def __init__(
-        self,
-        split_experiment: SplitExperiment,
-        sizes: dict[str, int],
-        platform: str,
-    ):
+    def __init__(self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str):
         self.experiment = split_experiment.experiment
         self.sizes = sizes
         self.platform = platform
@@ -124,13 +113,7 @@ class _DeviceStep:
                     layer.num_kv_heads //= sizes["model"]
         self.specs = self.model.parameter_specs()
 
-    def gradients(
-        self,
-        params: Nested,
-        frozen: Nested,
-        buffers: Nested,
-        batch: Nested,
-    ) -> Any:
+    def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
         """Return the gradients of one microbatch with respect to `params`."""
         model = self.model
         remat = self.experiment.memory.remat
@@ -155,22 +138,9 @@ class _DeviceStep:
             return self._compute_stage_grads(params, frozen, buffers, ctx)
         # The head gets no mesh, so that its chunks are those of this device's positions.
         head_ctx = functools.partial(Context, **fields)
-        return self._compute_language_model_grads(
-            model,
-            params,
-            frozen,
-            buffers,
-            ctx,
-            head_ctx,
-        )
+        return self._compute_language_model_grads(model, params, frozen, buffers, ctx, head_ctx)
 
-    def _compute_stage_grads(
-        self,
-        params: Nested,
-        frozen: Nested,
-        buffers: Nested,
-        ctx: Context,
-    ) -> Any:
+    def _compute_stage_grads(self, params: Nested, frozen: Nested, buffers: Nested, ctx: Context) -> Any:
         model = self.model
 
         def objective(params: Nested) -> Any:
@@ -178,13 +148,7 @@ class _DeviceStep:
             carry = None
             total_loss = jnp.float32(0)
             for name in model.stages:
-                carry, out = self._run_stage(
-                    name,
-                    weights,
-                    carry,
-                    ctx,
-                    buffers,
-                )
+                carry, out = self._run_stage(name, weights, carry, ctx, buffers)
                 if out.loss is not None:
                     total_loss = total_loss + out.loss
             return total_loss
@@ -225,14 +189,7 @@ class _DeviceStep:
         grads, *table_grad = jax.grad(loss, argnums=argnums)(model.unstack_layers(params, ctx.remat), table)
         return model.stack_layers(grads), table_grad
 
-    def _run_stage(
-        self,
-        name: str,
-        params: Nested,
-        carry: Any,
-        ctx: Context,
-        buffers: Nested,
-    ) -> tuple[Any, Out]:
+    def _run_stage(self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested) -> tuple[Any, Out]:
         """Return the result of a stage; its weights are gathered as the layers do it on a real mesh."""
         stage = self.model.stages[name]
         stage_buffers = buffers.get(name, {})
@@ -240,12 +197,7 @@ class _DeviceStep:
             # Weights are gathered one layer at a time, without the layer axis.
             fetch = functools.partial(jax.tree.map, self._gather, stage.pattern.parameter_specs())
             return stage.forward(
-                params[name],
-                carry,
-                stage.context(name, ctx),
-                stage_buffers,
-                fetch,
-                params.get("shared"),
+                params[name], carry, stage.context(name, ctx), stage_buffers, fetch, params.get("shared")
             )
         if isinstance(stage, Embedding):
             # An embedding gathers only position tables that all sequences share.
@@ -288,13 +240,7 @@ class _LocalKernels:
         self._platform = platform
         self._flash_attention = _make_flash_attention(seq_shards)
 
-    def look_up(
-        self,
-        table_VD: jax.Array,
-        indices_BS: jax.Array,
-        ctx: Context,
-        vocab_axis: str | None,
-    ) -> jax.Array:
+    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
         """Look up rows like `lookup.look_up`, on shards: tokens of the whole fsdp group, columns of this device."""
         mesh = ctx.mesh
         assert mesh is not None
@@ -306,30 +252,12 @@ class _LocalKernels:
         def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
             local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
             # Each device sends its columns of the other devices' tokens, and receives all columns of its own tokens.
-            return jax.lax.all_to_all(
-                local_columns,
-                "fsdp",
-                split_axis=0,
-                concat_axis=2,
-                tiled=True,
-            )
+            return jax.lax.all_to_all(local_columns, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
         def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
-            rows_grad = jax.lax.all_to_all(
-                rows_grad,
-                "fsdp",
-                split_axis=2,
-                concat_axis=0,
-                tiled=True,
-            )
+            rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
             table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
-            grad = lookup.shard_gradient(
-                table_gradient,
-                indices,
-                rows_grad,
-                mesh=mesh,
-                vocab_axis=vocab_axis,
-            )
+            grad = lookup.shard_gradient(table_gradient, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
             # Integers have a gradient of dtype float0.
             return grad, np.zeros(indices.shape, jax.dtypes.float0)
 
@@ -341,13 +269,7 @@ class _LocalKernels:
         return _make_grouped_product(rows)(x_NI, weight_EIO)
 
     def attention(
-        self,
-        query_BSNH: jax.Array,
-        key_BSKH: jax.Array,
-        value_BSKH: jax.Array,
-        *,
-        implementation: str,
-        **options: Any,
+        self, query_BSNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, *, implementation: str, **options: Any
     ) -> jax.Array:
         """Compute `dot_product_attention` on shards; "auto" does not check which packages are installed."""
         batch, length, heads, head_size = query_BSNH.shape
@@ -366,22 +288,9 @@ class _LocalKernels:
             return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
         static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
         call = AttentionCall(
-            batch,
-            length,
-            heads,
-            head_size,
-            key_BSKH.shape[2],
-            *static,
-            given_value_dim=value_BSKH.shape[3],
+            batch, length, heads, head_size, key_BSKH.shape[2], *static, given_value_dim=value_BSKH.shape[3]
         )
-        return kernels_xla.attend(
-            call,
-            query_BSNH,
-            key_BSKH,
-            value_BSKH,
-            segments_BS,
-            sinks_N,
-        )
+        return kernels_xla.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
 
 
 def _splash_supports(platform: str, q: jax.Array) -> bool:

@@ -93,13 +93,7 @@ class _TimedCompiler:
         moved = 0
         if compiled.buffers is not None:
             moved = compiled.buffers.module.host_bytes()
-        return programs.CompiledProgram(
-            None,
-            compiled.peak,
-            compiled,
-            host_temp=compiled.host_temp,
-            moved=moved,
-        )
+        return programs.CompiledProgram(None, compiled.peak, compiled, host_temp=compiled.host_temp, moved=moved)
 
 
 def _combine_calls(ledger: MemoryTracker, seconds: float) -> CompiledProgram:

@@ -87,11 +87,7 @@ def estimate(
         breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
 
     backward_pass = TracedBackward(
-        split_experiment,
-        layout,
-        sizes,
-        spec.platform,
-        trace_fn(split_experiment, sizes, spec.platform),
+        split_experiment, layout, sizes, spec.platform, trace_fn(split_experiment, sizes, spec.platform)
     )
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
         host_breakdown["activations"] = backward_pass.find_peak_bytes(in_host_memory=True).total()
@@ -104,12 +100,7 @@ def estimate(
     step_flops = _flops(experiment, sizes, backward_pass.traced)
     device_flops = step_flops.flops / math.prod(sizes.values())
     work = count_work(
-        experiment,
-        sizes,
-        running_layout,
-        backward_pass.traced,
-        device_flops,
-        host_breakdown["activations"],
+        experiment, sizes, running_layout, backward_pass.traced, device_flops, host_breakdown["activations"]
     )
     passes = ForwardCost() if experiment.companion is None else experiment.companion.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes

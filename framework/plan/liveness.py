@@ -111,11 +111,7 @@ class _Equation:
 
 
 def find_peak_bytes(
-    jaxpr: Any,
-    rules: CompilerRules,
-    groups: list[str] | None = None,
-    *,
-    frees_outputs: bool = False,
+    jaxpr: Any, rules: CompilerRules, groups: list[str] | None = None, *, frees_outputs: bool = False
 ) -> Counter[str]:
     """Return the bytes by group at the memory peak of a program, excluding its inputs, which the caller owns.
 
@@ -143,12 +139,7 @@ class _Program:
         self.equations: list[_Equation] = []
         self.values: list[_Value] = []
 
-    def value(
-        self,
-        aval: Any,
-        made_at: int,
-        **fields: Any,
-    ) -> _Value:
+    def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
         new_value = _Value(aval, made_at, self.rules.nbytes(aval), **fields)
         self.values.append(new_value)
         return new_value
@@ -180,22 +171,12 @@ class _Program:
             value_by_var.update(zip(eqn.outvars, results, strict=False))
         return [get_value(atom) for atom in jaxpr.outvars]
 
-    def _equation(
-        self,
-        eqn: Any,
-        name: str,
-        operands: list[_Value | None],
-    ) -> list[_Value]:
+    def _equation(self, eqn: Any, name: str, operands: list[_Value | None]) -> list[_Value]:
         index = len(self.equations)
         operand_values = [value for value in operands if value is not None]
         results = []
         for var in eqn.outvars:
-            result = self.value(
-                var.aval,
-                index,
-                fusible=name not in _STORED,
-                operands=list(operand_values),
-            )
+            result = self.value(var.aval, index, fusible=name not in _STORED, operands=list(operand_values))
             results.append(result)
         for value in operand_values:
             value.readers.append(index)
@@ -205,23 +186,10 @@ class _Program:
         for result in results:
             self._note_gradient(name, operand_values, result)
         scratch = self._scratch(operand_values, results[0]) if name == "dot_general" else 0
-        self.equations.append(
-            _Equation(
-                name,
-                eqn.params,
-                operands,
-                results,
-                scratch,
-            )
-        )
+        self.equations.append(_Equation(name, eqn.params, operands, results, scratch))
         return results
 
-    def _note_gradient(
-        self,
-        name: str,
-        operands: list[_Value],
-        result: _Value,
-    ) -> None:
+    def _note_gradient(self, name: str, operands: list[_Value], result: _Value) -> None:
         """Assign gradients to their group, and count results that are shards of the table's gradient as shards."""
         if name == "dot_general" and result.aval.shape == self.rules.table:
             result.group = "gradients"
@@ -307,12 +275,7 @@ class _Program:
                 for root in value.in_memory():
                     root.last_read = end
 
-    def _find_compute_index(
-        self,
-        value: _Value,
-        outputs: set[_Value],
-        late: bool,
-    ) -> int:
+    def _find_compute_index(self, value: _Value, outputs: set[_Value], late: bool) -> int:
         """Return the index of the equation at which a value is computed."""
         equation = self.equations[value.made_at] if value.made_at >= 0 else None
         if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
@@ -343,12 +306,7 @@ class _Program:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        outputs: list[_Value | None],
-        stacked: set[_Value],
-        late: bool = False,
-    ) -> Counter[str]:
+    def run(self, outputs: list[_Value | None], stacked: set[_Value], late: bool = False) -> Counter[str]:
         """Return the peak bytes by group while the equations run.
 
         Args:
@@ -388,12 +346,7 @@ class _Program:
             live = {value for value in live if value.last_read > now or value.last_read == end}
         return best
 
-    def _loop(
-        self,
-        equation: _Equation,
-        live: set[_Value],
-        now: int,
-    ) -> Counter[str]:
+    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
         """Return the peak bytes of one loop iteration or branch. Updates `live` if the body owns its carry."""
         most_by_body = []
         for body in inner_jaxprs(equation.params):
@@ -406,13 +359,7 @@ class _Program:
             most_by_body.append(inner.run(outputs, set()))
         return max(most_by_body, key=Counter.total)
 
-    def _scan(
-        self,
-        equation: _Equation,
-        body: Any,
-        live: set[_Value],
-        now: int,
-    ) -> Counter[str]:
+    def _scan(self, equation: _Equation, body: Any, live: set[_Value], now: int) -> Counter[str]:
         num_consts, num_carries = scan_counts(equation.params)
         first_stack = num_consts + num_carries
         inner = _Program(self.rules)

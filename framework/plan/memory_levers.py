@@ -94,12 +94,7 @@ def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[st
 
 
 def estimate_levers(
-    config: Config,
-    target: Target,
-    report: Report,
-    candidates: Sequence[Lever],
-    *,
-    seconds: float = 2.0,
+    config: Config, target: Target, report: Report, candidates: Sequence[Lever], *, seconds: float = 2.0
 ) -> list[Lever]:
     """Return the levers that are valid for a config on a target and help, with their estimated bytes.
 

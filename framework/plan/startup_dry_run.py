@@ -23,14 +23,7 @@ from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
 
 
-def dry_run(
-    name: str,
-    config: Config,
-    experiment: Experiment,
-    target: Target,
-    folder: Path,
-    limit: int | None,
-) -> bool:
+def dry_run(name: str, config: Config, experiment: Experiment, target: Target, folder: Path, limit: int | None) -> bool:
     """Start a run for a target, print what its processes do, and compile its step.
 
     Args:

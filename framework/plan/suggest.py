@@ -48,13 +48,7 @@ def state_bytes(need: Estimate) -> int:
 
 
 def suggestions(
-    config: Config,
-    target: Target,
-    limit: int,
-    peak: int,
-    *,
-    present: Estimate | None = None,
-    seconds: float = 300.0,
+    config: Config, target: Target, limit: int, peak: int, *, present: Estimate | None = None, seconds: float = 300.0
 ) -> list[dict[str, Any]]:
     """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 

@@ -55,12 +55,7 @@ def _is_longer_form(choice: str, typed_family: str) -> bool:
     return bool(typed_family) and choice.startswith(prefixes)
 
 
-def check_size(
-    name: str,
-    size: int,
-    sizes: set[int],
-    prefix: str,
-) -> None:
+def check_size(name: str, size: int, sizes: set[int], prefix: str) -> None:
     """Check that a target has a valid number of devices.
 
     Args:

@@ -214,14 +214,7 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
     valid_counts = {smaller_count, smaller_count + unit} - {0}
     target_names.check_size(name, count, valid_counts, f"{spec.name}x")
     hosts = -(-count // host)
-    return Target(
-        f"{spec.name}x{count}",
-        spec,
-        count,
-        hosts,
-        spec.limit_bytes,
-        num_slices=-(-count // island),
-    )
+    return Target(f"{spec.name}x{count}", spec, count, hosts, spec.limit_bytes, num_slices=-(-count // island))
 
 
 def _slices(family: str, topology: str, count: int) -> Target:

@@ -14,10 +14,7 @@ from plimsoll.framework.schedules.update_chunks import BLOCK
 
 
 def update_bytes(
-    split_experiment: SplitExperiment,
-    layout: StateLayout,
-    spec: AcceleratorSpec,
-    resident: int,
+    split_experiment: SplitExperiment, layout: StateLayout, spec: AcceleratorSpec, resident: int
 ) -> Counter[str]:
     """Return the bytes by group that a device holds during the update, in addition to the `resident` state and batch.
 

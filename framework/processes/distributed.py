@@ -25,13 +25,7 @@ from plimsoll.framework.terminal.native_output import leave_out_greetings
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_SLURM = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-)
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 _OMPI_URI = "OMPI_MCA_orte_hnp_uri"
 # If the scheduler does not specify the coordinator's port, it is one of the last 2**12, as in JAX.
@@ -69,10 +63,7 @@ class _Task(NamedTuple):
     is_alone: bool  # the only task on its machine
 
 
-def detect(
-    environment: Mapping[str, str],
-    flags: Sequence[Any] = (None, None, None),
-) -> Cluster | None:
+def detect(environment: Mapping[str, str], flags: Sequence[Any] = (None, None, None)) -> Cluster | None:
     """Detect the processes of the run; None if this is the only one.
 
     The sources are, in this order: `flags`; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; SLURM (a
@@ -194,12 +185,7 @@ def _has_google_device() -> bool:
     return any(Path(file).read_text().strip() == "0x1ae0" for file in vendor_files)
 
 
-def initialize(
-    cluster: Cluster | None,
-    *,
-    connect_seconds: float,
-    heartbeat_seconds: float,
-) -> None:
+def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_seconds: float) -> None:
     """Connect the processes of a run. Do nothing for a single process.
 
     Args:

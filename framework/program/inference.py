@@ -12,11 +12,7 @@ from plimsoll.framework.program.program import Program
 
 
 def inference_program(
-    experiment: Experiment,
-    *,
-    host_weights: bool,
-    is_mesh_requested: bool,
-    log: Callable[[str], None],
+    experiment: Experiment, *, host_weights: bool, is_mesh_requested: bool, log: Callable[[str], None]
 ) -> Program:
     """Build the experiment's inference program on all devices. If the run's mesh does not fit, fsdp = -1 replaces it.
 

@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import (
-    Nested,
-    StateLayout,
-    TensorSpec,
-    flatten,
-    initialize,
-    merge,
-    store_leaf,
-    unflatten,
-)
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.models.chain import Chain
@@ -58,13 +49,7 @@ class StateInitializer:
         layout: layout of the running state, where a stack may be a list of layers.
     """
 
-    def __init__(
-        self,
-        model: Chain,
-        learner: Learner,
-        checkpoint_layout: StateLayout,
-        layout: StateLayout,
-    ):
+    def __init__(self, model: Chain, learner: Learner, checkpoint_layout: StateLayout, layout: StateLayout):
         self._model = model
         self._learner = learner
         self._checkpoint_layout = checkpoint_layout

@@ -166,12 +166,7 @@ class PerLayerStep(StepBackend):
         """The programs of a step and of an evaluation; `compile` compiles those of the step."""
         experiment = self.experiment
         return LayerPrograms(
-            experiment.language_model,
-            experiment.learner,
-            self.layout,
-            experiment.memory,
-            self.jit,
-            self.compile_here,
+            experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit, self.compile_here
         )
 
     @cached_property
@@ -221,12 +216,7 @@ class PerLayerStep(StepBackend):
 
 
 def _init_layer(
-    make: InitFunction,
-    paths: Paths,
-    storage_specs: Nested,
-    stacked: bool,
-    words: jax.Array,
-    number: jax.Array,
+    make: InitFunction, paths: Paths, storage_specs: Nested, stacked: bool, words: jax.Array, number: jax.Array
 ) -> Any:
     """Return (values of one layer in their memory, index of the next layer)."""
     key = jax.random.wrap_key_data(words)

@@ -214,13 +214,7 @@ class Program:
         """Return the context for everything except training: no dropout, sums instead of means."""
         return evaluation_context(batch, self.experiment.model, self.layout)
 
-    def evaluate(
-        self,
-        state: State,
-        batch: Batch,
-        *,
-        averaged: bool = False,
-    ) -> Metrics:
+    def evaluate(self, state: State, batch: Batch, *, averaged: bool = False) -> Metrics:
         """Return sums over a batch, as defined by the model's `scores`.
 
         Args:

@@ -106,10 +106,7 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
         if invalid_indices.size:
             first = invalid_indices[0]
             step = counts[first]
-            raise ConfigError(
-                f"expected finite rates >= 0, given {rates[first]} before step {step + 1}",
-                path=path,
-            )
+            raise ConfigError(f"expected finite rates >= 0, given {rates[first]} before step {step + 1}", path=path)
         if rates.max() < _NEARLY * schedule_rates.max():
             notes.append(
                 f"{path}: the rate gets to {rates.max():.3g} in {steps} steps, and never to its peak of "
@@ -143,11 +140,7 @@ def rate_course(rate: LearningRate, steps: int) -> str:
     return f"{first} -> {peak} (step {counts[peak_index] + 1:,}) -> {last}"
 
 
-def _rates(
-    function: Callable[[Any], Any],
-    steps: int,
-    num_samples: int = _SAMPLES,
-) -> tuple[np.ndarray, np.ndarray]:
+def _rates(function: Callable[[Any], Any], steps: int, num_samples: int = _SAMPLES) -> tuple[np.ndarray, np.ndarray]:
     """Return (int32[N] update counts before a step, float32[N] rates of these steps), evenly spaced over a run."""
     samples = np.linspace(0, steps - 1, min(steps, num_samples)).round()
     # Rounding may yield the same step twice.

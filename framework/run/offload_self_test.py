@@ -126,12 +126,7 @@ def shrink_config(config: Config, program: Program) -> Config:
     # The token file is never opened: `compare` makes its own batches.
     source = config_for(TokenMemmap, path="")
     tokenizer = config_for(NoTokenizer, vocab_size=8 * width)
-    small.data = config_for(
-        DataPipeline,
-        source=source,
-        tokenizer=tokenizer,
-        seq_len=64 * sizes["seq"],
-    )
+    small.data = config_for(DataPipeline, source=source, tokenizer=tokenizer, seq_len=64 * sizes["seq"])
     small.data.global_batch_size = accumulate * small.mesh.data * sizes["fsdp"]
     # Momentum is linear in the gradients; see the module docstring.
     small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
@@ -219,11 +214,7 @@ def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
     vocab_size = program.experiment.language_model.vocab_size
     generator = np.random.default_rng(step)
     tokens = generator.integers(0, vocab_size, shape, np.int32)
-    return {
-        "tokens": tokens,
-        "targets": np.roll(tokens, -1, 1),
-        "weights": np.ones(shape, np.float32),
-    }
+    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
 
 
 def _check_memory_kinds(program: Program, state: Any) -> None:

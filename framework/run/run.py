@@ -53,13 +53,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: Config,
-        program: Program,
-        workdir: Workdir,
-        progress: Progress,
-        goodput: Goodput,
-        pulse: Pulse,
+        self, config: Config, program: Program, workdir: Workdir, progress: Progress, goodput: Goodput, pulse: Pulse
     ):
         self.config = config
         self.program = program

@@ -78,11 +78,7 @@ def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
 
 def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
     """Join the other processes of the run, if any. Raises ProcessesMissingError."""
-    distributed.initialize(
-        cluster,
-        connect_seconds=health.connect_seconds,
-        heartbeat_seconds=health.heartbeat_seconds,
-    )
+    distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
     start_devices()
     if not distributed.is_primary():
         # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.

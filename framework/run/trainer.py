@@ -229,10 +229,7 @@ class Trainer:
         after the same step.
         """
         run = self.run
-        votes = {
-            "stop": next(iter(run.signals), 0),
-            "save": int(run.timed_save_is_due()),
-        }
+        votes = {"stop": next(iter(run.signals), 0), "save": int(run.timed_save_is_due())}
         if jax.process_count() == 1:
             self.agreed = votes
             return metrics

@@ -205,14 +205,7 @@ class Training:
         force = self.job.force
         if self.experiment.data.validation_names:
             begin_evaluation(self.program)
-        self.run = Run(
-            self.config,
-            self.program,
-            self.workdir,
-            self.progress,
-            goodput,
-            self.pulse,
-        )
+        self.run = Run(self.config, self.program, self.workdir, self.progress, goodput, self.pulse)
         waits = True
         try:
             if self.experiment.companion is not None:

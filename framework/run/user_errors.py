@@ -11,13 +11,7 @@ from plimsoll.framework.config import ConfigError
 from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.framework.terminal.exit_codes import DoesNotFitError, ExitCode
 
-_FILE_ERRORS = (
-    FileNotFoundError,
-    FileExistsError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-)
+_FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 # What to do about each disk error.
 _DISK_ADVICE = {
     errno.ENOSPC: "Free some space there; the same command then goes on",

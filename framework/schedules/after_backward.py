@@ -22,13 +22,7 @@ from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 
 
-def update_whole(
-    learner: Learner,
-    layout: StateLayout,
-    state: State,
-    grads: Nested,
-    decision: Decision,
-) -> LayerUpdate:
+def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> LayerUpdate:
     """Update all layers at once, after fetching all of the state to the device."""
     optimizer = layout.fetch("optimizer", state["optimizer"])
     ema = layout.fetch("ema", state["ema"])
@@ -44,16 +38,7 @@ def build_step(
     layout: StateLayout,
     memory: Memory,
     *,
-    update: Callable[
-        [
-            Learner,
-            StateLayout,
-            State,
-            Nested,
-            Decision,
-        ],
-        LayerUpdate,
-    ] = update_whole,
+    update: Callable[[Learner, StateLayout, State, Nested, Decision], LayerUpdate] = update_whole,
 ) -> Step:
     """Return the training step, to be jitted with the layout's shardings and a donated state.
 
@@ -80,10 +65,7 @@ def build_step(
 
 
 def accumulate_gradients(
-    model: Chain,
-    learner: Learner,
-    state: State,
-    ctx: Context,
+    model: Chain, learner: Learner, state: State, ctx: Context
 ) -> tuple[tuple[jax.Array, Out], Nested]:
     """Return ((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
 

@@ -29,10 +29,7 @@ class Pull(Protocol):
     """The backward pass that `forward` returns."""
 
     def __call__(
-        self,
-        backward_state: BackwardState,
-        on_grads: GradientHook,
-        layer_hooks: LayerHooks = ...,
+        self, backward_state: BackwardState, on_grads: GradientHook, layer_hooks: LayerHooks = ...
     ) -> BackwardState:
         """Return the backward state after all hooks."""
         ...
@@ -55,12 +52,7 @@ class ChainForward(NamedTuple):
 
 
 def forward(
-    model: Chain,
-    layout: StateLayout,
-    memory: Memory,
-    weights: BackwardState,
-    ctx: Context,
-    buffers: Nested,
+    model: Chain, layout: StateLayout, memory: Memory, weights: BackwardState, ctx: Context, buffers: Nested
 ) -> ChainForward:
     """Compute the objective, and prepare the backward pass.
 

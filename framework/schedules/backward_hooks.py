@@ -13,15 +13,7 @@ BackwardState = dict[str, Any]  # backward state: "parameter", "frozen", and wha
 # The gradient hook: (backward state, stage, gradients, layer index or None) -> backward state. The gradients have the
 # structure of the stage's trainable parameters; a layer's gradients have no leading axis. It is called once for each
 # layer of a stack and once for each stage outside a stack.
-GradientHook = Callable[
-    [
-        BackwardState,
-        str,
-        Nested,
-        jax.Array | None,
-    ],
-    BackwardState,
-]
+GradientHook = Callable[[BackwardState, str, Nested, jax.Array | None], BackwardState]
 
 
 class LayerHooks(NamedTuple):

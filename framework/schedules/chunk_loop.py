@@ -28,11 +28,7 @@ IndexOf = Callable[[str, jax.Array], Any]
 
 
 def update_in_shards(
-    chunk: ChunkUpdate,
-    mesh: Mesh,
-    flat: FlatTrainState,
-    decision: Decision,
-    start: jax.Array,
+    chunk: ChunkUpdate, mesh: Mesh, flat: FlatTrainState, decision: Decision, start: jax.Array
 ) -> FlatUpdate:
     """Update a chunk in row blocks; each device updates the rows of its own shard. See `update_in_loop`."""
     parts = [{path: PartitionSpec(*spec.mesh_axes) for path, spec in part.items()} for part in chunk.specs]
@@ -49,12 +45,7 @@ def update_in_shards(
 
 
 def update_in_loop(
-    chunk: ChunkUpdate,
-    flat: FlatTrainState,
-    decision: Decision,
-    start: jax.Array,
-    *,
-    in_shards: bool = False,
+    chunk: ChunkUpdate, flat: FlatTrainState, decision: Decision, start: jax.Array, *, in_shards: bool = False
 ) -> FlatUpdate:
     """Update a chunk layer by layer, or row block by row block.
 
@@ -81,22 +72,10 @@ def update_in_loop(
     grads = {path: cut_grad(x) for path, x in flat.grads.items()}
     entry = {path: x if path in layer_leaves else cut(x) for path, x in flat.entry.items()}
     average = {path: cut(x) for path, x in flat.average.items()}
-    loop = _ChunkLoop(
-        chunk,
-        weight_path,
-        shape,
-        blocks,
-        start,
-        decision,
-        grads,
-        layer_leaves,
-        in_shards,
-    )
+    loop = _ChunkLoop(chunk, weight_path, shape, blocks, start, decision, grads, layer_leaves, in_shards)
     new = loop.run(FlatUpdate(weights, entry, average))
     return FlatUpdate(
-        _in_shapes(new.weights, flat.weights),
-        _in_shapes(new.entry, flat.entry),
-        _in_shapes(new.average, flat.average),
+        _in_shapes(new.weights, flat.weights), _in_shapes(new.entry, flat.entry), _in_shapes(new.average, flat.average)
     )
 
 
@@ -149,12 +128,7 @@ class _ChunkLoop:
         next_prefetched = self._fetch_leaves(state, step + 1, prefetched=True)
         return self._step(step, state, prefetched), next_prefetched
 
-    def _step(
-        self,
-        step: jax.Array,
-        state: FlatUpdate,
-        prefetched: FlatTrainState,
-    ) -> FlatUpdate:
+    def _step(self, step: jax.Array, state: FlatUpdate, prefetched: FlatTrainState) -> FlatUpdate:
         """Update one layer or block; `prefetched` holds the leaves that the previous step prefetched."""
         late = self._fetch_leaves(state, step, prefetched=False)
         leaves = FlatTrainState(*(x | y for x, y in zip(late, prefetched, strict=True)))
@@ -166,13 +140,7 @@ class _ChunkLoop:
             _write_step(specs.average, state.average, new.average, step, self._stack_index),
         )
 
-    def _fetch_leaves(
-        self,
-        state: FlatUpdate,
-        step: jax.Array,
-        *,
-        prefetched: bool,
-    ) -> FlatTrainState:
+    def _fetch_leaves(self, state: FlatUpdate, step: jax.Array, *, prefetched: bool) -> FlatTrainState:
         """Return a step's leaves on the device: the prefetched ones if `prefetched`, otherwise the others."""
         specs = self.chunk.specs
         # Each block uses the layer's old counter, whatever earlier blocks wrote.
@@ -227,12 +195,7 @@ class _ChunkLoop:
         return BlockOrigin(tuple(first), spec.shape[self.chunk.stacked :])
 
 
-def _in_blocks(
-    x: jax.Array,
-    *,
-    blocks: int,
-    stacked: bool,
-) -> jax.Array:
+def _in_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
     """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
     num_layers = x.shape[0] if stacked else 1
     layer_shape = x.shape[1:] if stacked else x.shape
@@ -260,12 +223,7 @@ def _select_prefetched(specs: Flat, prefetched: bool) -> Flat:
     return {path: spec for path, spec in specs.items() if is_prefetched(spec) == prefetched}
 
 
-def _fetch_step(
-    specs: Flat,
-    stacks: Flat,
-    step: jax.Array,
-    index_of: IndexOf,
-) -> Flat:
+def _fetch_step(specs: Flat, stacks: Flat, step: jax.Array, index_of: IndexOf) -> Flat:
     """Fetch a step's layer or rows to the device, for all stacks that have specs."""
     leaves = {}
     for path, spec in specs.items():
@@ -276,13 +234,7 @@ def _fetch_step(
     return leaves
 
 
-def _write_step(
-    specs: Flat,
-    stacks: Flat,
-    new: Flat,
-    step: jax.Array,
-    index_of: IndexOf,
-) -> Flat:
+def _write_step(specs: Flat, stacks: Flat, new: Flat, step: jax.Array, index_of: IndexOf) -> Flat:
     """Write a step's new layer or rows into the stacks."""
     new_stacks = {}
     for path, leaf in new.items():

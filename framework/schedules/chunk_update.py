@@ -67,12 +67,7 @@ class ChunkUpdate:
         """Return the gradients that are not in host memory."""
         return {path: grad for path, grad in grads.items() if not is_offloaded(self.specs.grads[path])}
 
-    def update_at_once(
-        self,
-        group: ParamGroup,
-        flat: FlatTrainState,
-        decision: Decision,
-    ) -> FlatUpdate:
+    def update_at_once(self, group: ParamGroup, flat: FlatTrainState, decision: Decision) -> FlatUpdate:
         """Update all layers at once; `group` holds only the chunk's parameters."""
 
         def update(train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
@@ -89,10 +84,7 @@ class ChunkUpdate:
         return self._apply(update, flat, decision)
 
     def _apply(
-        self,
-        update: Callable[[LayerTrainState, Decision], LayerUpdate],
-        flat: FlatTrainState,
-        decision: Decision,
+        self, update: Callable[[LayerTrainState, Decision], LayerUpdate], flat: FlatTrainState, decision: Decision
     ) -> FlatUpdate:
         """Call `update` with nested trees."""
         entry_leaves = [flat.entry[path] for path in self.specs.entry]

@@ -15,13 +15,7 @@ from jax.sharding import Mesh
 
 from plimsoll.framework.layout import Nested, flatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    ParamGroup,
-    unflatten_like,
-)
+from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, ParamGroup, unflatten_like
 from plimsoll.framework.schedules.chunk_loop import update_in_loop, update_in_shards
 from plimsoll.framework.schedules.chunk_update import ChunkUpdate, Flat, FlatTrainState, FlatUpdate
 from plimsoll.framework.schedules.update_chunks import UpdateChunk, split_into_chunks
@@ -60,16 +54,7 @@ def update_group(
     # New weights of the chunks that were updated in a loop so far.
     updated_weights: list[Flat] = []
     for chunk in split_into_chunks(learner, group, specs):
-        prepared = _prepare_chunk(
-            learner,
-            mesh,
-            group,
-            chunk,
-            old_entry,
-            old,
-            flat_specs,
-            single=index is not None,
-        )
+        prepared = _prepare_chunk(learner, mesh, group, chunk, old_entry, old, flat_specs, single=index is not None)
         if chunk.by == "all" and index is None:
             chunk_group = replace(group, paths=chunk.paths)
             new = prepared.update.update_at_once(chunk_group, prepared.leaves, decision)
@@ -86,11 +71,7 @@ def update_group(
 
 
 def _update_in_loop(
-    prepared: _PreparedChunk,
-    mesh: Mesh,
-    decision: Decision,
-    index: jax.Array | None,
-    last_but_one: Flat,
+    prepared: _PreparedChunk, mesh: Mesh, decision: Decision, index: jax.Array | None, last_but_one: Flat
 ) -> tuple[FlatUpdate, Flat]:
     """Update a chunk layer by layer, or in row blocks: (new values, `last_but_one`).
 

@@ -16,12 +16,7 @@ from plimsoll.framework.learner.update_types import Decision
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
 
-def with_tied_weights(
-    ties: Mapping[str, str],
-    stage: str,
-    params: Nested,
-    homes: Mapping[str, Any],
-) -> Nested:
+def with_tied_weights(ties: Mapping[str, str], stage: str, params: Nested, homes: Mapping[str, Any]) -> Nested:
     """Add the tied weights that a stage reads to its own parameters.
 
     Args:
@@ -50,12 +45,7 @@ class TiedGradients(NamedTuple):
     ties: dict[str, jax.Array]
 
 
-def split_tied(
-    ties: Mapping[str, str],
-    stage: str,
-    grads: Nested,
-    tie_grads: Mapping[str, jax.Array],
-) -> TiedGradients:
+def split_tied(ties: Mapping[str, str], stage: str, grads: Nested, tie_grads: Mapping[str, jax.Array]) -> TiedGradients:
     """Move the gradients of tied weights from the gradients of the stage that reads them to the sums in `tie_grads`.
 
     Args:

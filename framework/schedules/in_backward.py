@@ -71,12 +71,7 @@ def _make_layer_hooks(prefetcher: OptimizerPrefetch) -> LayerHooks:
     return LayerHooks(begin_loop, begin_layer, end_loop)
 
 
-def build_step(
-    model: Chain,
-    learner: Learner,
-    layout: StateLayout,
-    memory: Memory,
-) -> Step:
+def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """Return the training step; see `after_backward.build_step`, and `check` and `streamed.check` for the errors."""
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
@@ -111,24 +106,13 @@ def build_step(
         metrics = {**out.metrics, "updated_units": grad_stats["updated"]}
         update = backward_state["parameter"], backward_state["optimizer"], backward_state["ema"]
         return finish(
-            learner,
-            state,
-            update,
-            decision,
-            loss,
-            replace(out, metrics=metrics),
-            frozen=backward_state["frozen"],
+            learner, state, update, decision, loss, replace(out, metrics=metrics), frozen=backward_state["frozen"]
         )
 
     return step
 
 
-def _make_prefetcher(
-    learner: Learner,
-    layout: StateLayout,
-    memory: Memory,
-    platform: str,
-) -> OptimizerPrefetch | None:
+def _make_prefetcher(learner: Learner, layout: StateLayout, memory: Memory, platform: str) -> OptimizerPrefetch | None:
     """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
     # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
     # operation reads and another one writes.
@@ -145,12 +129,7 @@ def _get_grad_stats(backward_state: BackwardState) -> GradStats:
 def _make_norm_hook(learner: Learner) -> GradientHook:
     """Return a hook that adds a layer's squared gradient norm to the backward state, and drops the gradients."""
 
-    def on_grads(
-        backward_state: BackwardState,
-        stage: str,
-        grads: Nested,
-        index: jax.Array | None,
-    ) -> BackwardState:
+    def on_grads(backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None) -> BackwardState:
         # The squared norms of the layers add up to the square of the global norm.
         squares = backward_state["squares"] + jnp.square(learner.norm(grads))
         return {**backward_state, "squares": squares}

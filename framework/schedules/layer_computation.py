@@ -137,11 +137,7 @@ class LayerComputation:
     function: Callable[..., tuple[Carry, Out]]
 
     def _run(
-        self,
-        params: Nested,
-        shared: Nested,
-        x: Carry,
-        constants: LayerConstants,
+        self, params: Nested, shared: Nested, x: Carry, constants: LayerConstants
     ) -> tuple[tuple[Carry, Loss], Out]:
         """Return ((output, loss), Out) as a function of the differentiated arguments."""
         weights = merge(params, constants.frozen)
@@ -165,12 +161,7 @@ class LayerComputation:
         pull_back, leaves = PullBack.split(pull, arguments)
         return LayerForward(y, out, LayerResiduals(leaves, pull_back, _shapes(loss)))
 
-    def backward(
-        self,
-        arguments: LayerArguments,
-        residuals: LayerResiduals,
-        ct: Cotangent,
-    ) -> LayerBackward:
+    def backward(self, arguments: LayerArguments, residuals: LayerResiduals, ct: Cotangent) -> LayerBackward:
         """Run the layer backward, from the residuals of `forward_with_residuals`.
 
         Args:
@@ -185,11 +176,7 @@ class LayerComputation:
         return LayerBackward(None, grads, shared_grads, ct)
 
     def invert(
-        self,
-        arguments: LayerArguments,
-        y: Carry,
-        loss: jax.ShapeDtypeStruct | None,
-        ct: Cotangent,
+        self, arguments: LayerArguments, y: Carry, loss: jax.ShapeDtypeStruct | None, ct: Cotangent
     ) -> LayerBackward:
         """Run the layer backward from its output `y`, computing its input in the process.
 
@@ -215,12 +202,7 @@ class LayerComputation:
 
 
 def run_stage(
-    model: Chain,
-    name: str,
-    params: Nested,
-    carry: Carry,
-    ctx: Context,
-    buffers: Nested,
+    model: Chain, name: str, params: Nested, carry: Carry, ctx: Context, buffers: Nested
 ) -> tuple[Carry, Out]:
     """Run a stage outside the stacks: (its output, or the loss if it is the last stage; its `Out`).
 

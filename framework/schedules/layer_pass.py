@@ -95,13 +95,7 @@ class LayerPass:
                     layer_leaves[path] = fetch_leaf(self.specs[path], slice_layer(leaf, index))
         return layer_leaves
 
-    def take_weights(
-        self,
-        stacks: Nested,
-        index: jax.Array,
-        fetched: Flat,
-        carry: Any,
-    ) -> tuple[Nested, Any]:
+    def take_weights(self, stacks: Nested, index: jax.Array, fetched: Flat, carry: Any) -> tuple[Nested, Any]:
         """Slice out a layer's parameters just before the layer runs: (parameters, carry).
 
         The optimization barrier keeps the compiler from slicing them earlier.
@@ -143,12 +137,7 @@ class LayerPass:
 
     # --- forward and backward ----------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        layer_params: Nested,
-        index: jax.Array,
-        x: Carry,
-    ) -> LayerOutput:
+    def forward(self, layer_params: Nested, index: jax.Array, x: Carry) -> LayerOutput:
         """Run the layer at `index` on its input `x`, with the `layer_params` that `take_weights` returned."""
         arguments = self._arguments(layer_params, index)
         if self.inverts:
@@ -162,12 +151,7 @@ class LayerPass:
         return LayerOutput(y, out, PlacedResiduals(residuals, tuple(offloaded)))
 
     def backward(
-        self,
-        layer_params: Nested,
-        residuals: PlacedResiduals,
-        index: jax.Array,
-        y: Carry,
-        ct: Cotangent,
+        self, layer_params: Nested, residuals: PlacedResiduals, index: jax.Array, y: Carry, ct: Cotangent
     ) -> LayerBackward:
         """Run the layer at `index` backward.
 

@@ -67,12 +67,7 @@ class OptimizerPrefetch:
     layout: StateLayout
     moves_all: bool = False
 
-    def fetch(
-        self,
-        backward_state: Nested,
-        stack: str,
-        index: jax.Array,
-    ) -> PrefetchedState:
+    def fetch(self, backward_state: Nested, stack: str, index: jax.Array) -> PrefetchedState:
         """Start fetching the state of the layer at `index` to the device."""
         groups = {}
         for group, specs in self._groups(stack):
@@ -84,12 +79,7 @@ class OptimizerPrefetch:
             )
         return PrefetchedState(groups, index)
 
-    def store(
-        self,
-        backward_state: Nested,
-        stack: str,
-        layer_state: PrefetchedState,
-    ) -> Nested:
+    def store(self, backward_state: Nested, stack: str, layer_state: PrefetchedState) -> Nested:
         """Start writing a layer's new state to the stacks; return the new backward state."""
         new_stacks = {}
         for group, specs in self._groups(stack):
@@ -103,11 +93,7 @@ class OptimizerPrefetch:
         return _with_stacks(backward_state, stack, new_stacks)
 
     def exchange(
-        self,
-        backward_state: Nested,
-        stack: str,
-        layer_state: PrefetchedState,
-        index: jax.Array,
+        self, backward_state: Nested, stack: str, layer_state: PrefetchedState, index: jax.Array
     ) -> tuple[Nested, PrefetchedState]:
         """Start writing a layer's new state to the stacks, and fetching the state of the layer at `index` from them.
 
@@ -177,12 +163,7 @@ class OptimizerPrefetch:
         return new_stacks, leaving
 
     def _exchange(
-        self,
-        specs: Flat,
-        stacks: Flat,
-        leaving: Flat,
-        leaving_index: jax.Array,
-        arriving_index: jax.Array,
+        self, specs: Flat, stacks: Flat, leaving: Flat, leaving_index: jax.Array, arriving_index: jax.Array
     ) -> tuple[Flat, Flat]:
         """Write the leaving layer's leaves, and fetch the arriving layer's: (new stacks, arriving leaves).
 
@@ -259,12 +240,7 @@ def _with_stacks(backward_state: Nested, stack: str, stacks: dict[str, MovedLeav
     }
 
 
-def _fetch_layer(
-    specs: Nested,
-    stacks: Nested,
-    arrived: Flat,
-    index: jax.Array,
-) -> Nested:
+def _fetch_layer(specs: Nested, stacks: Nested, arrived: Flat, index: jax.Array) -> Nested:
     """Return one layer of some stacks: its prefetched leaves as they are, the other leaves fetched now."""
     flat_specs = flatten(specs)
 
@@ -277,13 +253,7 @@ def _fetch_layer(
     return unflatten_like(stacks, layer_leaves)
 
 
-def _write_resident(
-    specs: Nested,
-    stacks: Nested,
-    layer_state: Nested,
-    arrived: Flat,
-    index: jax.Array,
-) -> Nested:
+def _write_resident(specs: Nested, stacks: Nested, layer_state: Nested, arrived: Flat, index: jax.Array) -> Nested:
     """Write a layer's new leaves into the stacks, except prefetched ones, which the next iteration writes."""
     staying = {path: leaf for path, leaf in flatten(layer_state).items() if path not in arrived}
     new_stacks = _store_leaves(flatten(specs), flatten(stacks), staying, index)
@@ -304,12 +274,7 @@ def _fetch_leaves(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
     return layer_leaves
 
 
-def _store_leaves(
-    specs: Flat,
-    stacks: Flat,
-    layer_state: Flat,
-    index: jax.Array,
-) -> Flat:
+def _store_leaves(specs: Flat, stacks: Flat, layer_state: Flat, index: jax.Array) -> Flat:
     """Write a layer's leaves into the stacks; leaves of offloaded stacks are transferred to the host."""
     new_stacks = dict(stacks)
     for path, leaf in layer_state.items():

@@ -232,11 +232,7 @@ class StackParts:
         return self._replace_stacks(tree, parts)
 
     def _split_stack(
-        self,
-        stack: str,
-        tree: Nested,
-        specs: Nested,
-        layout: StateLayout,
+        self, stack: str, tree: Nested, specs: Nested, layout: StateLayout
     ) -> Iterator[tuple[StackPart, Nested]]:
         """Yield the parts of a stack, each with its tree."""
         parts = self.list_parts(stack)

@@ -168,12 +168,7 @@ class StackPass:
 
     # --- groups of layers --------------------------------------------------------------------------------------------
 
-    def _run_groups_forward(
-        self,
-        x: Carry,
-        stacks: Nested,
-        group_starts: jax.Array,
-    ) -> tuple[Carry, Out, LayersPull]:
+    def _run_groups_forward(self, x: Carry, stacks: Nested, group_starts: jax.Array) -> tuple[Carry, Out, LayersPull]:
         """Run the stack group by group, saving only each group's input: (output, stacked Outs, backward pass)."""
         offloaded = jax.tree.map(self.layers.goes_to_host, x)
 
@@ -220,12 +215,7 @@ class StackPass:
 
     # --- the layers of a group, or all of them -----------------------------------------------------------------------
 
-    def _run_layers_forward(
-        self,
-        x: Carry,
-        stacks: Nested,
-        first: jax.Array,
-    ) -> _LayersForward:
+    def _run_layers_forward(self, x: Carry, stacks: Nested, first: jax.Array) -> _LayersForward:
         """Run a group's layers forward.
 
         Args:
@@ -250,11 +240,7 @@ class StackPass:
         return _LayersForward(carry.x, outs, residuals)
 
     def _run_layers_backward(
-        self,
-        layers: _LayersForward,
-        first: jax.Array,
-        gradients: StackGradients,
-        hooks: BackwardHooks,
+        self, layers: _LayersForward, first: jax.Array, gradients: StackGradients, hooks: BackwardHooks
     ) -> StackGradients:
         """Run a group's layers backward, and call the hooks for each.
 
@@ -277,12 +263,7 @@ class StackPass:
         return StackGradients(backward_state, carry.ct, carry.shared_sums)
 
     def _run_layer_backward(
-        self,
-        first: jax.Array,
-        residuals: PlacedResiduals,
-        hooks: BackwardHooks,
-        step: jax.Array,
-        carry: _BackwardCarry,
+        self, first: jax.Array, residuals: PlacedResiduals, hooks: BackwardHooks, step: jax.Array, carry: _BackwardCarry
     ) -> _BackwardCarry:
         """Run one iteration of the loop of `_run_layers_backward`; step 0 is the last layer."""
         name = self.name

@@ -82,12 +82,7 @@ class StagePass:
 
     @staticmethod
     def build(
-        model: Chain,
-        layout: StateLayout,
-        memory: Memory,
-        weights: BackwardState,
-        ctx: Context,
-        buffers: Nested,
+        model: Chain, layout: StateLayout, memory: Memory, weights: BackwardState, ctx: Context, buffers: Nested
     ) -> StagePass:
         """Create the pass of a batch; the arguments are those of `backward.forward`."""
         specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
@@ -106,12 +101,7 @@ class StagePass:
         frozen = self._fetch_weights(name, stage_weights["frozen"], first)
         return StageWeights(trainable, frozen)
 
-    def _fetch_weights(
-        self,
-        name: str,
-        weights: Nested,
-        first: jax.Array,
-    ) -> Nested:
+    def _fetch_weights(self, name: str, weights: Nested, first: jax.Array) -> Nested:
         """Return a stage's weights on the device; `first` is a zero that the compiler cannot constant-fold."""
         device_leaves = {}
         for path, leaf in flatten(weights).items():
@@ -133,12 +123,7 @@ class StagePass:
         y, pull, out = jax.vjp(run, trainable, carry, has_aux=True)
         return StageForward(y, out, lambda ct: StageGradients(*pull(ct)))
 
-    def resolve_ties(
-        self,
-        name: str,
-        grads: Nested,
-        tie_grads: dict[str, jax.Array],
-    ) -> TiedGradients:
+    def resolve_ties(self, name: str, grads: Nested, tie_grads: dict[str, jax.Array]) -> TiedGradients:
         """Assign gradients of tied weights to their home stage.
 
         Args:

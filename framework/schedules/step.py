@@ -20,13 +20,7 @@ Metrics = dict[str, jax.Array]
 Step = Callable[[State, Nested], tuple[State, Metrics]]
 
 
-def training_context(
-    batch: Nested,
-    counter: Nested,
-    model: Chain,
-    layout: StateLayout,
-    remat: str,
-) -> Context:
+def training_context(batch: Nested, counter: Nested, model: Chain, layout: StateLayout, remat: str) -> Context:
     """Return the context of one training step.
 
     The step's key is the run's key folded with the step number. Rows are numbered within the global batch.
@@ -121,12 +115,7 @@ def finish(
         "buffer": buffers,
         "counter": new_counter,
     }
-    metrics = {
-        "loss": loss,
-        **out.metrics,
-        "grad_norm": decision.norm,
-        "skipped": 1.0 - ok,
-    }
+    metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}
     for label, rate in learner.learning_rates.items():
         name = "learning_rate" if label == DEFAULT else f"learning_rate/{label}"
         metrics[name] = rate(decision.count)

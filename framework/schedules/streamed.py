@@ -38,11 +38,7 @@ from plimsoll.framework.schedules.step import Metrics, State, Step, finish, micr
 
 
 def update_in_chunks(
-    learner: Learner,
-    layout: StateLayout,
-    state: State,
-    grads: Nested,
-    decision: Decision,
+    learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision
 ) -> LayerUpdate:
     """Update with the same results as `update_whole`, in chunks.
 
@@ -50,12 +46,7 @@ def update_in_chunks(
     """
     grad_specs = _gradient_specs(learner, layout)
 
-    def run(
-        group: ParamGroup,
-        update: LayerUpdateFn,
-        train_state: LayerTrainState,
-        decision: Decision,
-    ) -> LayerUpdate:
+    def run(group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
         group_grad_specs = learner.select(grad_specs, group)
         specs = train_state_specs(layout, learner, group, group_grad_specs)
         return update_group(learner, layout.mesh, group, train_state, specs, decision)
@@ -63,12 +54,7 @@ def update_in_chunks(
     return learner.update(state["parameter"], grads, state["optimizer"], state["ema"], decision, run)
 
 
-def train_state_specs(
-    layout: StateLayout,
-    learner: Learner,
-    group: ParamGroup,
-    gradients: Nested,
-) -> LayerTrainState:
+def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, gradients: Nested) -> LayerTrainState:
     """Return the specs of a group's weights, gradients (as given), optimizer state and averages."""
     specs = layout.specs
     weights = learner.select(specs["parameter"], group)
@@ -95,12 +81,7 @@ def check(layout: StateLayout, memory: Memory, platform: str) -> None:
         )
 
 
-def build_step(
-    model: Chain,
-    learner: Learner,
-    layout: StateLayout,
-    memory: Memory,
-) -> Step:
+def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """Return the training step; see `after_backward.build_step`, and `check` for the errors."""
     platform = layout.mesh.devices.flat[0].platform
     check(layout, memory, platform)
@@ -124,15 +105,7 @@ def build_step(
         changed = {group: tree for group, tree in backward_state.items() if group in state}
         if "gradient" in changed:
             changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
-        return finish(
-            learner,
-            state,
-            update,
-            decision,
-            loss,
-            out,
-            **changed,
-        )
+        return finish(learner, state, update, decision, loss, out, **changed)
 
     return step
 
@@ -220,10 +193,7 @@ class _GradientAccumulation:
         return _Gradients(loss, out, jnp.sqrt(squares), backward_state)
 
     def _part(
-        self,
-        ctx: Context,
-        carry: tuple[BackwardState, Nested],
-        micro: _Microbatch,
+        self, ctx: Context, carry: tuple[BackwardState, Nested], micro: _Microbatch
     ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         backward_state, buffers = carry
@@ -241,10 +211,7 @@ class _GradientAccumulation:
         specs = _gradient_specs(self.learner, self.layout)
 
         def on_grads(
-            backward_state: BackwardState,
-            stage: str,
-            grads: Nested,
-            index: jax.Array | None,
+            backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
         ) -> BackwardState:
             def add(spec: TensorSpec, buffer: jax.Array, grad: jax.Array) -> _SummedLeaf:
                 return self._add_gradient(spec, buffer, grad, number, index)
@@ -262,12 +229,7 @@ class _GradientAccumulation:
         return on_grads
 
     def _add_gradient(
-        self,
-        spec: TensorSpec,
-        buffer: jax.Array,
-        grad: jax.Array,
-        number: jax.Array,
-        index: jax.Array | None,
+        self, spec: TensorSpec, buffer: jax.Array, grad: jax.Array, number: jax.Array, index: jax.Array | None
     ) -> _SummedLeaf:
         """Add a gradient to its buffer; for a stack, at the layer's index.
 

@@ -94,12 +94,7 @@ def _is_large(layer_spec: TensorSpec) -> bool:
     return len(layer_spec.shape) > 1 and layer_spec.num_bytes >= _SMALL
 
 
-def _splits_by_rows(
-    spec: TensorSpec,
-    update_locality: UpdateLocality,
-    *,
-    is_stacked: bool,
-) -> bool:
+def _splits_by_rows(spec: TensorSpec, update_locality: UpdateLocality, *, is_stacked: bool) -> bool:
     """Return whether a tensor is updated in row blocks.
 
     Args:

@@ -35,20 +35,9 @@ def leave_out_greetings() -> None:
     reader, writer = os.pipe()
     os.dup2(writer, 1)
     os.close(writer)
-    python_stdout = os.fdopen(
-        python_output,
-        "w",
-        buffering=1,
-        encoding=sys.stdout.encoding,
-        errors=sys.stdout.errors,
-    )
+    python_stdout = os.fdopen(python_output, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     phases.replace_stdout(python_stdout)
-    thread = threading.Thread(
-        target=_pass_on,
-        args=(reader, python_output),
-        name="native output",
-        daemon=True,
-    )
+    thread = threading.Thread(target=_pass_on, args=(reader, python_output), name="native output", daemon=True)
     thread.start()
 
 

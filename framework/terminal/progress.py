@@ -188,10 +188,7 @@ class Progress:
         if step_rate:
             remaining_seconds = round((self._total - step) / step_rate)
             remaining_time = str(datetime.timedelta(seconds=remaining_seconds))
-        fields = [
-            f"step {step:>{step_width}}/{self._total}",
-            f"loss {loss:8.4f}",
-        ]
+        fields = [f"step {step:>{step_width}}/{self._total}", f"loss {loss:8.4f}"]
         rate = metrics.get("train/learning_rate")
         norm = metrics.get("train/grad_norm")
         # An optimizer may not report a learning rate.

@@ -81,10 +81,7 @@ def _parameter_rows(parameters: Sequence[tuple[str, int, int]]) -> list[list[str
     return rows
 
 
-def _memory_rows(
-    device_bytes: Mapping[tuple[str, str], int],
-    device_limit_bytes: int | None,
-) -> list[list[str]]:
+def _memory_rows(device_bytes: Mapping[tuple[str, str], int], device_limit_bytes: int | None) -> list[list[str]]:
     """Return a heading, a row for each group, and a row of sums, with a column for each memory kind."""
     # Use a dict instead of a set to keep the order.
     groups = list(dict.fromkeys(group for group, _ in device_bytes))

@@ -20,11 +20,7 @@ _MAX_ROWS = 20
 
 
 def check_tensors(
-    directory: Directory,
-    family: ModelFamily,
-    model: CausalLM,
-    *,
-    draws_head: bool = False,
+    directory: Directory, family: ModelFamily, model: CausalLM, *, draws_head: bool = False
 ) -> dict[str, list[Source]]:
     """Return `family.places(model)` with the names in the directory, which may omit the model's own prefix.
 
@@ -75,11 +71,7 @@ def _without_prefix(source: Source) -> Source:
     return replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))
 
 
-def _error_row(
-    directory: Directory,
-    name: str,
-    expected_shape: tuple[int, ...],
-) -> str | None:
+def _error_row(directory: Directory, name: str, expected_shape: tuple[int, ...]) -> str | None:
     """Return a line that explains why a tensor cannot be loaded; None if it can be."""
     if name not in directory.home:
         return f"missing     {name} {list(expected_shape)}"

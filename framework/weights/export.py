@@ -92,14 +92,7 @@ def export_model(
         dtype = str(model.param_dtype)
         # Weights that were read from a quantized format are written as floats.
         float_facts = {name: value for name, value in facts.items() if name != "quantization_config"}
-        _write(
-            folder / "config.json",
-            {
-                **float_facts,
-                "dtype": dtype,
-                "torch_dtype": dtype,
-            },
-        )
+        _write(folder / "config.json", {**float_facts, "dtype": dtype, "torch_dtype": dtype})
 
 
 def _write_weights(
@@ -131,17 +124,10 @@ def _write_weights(
         for number, (file, shard) in enumerate(zip(files, shards, strict=True)):
             writing_weights.progress(number, num_files)
             # The arrays are not bound to a variable, so that only one file's arrays are in memory at a time, not two.
-            _write_tensors(
-                folder / file,
-                {name: _join_tensor(model, flat_params, tensors[name]) for name in shard},
-            )
+            _write_tensors(folder / file, {name: _join_tensor(model, flat_params, tensors[name]) for name in shard})
 
 
-def _shards(
-    model: CausalLM,
-    tensors: dict[str, TensorParts],
-    shard_bytes: int,
-) -> list[list[str]]:
+def _shards(model: CausalLM, tensors: dict[str, TensorParts], shard_bytes: int) -> list[list[str]]:
     """Return the tensor names of each file, in order. A new file starts before a tensor that would not fit."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -205,11 +191,7 @@ def export_adapters(
         _write(folder / "adapter_config.json", facts)
 
 
-def _adapter_tensors(
-    model: CausalLM,
-    flat_params: dict[str, jax.Array],
-    family: ModelFamily,
-) -> dict[str, np.ndarray]:
+def _adapter_tensors(model: CausalLM, flat_params: dict[str, jax.Array], family: ModelFamily) -> dict[str, np.ndarray]:
     """Return the adapters under peft's names, transposed to torch's [out, in].
 
     Raises:
@@ -237,11 +219,7 @@ def _adapter_tensors(
     return tensors
 
 
-def _join_tensor(
-    model: CausalLM,
-    flat_params: dict[str, jax.Array],
-    parts: TensorParts,
-) -> np.ndarray:
+def _join_tensor(model: CausalLM, flat_params: dict[str, jax.Array], parts: TensorParts) -> np.ndarray:
     """Return a tensor as it is stored in a file, joined from its parts."""
     ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.fused_part)
     arrays = [_get_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
@@ -250,12 +228,7 @@ def _join_tensor(
     return np.ascontiguousarray(tensor)
 
 
-def _get_layer(
-    model: CausalLM,
-    flat_params: dict[str, jax.Array],
-    path: str,
-    indices: tuple[int, ...],
-) -> np.ndarray:
+def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, indices: tuple[int, ...]) -> np.ndarray:
     """Return one layer's parameter, or one expert's, in `model.param_dtype`, with its adapter merged.
 
     Args:

@@ -15,12 +15,7 @@ import numpy as np
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.layers.quantize import quantize
-from plimsoll.framework.layout import (
-    Nested,
-    TensorSpec,
-    flatten,
-    store_leaf,
-)
+from plimsoll.framework.layout import Nested, TensorSpec, flatten, store_leaf
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.program import Program
@@ -118,13 +113,7 @@ class Pretrained:
                 layer_sources = slice(layer, layer + 1) if by_layer else slice(None)
                 values = {}
                 for path in paths:
-                    values[path] = _read_value(
-                        directory,
-                        program,
-                        path,
-                        places[path][layer_sources],
-                        by_layer,
-                    )
+                    values[path] = _read_value(directory, program, path, places[path][layer_sources], by_layer)
                 # All layers of a stack have the same shapes, so the writer for the first one also writes the others.
                 write = write or _create_writer(program, values, by_layer)
                 for group, leaves in write(state, values, layer).items():
@@ -214,13 +203,7 @@ def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool)
     return write
 
 
-def _read_value(
-    directory: Directory,
-    program: Program,
-    path: str,
-    sources: list[Source],
-    by_layer: bool,
-) -> jax.Array:
+def _read_value(directory: Directory, program: Program, path: str, sources: list[Source], by_layer: bool) -> jax.Array:
     """Return a layer's array, or a whole stack, in the directory's dtype; each process reads its devices' shards.
 
     Args:

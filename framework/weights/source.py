@@ -65,12 +65,7 @@ class Source:
         names = [self.name.replace(EXPERT, str(expert)) for expert in range(ours[0])]
         return [SourcePart(replace(self, name=name), ours[1:]) for name in names]
 
-    def read(
-        self,
-        get_tensor: Callable[[str], Any],
-        ours: tuple[int, ...],
-        index: Index,
-    ) -> np.ndarray:
+    def read(self, get_tensor: Callable[[str], Any], ours: tuple[int, ...], index: Index) -> np.ndarray:
         """Read a slice of the parameter from its tensor, or from those of its experts.
 
         Args:
@@ -88,12 +83,7 @@ class Source:
         joined = (*ours[:-1], self.width(ours))
         return joined[::-1] if self.transpose else joined
 
-    def take(
-        self,
-        tensor: Any,
-        ours: tuple[int, ...],
-        index: Index,
-    ) -> np.ndarray:
+    def take(self, tensor: Any, ours: tuple[int, ...], index: Index) -> np.ndarray:
         """Read a slice of the parameter from its tensor.
 
         Args:

@@ -11,12 +11,7 @@ from plimsoll.framework.data.tokenizers import ByteTokenizer, Tokenizer
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.weights.export import export_adapters, export_model
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class ExportResult(NamedTuple):
@@ -96,10 +91,7 @@ def _tokenizer(loaded: LoadedModel) -> dict[str, bytes]:
                 files[name] = path.read_bytes()
     # Without this file, transformers does not know which class reads tokenizer.json, or which token ends a text.
     if "tokenizer.json" in files and "tokenizer_config.json" not in files:
-        tokenizer_config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": tokenizer.eos_token,
-        }
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eos_token}
         files["tokenizer_config.json"] = _json(tokenizer_config)
     return files
 

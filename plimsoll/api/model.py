@@ -82,12 +82,7 @@ class Model:
         return "".join(chunk for (chunk,) in chunks)
 
     def stream(
-        self,
-        texts: Sequence[str],
-        sampling: Sampling,
-        stops: Sequence[str] = (),
-        *,
-        clamp_max_tokens: bool = False,
+        self, texts: Sequence[str], sampling: Sampling, stops: Sequence[str] = (), *, clamp_max_tokens: bool = False
     ) -> Iterator[list[str]]:
         """Yield the new text of each prompt, step by step. Errors are raised by this call, not at the first step.
 

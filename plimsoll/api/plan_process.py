@@ -31,28 +31,13 @@ def lacks_devices(target: Target) -> bool:
     return target.platform == "cpu" and not target.available_devices and target.num_devices > len(jax.devices("cpu"))
 
 
-def plan_in_subprocess(
-    spec: str,
-    config: Config,
-    name: str,
-    limit: int | None,
-    *,
-    phases: bool,
-    fresh: bool,
-) -> Report:
+def plan_in_subprocess(spec: str, config: Config, name: str, limit: int | None, *, phases: bool, fresh: bool) -> Report:
     """Run framework.plan.cached_report in another process and return its report; the arguments are the same.
 
     Raises:
         ConfigError: the plan is refused, or the config has classes that another process cannot find.
     """
-    job = {
-        "spec": spec,
-        "config": config.to_json(),
-        "name": name,
-        "limit": limit,
-        "phases": phases,
-        "fresh": fresh,
-    }
+    job = {"spec": spec, "config": config.to_json(), "name": name, "limit": limit, "phases": phases, "fresh": fresh}
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "plimsoll.api.plan_process", str(answer_file)]

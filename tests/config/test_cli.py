@@ -86,11 +86,7 @@ def test_override_errors_quote_the_flag(override, message, user_file):
 def test_rules_come_after_the_name_and_before_overrides(user_file):
     command = parse(f"--config={user_file}:mine", "--workdir=w", "--config.layers.0.heads=2")
     config, lines = command.resolve("v5e-8")
-    assert lines == [
-        "rule v5e-*: remat none -> full",
-        "rule v5e-*: steps 10 -> 20",
-        "rule v5e-8: steps 20 -> 30",
-    ]
+    assert lines == ["rule v5e-*: remat none -> full", "rule v5e-*: steps 10 -> 20", "rule v5e-8: steps 20 -> 30"]
     assert (config.remat, config.steps, config.layers[0].heads) == ("full", 30, 2)
     assert command.resolve("cpu-8") == (command.config, [])
 

@@ -134,16 +134,9 @@ SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
     "ImagePipeline": {"source": config_for(images.DigitsSource)},
     "Rollouts": {"reward": "plimsoll.framework.batch_transforms.rewards.exact"},
-    "Prompts": {
-        "source": config_for(prompts.Arithmetic),
-        "answer_tokens": 4,
-        "global_batch_size": 16,
-    },
+    "Prompts": {"source": config_for(prompts.Arithmetic), "answer_tokens": 4, "global_batch_size": 16},
     "Stack": {"pattern": [BLOCK]},
-    "MoE": {
-        "experts": config_for(Experts, hidden=16),
-        "router": config_for(Router, top_k=2),
-    },
+    "MoE": {"experts": config_for(Experts, hidden=16), "router": config_for(Router, top_k=2)},
     "Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
     "CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
     "Learner": {"specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}},

@@ -7,14 +7,7 @@ import jax
 import optax
 import pytest
 
-from plimsoll.framework.config import (
-    Config,
-    ConfigError,
-    FieldError,
-    FieldTypeError,
-    config_for,
-    get_target,
-)
+from plimsoll.framework.config import Config, ConfigError, FieldError, FieldTypeError, config_for, get_target
 from plimsoll.framework.config import names as config_names
 from plimsoll.framework.layers.linear import Linear
 
@@ -86,13 +79,7 @@ def test_importing_user_code_makes_its_names_loadable():
 
 
 def test_public_names_are_short_and_resolve(monkeypatch):
-    names = [
-        "optax.adamw",
-        "optax.contrib.muon",
-        "jax.nn.initializers.normal",
-        "jax.nn.gelu",
-        "plimsoll.Linear",
-    ]
+    names = ["optax.adamw", "optax.contrib.muon", "jax.nn.initializers.normal", "jax.nn.gelu", "plimsoll.Linear"]
     targets = [optax.adamw, optax.contrib.muon, jax.nn.initializers.normal, jax.nn.gelu, Linear]
     for target, name in zip(targets, names, strict=True):
         assert config_names.get_dotted_name(target) == name

@@ -245,11 +245,7 @@ def test_config_without_a_tokenizer_trains_one_by_default(tmp_path: Path):
 # --- short texts ------------------------------------------------------------------------------------------------------
 
 # {text: number of ids: the bytes, the separator, and all merges until each word is one token}
-IDS_OF_TEXTS = {
-    "hi": 257 + 1,
-    "abc abc abc": 257 + 2 + 1,
-    "abcd\n" * 1000: 257 + 3,
-}
+IDS_OF_TEXTS = {"hi": 257 + 1, "abc abc abc": 257 + 2 + 1, "abcd\n" * 1000: 257 + 3}
 
 
 @pytest.mark.parametrize("text", list(IDS_OF_TEXTS))
@@ -320,10 +316,7 @@ def test_too_little_text_is_reported_and_more_text_trains(tmp_path: Path):
     ],
 )
 def test_user_errors_come_before_compilation(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    contents: dict[str, bytes],
-    message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: dict[str, bytes], message: str
 ):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -19,18 +19,7 @@ import pytest
 
 from plimsoll.framework.checkpoint.directory import scan
 from plimsoll.framework.processes.rendezvous import KEY
-from tests.support.runs import (
-    CONFIG,
-    ROOT,
-    free_port,
-    losses,
-    output,
-    rows,
-    start,
-    start_several,
-    wait_for,
-    write_text,
-)
+from tests.support.runs import CONFIG, ROOT, free_port, losses, output, rows, start, start_several, wait_for, write_text
 
 STEPS, EVERY = 60, 20
 RUN = (

@@ -332,10 +332,7 @@ def test_layer_programs_refusal_names_stages_for_estimates_too():
 
     config = CONFIGS["digits-glow"]()
     config.memory.update = "layer_programs"
-    experiment, message = (
-        config.instantiate(),
-        "layer_programs runs embed, stack and head; the model has data, ",
-    )
+    experiment, message = (config.instantiate(), "layer_programs runs embed, stack and head; the model has data, ")
     with pytest.raises(ValueError, match=message):
         Program(experiment, jax.devices()[:1])
     with pytest.raises(ValueError, match=message):

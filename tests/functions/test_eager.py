@@ -10,17 +10,7 @@ import optax
 import pytest
 
 import plimsoll as pl
-from tests.support.eager import (
-    DIM,
-    OPTIMIZERS,
-    X,
-    assert_equal,
-    dense,
-    dense_weights,
-    eager_steps,
-    plain_steps,
-    random,
-)
+from tests.support.eager import DIM, OPTIMIZERS, X, assert_equal, dense, dense_weights, eager_steps, plain_steps, random
 
 
 @pytest.fixture(autouse=True)

@@ -44,8 +44,7 @@ def product_with_custom_jvp(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 product_with_custom_jvp.defvjp(
-    lambda x, matrix: (x @ matrix, (x, matrix)),
-    lambda kept, grad: (grad @ kept[1].T, kept[0].T @ grad),
+    lambda x, matrix: (x @ matrix, (x, matrix)), lambda kept, grad: (grad @ kept[1].T, kept[0].T @ grad)
 )
 
 

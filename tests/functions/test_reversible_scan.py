@@ -111,10 +111,7 @@ def trees() -> Layers:
 def opaque_coupling() -> Layers:
     """Return a coupling with wrapped functions, so that the scan does not recognize the coupling."""
     layers = with_inputs()
-    return layers._replace(
-        forward=lambda *args: layers.forward(*args),
-        inverse=lambda *args: layers.inverse(*args),
-    )
+    return layers._replace(forward=lambda *args: layers.forward(*args), inverse=lambda *args: layers.inverse(*args))
 
 
 ALL = [linear, nonlinear, with_inputs, handwritten, trees, opaque_coupling]

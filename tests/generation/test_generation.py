@@ -118,8 +118,7 @@ def talk(generator: Generator, prompt: list[int], count: int, stop_after: int | 
 
 @pytest.mark.once("window")
 @pytest.mark.parametrize(
-    "name",
-    ["gpt2", "window", "alternating", "experts", "latent", "alternating on a mesh", "latent on a mesh"],
+    "name", ["gpt2", "window", "alternating", "experts", "latent", "alternating on a mesh", "latent on a mesh"]
 )
 def test_conversation_prefills_only_new_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, is_sharded = name.partition(" on a ")

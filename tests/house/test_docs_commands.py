@@ -203,10 +203,7 @@ WHOLE = (
         "docs/models.md",
         ("plimsoll plan",),
         setup=PUBLISHED,
-        replaced={
-            "--target=v5e-1": "--target=cpu:1",
-            "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
-        },
+        replaced={"--target=v5e-1": "--target=cpu:1", "--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
     ),
     Recipe(
         "docs/multihost.md",

@@ -192,12 +192,7 @@ def test_silent_connections_block_nothing(server: ChatServer) -> None:
 def test_the_page_in_a_browser(server: ChatServer, script: chats.Script, tmp_path: Path) -> None:
     server.page = server.page.replace("</body>", PROBE)
     said = tmp_path / "said.txt"
-    command = [
-        str(CHROMIUM),
-        *FLAGS,
-        f"--user-data-dir={tmp_path / 'profile'}",
-        server.url,
-    ]
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", server.url]
     with said.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as browser:
         try:
             end = time.monotonic() + 60

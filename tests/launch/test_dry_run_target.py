@@ -97,21 +97,9 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     [
         ("cpu:8", ["--config.data.global_batch_size=12"], r"mesh\.data \* mesh\.fsdp = 8 does not divide the 12 seq"),
         ("cpu:8", ["--config.mesh.fsdp=3"], r"mesh {'fsdp': 3}: product 3 is not the number of devices, 8; nearest"),
-        (
-            "cpu:8",
-            ["--config.mesh.across.data=2"],
-            r"mesh\.across = {'data': 2}: product 2 is not the number of",
-        ),
-        (
-            "cpu:8",
-            ["--config.compiler.options.xla_nope=1"],
-            r"config\.compiler\.options\.xla_nope: the compiler",
-        ),
-        (
-            "cpu:8",
-            ["--config.data.global_batch_size=2048"],
-            r"data\.source: holds 257 sequences .* too few for one",
-        ),
+        ("cpu:8", ["--config.mesh.across.data=2"], r"mesh\.across = {'data': 2}: product 2 is not the number of"),
+        ("cpu:8", ["--config.compiler.options.xla_nope=1"], r"config\.compiler\.options\.xla_nope: the compiler"),
+        ("cpu:8", ["--config.data.global_batch_size=2048"], r"data\.source: holds 257 sequences .* too few for one"),
         ("v5e-24", [], r"target 'v5e-24': not a size; nearest: v5e-16, v5e-32"),
     ],
 )

@@ -198,13 +198,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 time.sleep(0.2)
 print("goes on")
 """
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        script,
-    ]  # Python 3.12 warns about forks of processes with threads
+    words = [sys.executable, "-W", "ignore", "-c", script]  # Python 3.12 warns about forks of processes with threads
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "-15\ngoes on\n"), found.stderr
 

@@ -138,8 +138,7 @@ def test_user_errors_are_one_line(
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("verb", "flags"),
-    [(generate, ["--prompt=a"]), (evaluate, ["--files", __file__]), (export, ["--to=exported"])],
+    ("verb", "flags"), [(generate, ["--prompt=a"]), (evaluate, ["--files", __file__]), (export, ["--to=exported"])]
 )
 def test_text_verbs_refuse_a_flow(workdir: Path, capsys: pytest.CaptureFixture[str], verb, flags) -> None:
     assert verb.main([f"--workdir={workdir}", *flags]) == 2

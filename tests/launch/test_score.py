@@ -138,10 +138,7 @@ MISTAKES = {
     "too many": (["--top_k=300"], "--top_k=300: expected 1 to 257, the ids of teacher and student"),
     "too long": (["--config.data.seq_len=64", "--config.model.embed.max_positions=64"], "64"),
     "another tokenizer": (
-        [
-            "--config.data.tokenizer=plimsoll.BPETokenizer",
-            "--config.data.tokenizer.vocab_size=257",
-        ],
+        ["--config.data.tokenizer=plimsoll.BPETokenizer", "--config.data.tokenizer.vocab_size=257"],
         "the teacher's tokenizer is another one than data.tokenizer",
     ),
     "nobody": (["--hf=x"], "not allowed with argument"),

@@ -91,7 +91,7 @@ def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     assert (cloud / "plimsoll" / "launch" / "train.py").exists()
     ran = cloud / "ran"
     assert ran.read_text().splitlines() == [
-        *("-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--editable", ".[tpu]"),
+        *("-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--editable", ".[tpu]")
     ]
     ran.unlink()
     override = "--config.trainer.sample_prompt=it's $HOME"

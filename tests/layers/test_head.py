@@ -24,12 +24,7 @@ BATCH = {
     "targets": jnp.asarray(RNG.integers(0, V, (B, S)), jnp.int32),
     "weights": jnp.asarray(RNG.random((B, S)) * (RNG.random((B, S)) > 0.3), jnp.float32),
 }
-TERMS = {
-    "plain": {},
-    "z-loss": {"z_loss": 0.1},
-    "soft cap": {"softcap": 2.0},
-    "both": {"z_loss": 0.1, "softcap": 2.0},
-}
+TERMS = {"plain": {}, "z-loss": {"z_loss": 0.1}, "soft cap": {"softcap": 2.0}, "both": {"z_loss": 0.1, "softcap": 2.0}}
 
 
 def context(dtype=jnp.float32) -> Context:

@@ -106,11 +106,7 @@ def test_kernel_refuses_unequal_key_and_value_widths():
         dot_product_attention(draw(1, 8, 2, 4, seed=0), draw(1, 8, 2, 4, seed=0), draw(1, 8, 1, 4, seed=0))
 
 
-MESHES = [
-    {"expert": 2, "fsdp": 2, "model": 2},
-    {"data": 2, "expert": 2, "model": 2},
-    {"fsdp": 2, "seq": 2, "model": 2},
-]
+MESHES = [{"expert": 2, "fsdp": 2, "model": 2}, {"data": 2, "expert": 2, "model": 2}, {"fsdp": 2, "seq": 2, "model": 2}]
 
 
 @pytest.mark.pairs

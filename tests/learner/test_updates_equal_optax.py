@@ -41,12 +41,7 @@ def user_optimizer(*, learning_rate: float, beta: float = 0.8) -> optax.Gradient
 
 
 SCHEDULE = config_for(
-    optax.warmup_cosine_decay_schedule,
-    init_value=0.0,
-    peak_value=0.02,
-    warmup_steps=5,
-    decay_steps=18,
-    end_value=0.001,
+    optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=0.02, warmup_steps=5, decay_steps=18, end_value=0.001
 )
 OPTIMIZERS = {
     "sgd": (config_for(optax.sgd, learning_rate=0.05, momentum=0.9), 1e-6),

@@ -98,10 +98,7 @@ def test_resume_drops_later_rows_with_one_warning(tmp_path):
     writer.close()
     after = lines(path)
     assert after[:4] == before[:4]  # the same bytes: not rewritten
-    assert [json.loads(line) for line in after[4:]] == [
-        {"step": 4, "resumed_from": 4},
-        {"step": 5, "train/loss": 0.5},
-    ]
+    assert [json.loads(line) for line in after[4:]] == [{"step": 4, "resumed_from": 4}, {"step": 5, "train/loss": 0.5}]
 
     writer = JsonlWriter(path)  # a second resume, from an earlier step, also drops the first one's mark
     writer.resume(2)

@@ -174,10 +174,9 @@ def _lora(dice: Dice, layers: tuple[plain.Layer, ...]) -> plain.LoRA:
 def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, data: plain.Data) -> plain.Phase:
     updates = ["after_backward", "streamed", "in_backward", "layer_programs"]
     update = "after_backward" if learner.scope == "model" else dice.pick(updates)
-    gradients = {
-        "streamed": ["device", "pinned_host"],
-        "layer_programs": ["device", "pinned_host", "none"],
-    }.get(update, ["device"])
+    gradients = {"streamed": ["device", "pinned_host"], "layer_programs": ["device", "pinned_host", "none"]}.get(
+        update, ["device"]
+    )
     gradients = dice.pick(gradients)
     parts = [n for n in (1, 2, 3, 4) if data.batch % n == 0]
     accumulate = 1 if update == "in_backward" or gradients == "none" else dice.pick([1, *parts])

@@ -131,11 +131,7 @@ def _mixture(one: plain.Mixture) -> Config:
             logit_bias=drawn_router.bias,
         ),
         experts=config_for(
-            experts.Experts,
-            hidden=expert.hidden,
-            activation=expert.activation,
-            gated=expert.gated,
-            bias=expert.bias,
+            experts.Experts, hidden=expert.hidden, activation=expert.activation, gated=expert.gated, bias=expert.bias
         ),
         shared=None if one.shared is None else _mlp(one.shared),
     )

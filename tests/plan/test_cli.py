@@ -161,8 +161,7 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("row", "is_larger"),
-    [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)],
+    ("row", "is_larger"), [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)]
 )
 def test_plan_with_user_data(row: dict[str, str], is_larger: bool, tmp_path: Path):
     data = tmp_path / "rows.jsonl"

@@ -92,12 +92,7 @@ def test_plan_needs_no_weights_and_a_run_fails_early(
     ],
 )
 def test_a_cache_that_lacks_a_file(
-    cache: Path,
-    model: Repository,
-    capsys: pytest.CaptureFixture[str],
-    cached: list[str],
-    lists: bool,
-    message: str,
+    cache: Path, model: Repository, capsys: pytest.CaptureFixture[str], cached: list[str], lists: bool, message: str
 ):
     fill_cache(cache, model, cached, lists=lists)
     assert plan.main(["--config=hf:acme/tiny", "--target=cpu:1", "--estimate"]) == 2

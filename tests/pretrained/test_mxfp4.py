@@ -152,12 +152,7 @@ def test_mxfp4_that_the_files_do_not_have_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "quantization"),
-    [
-        ("gpt-oss", {"quant_method": "fp8"}),
-        ("gpt-oss", {}),
-        ("gpt-oss", QUANTIZED | {"bits": 4}),
-        ("llama", QUANTIZED),
-    ],
+    [("gpt-oss", {"quant_method": "fp8"}), ("gpt-oss", {}), ("gpt-oss", QUANTIZED | {"bits": 4}), ("llama", QUANTIZED)],
 )
 def test_other_quantizations_are_refused(shape, quantization, tmp_path):
     facts = FAMILIES[shape].facts | {"quantization_config": quantization}

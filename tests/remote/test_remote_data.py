@@ -19,11 +19,7 @@ def upload(path, url):
 
 def batches(source, folder, cache_dir=None):
     pipeline = DataPipeline(
-        source=source,
-        tokenizer=config_for(ByteTokenizer),
-        seq_len=16,
-        global_batch_size=4,
-        cache_dir=cache_dir,
+        source=source, tokenizer=config_for(ByteTokenizer), seq_len=16, global_batch_size=4, cache_dir=cache_dir
     )
     pipeline.setup(folder)
     return pipeline.fingerprint(), [pipeline.train_batch(step, range(4))["tokens"] for step in range(6)]

@@ -59,10 +59,7 @@ def test_labels(tmp_path: Path, fields: dict[str, Any], names: list[str]):
         ({"id2label": ["a", "b"]}, "id2label = .*; expected an object of names"),
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 3}, "num_labels = 3; expected 2"),
         ({"num_labels": 0}, "num_labels = 0; expected an integer"),
-        (
-            {"problem_type": "multi_label_classification"},
-            "problem_type = 'multi_label_class.*'; expected null or",
-        ),
+        ({"problem_type": "multi_label_classification"}, "problem_type = 'multi_label_class.*'; expected null or"),
         ({"problem_type": "regression"}, "problem_type = 'regression'; expected null or single_label_classification"),
         ({"model_type": "qwen2"}, "model_type = 'qwen2'; expected 'llama', that of LlamaForCausalLM"),
         ({"architectures": ["BertForSequenceClassification"]}, "unknown architecture BertForSequenceClassification"),

@@ -58,10 +58,7 @@ def test_stack_is_split_where_memory_settings_change():
         ({"optimizer_state": "pinned_host:9"}, "memory.optimizer_state = pinned_host:9: the stack has 4 layers"),
         ({"remat": "full:3"}, "memory.remat = full:3: it says nothing of the last 1 layers"),
         ({"remat": "full:3,dots:3"}, "it is of more layers than the 4 there are"),
-        (
-            {"remat": "full:3,dts"},
-            r"remat: expected none, full.*with their numbers of layers.*'full:3,dts'",
-        ),
+        ({"remat": "full:3,dts"}, r"remat: expected none, full.*with their numbers of layers.*'full:3,dts'"),
         ({"parameters": "pinned_host:2"}, "memory.parameters = pinned_host:2 needs memory.update"),
         ({"gradients": "pinned_host:2"}, "memory.gradients = pinned_host:2 needs memory.update"),
         ({"update": "layer_programs", "remat": "invert:2,full"}, "it inverts all layers or none"),

@@ -79,11 +79,7 @@ SLOW = STREAMS[1:] + [
 
 
 @pytest.mark.once("twins-adamw-layers_hosted_gradients-state-save:attention-eight-float64-1")
-@pytest.mark.parametrize(
-    "case",
-    [*CASES, *slow(case for case in SLOW if case not in CASES)],
-    ids=exact.get_case_id,
-)
+@pytest.mark.parametrize("case", [*CASES, *slow(case for case in SLOW if case not in CASES)], ids=exact.get_case_id)
 def test_twenty_steps_equal_plain_optax(case: ExactnessCase):
     """Run the same test as for the other schedules."""
     twenty_steps_equal_plain_optax(case)

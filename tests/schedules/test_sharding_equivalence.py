@@ -128,8 +128,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("model", "operations"),
-    [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],
+    ("model", "operations"), [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))]
 )
 def test_token_dispatch_collectives(model, operations):
     """Also, no device ever holds the weights of another device's experts."""

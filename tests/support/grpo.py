@@ -46,12 +46,7 @@ def build_grpo_config() -> Config:
         mesh=config_for(MeshShape),
         learner=config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=3e-3)),
         trainer=config_for(
-            TrainerOptions,
-            max_steps=8,
-            log_every=1,
-            eval_every=None,
-            save_every=3,
-            compilation_cache=CACHE,
+            TrainerOptions, max_steps=8, log_every=1, eval_every=None, save_every=3, compilation_cache=CACHE
         ),
     )
 

@@ -61,13 +61,7 @@ FAMILIES: dict[str, tuple[str, list[str], str | None, str, str]] = {
         LLAMA3,
     ),
     "mistral": ("pieces", ["<unk>", "<s>", "</s>"], "<s>", "</s>", MISTRAL),
-    "gemma": (
-        "gemma",
-        ["<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-        "<bos>",
-        "<eos>",
-        GEMMA,
-    ),
+    "gemma": ("gemma", ["<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", GEMMA),
 }
 
 

@@ -55,12 +55,7 @@ def start(workdir: Path | str, *flags: str, devices: int = 1, out: Path | None =
 
     Output goes to `out`, or to WORKDIR.out. `kind` is passed on to `command`.
     """
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": xla_flags(devices),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     with open(out or f"{workdir}.out", "a") as stream:
         return subprocess.Popen(
             command(workdir, *flags, **kind), cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT

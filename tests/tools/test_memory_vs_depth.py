@@ -19,10 +19,7 @@ from tools.depth_configs import LANGUAGE
 from tools.memory_vs_depth import DepthRow, main, table
 
 SMALL = ["--config.model.dim=32"]
-COMPILERS = {
-    "v5e-1": ("plan-tpu", "libtpu"),
-    "h200x1": ("plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin"),
-}
+COMPILERS = {"v5e-1": ("plan-tpu", "libtpu"), "h200x1": ("plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin")}
 COLUMNS = (
     "config,target,policy,layers,parameters_bytes,peak_bytes,temp_bytes,fits,measured_peak_bytes,step_seconds,"
     "processor_seconds,jax_version"

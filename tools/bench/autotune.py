@@ -150,13 +150,7 @@ def tune_pair(name: str, *, estimate: bool) -> TuningRow:
 
 
 def _build_tuner(pair: ModelAndMachine, config: Config, target: Target, host_bytes: int | None) -> Tuner:
-    return Tuner(
-        config,
-        target,
-        device_bytes=target.limit_bytes,
-        host_bytes=host_bytes,
-        allowed=pair.allowed,
-    )
+    return Tuner(config, target, device_bytes=target.limit_bytes, host_bytes=host_bytes, allowed=pair.allowed)
 
 
 def _add_known_peaks(tuner: Tuner, known: CompiledBytes) -> Tuner:

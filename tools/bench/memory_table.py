@@ -45,12 +45,7 @@ ROUNDED = {
 LAYERS = {"memory.update": "layer_programs"}
 AT_ONCE = {"memory.gradients": "none"}
 EIGHT = {"memory.parameters": "pinned_host:8", "memory.activations": "pinned_host"}
-LORA = {
-    "model.lora": "plimsoll.LoRA",
-    "model.lora.rank": "64",
-    "model.lora.targets": ".*",
-    **IN_BACKWARD,
-}
+LORA = {"model.lora": "plimsoll.LoRA", "model.lora.rank": "64", "model.lora.targets": ".*", **IN_BACKWARD}
 Row = tuple[str, str, int, dict[str, str]]  # config, target, tokens per device, fields
 ROWS: dict[str, Row] = {
     "whole": ("llama2-7b", "v5e-8", 4096, HOSTED),

@@ -90,8 +90,7 @@ def decays(params: Params) -> Any:
 
 
 OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(CLIP),
-    optax.adamw(LEARNING_RATE, b1=B1, b2=B2, weight_decay=WEIGHT_DECAY, mask=decays),
+    optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, b1=B1, b2=B2, weight_decay=WEIGHT_DECAY, mask=decays)
 )
 
 

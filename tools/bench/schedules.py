@@ -40,10 +40,7 @@ SETTINGS = {
     },
     "`in_backward`, `update_rms`, state on the device": {"memory.update": "in_backward", **CLIP},
     "`in_backward`, `update_rms`, state on the host": {"memory.update": "in_backward", **CLIP, **HOST},
-    "`in_backward`, `two_pass`, state on the device": {
-        "memory.update": "in_backward",
-        "learner.clip_mode": "two_pass",
-    },
+    "`in_backward`, `two_pass`, state on the device": {"memory.update": "in_backward", "learner.clip_mode": "two_pass"},
     "`layer_programs`, all on the device": LAYERS,
     "`layer_programs`, all on the host": {**LAYERS, **HOST, **dict.fromkeys(AWAY, "pinned_host")},
     "`layer_programs`, each layer updated at once, `update_rms`": {**LAYERS, **CLIP, "memory.gradients": "none"},

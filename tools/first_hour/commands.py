@@ -149,9 +149,7 @@ COMMANDS = [
     ),
     RecordedCommand("A plan by the compiler", "plimsoll plan --config=nanogpt-cpu --target=cpu:2"),
     RecordedCommand(
-        "A machine that nobody has",
-        "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate",
-        ExitCode.USAGE,
+        "A machine that nobody has", "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate", ExitCode.USAGE
     ),
     RecordedCommand("What would a run need here?", "plimsoll train --config=nanogpt-cpu --workdir=runs/dry --dry_run"),
     RecordedCommand(
@@ -178,8 +176,7 @@ COMMANDS = [
     ),
     RecordedCommand("Text as token files", "plimsoll prepare --config=stdlib-tiny --data=notes/ --out=tokens"),
     RecordedCommand(
-        "From token files",
-        "plimsoll train --config=stdlib-tiny --data=tokens --workdir=runs/tokens " + _SHORT,
+        "From token files", "plimsoll train --config=stdlib-tiny --data=tokens --workdir=runs/tokens " + _SHORT
     ),
     RecordedCommand("From Python", "python first.py"),
     RecordedCommand("A flow of images", f"plimsoll train --config=digits-glow --workdir=runs/glow {_SHORT}"),

@@ -18,17 +18,7 @@ from plimsoll.framework.families import scores
 from plimsoll.framework.layout import flatten
 from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, PeerFamily
 from tools.peers.ours import to_ours
-from tools.peers.recording import (
-    BETAS,
-    CLIP,
-    DOCUMENTS,
-    EPS,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    Inputs,
-    PeerResults,
-    Tensors,
-)
+from tools.peers.recording import BETAS, CLIP, DOCUMENTS, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, PeerResults, Tensors
 
 Model = Any  # a transformers model, whose classes are hardly typed
 Gradients = tuple[np.ndarray, np.ndarray, Tensors]

@@ -72,11 +72,7 @@ def with_spare_rows(num_rows: int, implementation: Chosen) -> int:
 
 
 def grouped_dot(
-    x_NI: jax.Array,
-    weight_EIO: jax.Array,
-    sizes_E: jax.Array,
-    implementation: Chosen,
-    even_rows: int | None = None,
+    x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, implementation: Chosen, even_rows: int | None = None
 ) -> jax.Array:
     """Multiply each row by the weight of its expert: [N, O] in x's dtype.
 
@@ -159,11 +155,7 @@ _multiply_groups.defvjp(_multiply_groups_forward, _multiply_groups_backward, sym
 
 
 def _over_blocks(
-    body: Callable[[jax.Array, int, Any], Any],
-    start: jax.Array,
-    end: jax.Array,
-    num_rows: int,
-    carry: Any,
+    body: Callable[[jax.Array, int, Any], Any], start: jax.Array, end: jax.Array, num_rows: int, carry: Any
 ) -> Any:
     """Call carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end.
 
@@ -184,11 +176,7 @@ def _over_blocks(
 
 
 def _one_block(
-    body: Callable[[jax.Array, int, Any], Any],
-    start: jax.Array,
-    block: int,
-    number: jax.Array,
-    carry: Any,
+    body: Callable[[jax.Array, int, Any], Any], start: jax.Array, block: int, number: jax.Array, carry: Any
 ) -> Any:
     return body(start + number * block, block, carry)
 
@@ -244,12 +232,7 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
                 # The block may contain rows of the next expert, which must not contribute.
                 is_in_expert = row + jnp.arange(block) < end
                 grad_block = jnp.where(is_in_expert[:, None], grad_block, 0)
-            block_grad = jax.lax.dot_general(
-                x_block,
-                grad_block,
-                (((0,), (0,)), ((), ())),
-                preferred_element_type=wide,
-            )
+            block_grad = jax.lax.dot_general(x_block, grad_block, (((0,), (0,)), ((), ())), preferred_element_type=wide)
             return total_IO + block_grad
 
         zeros = jnp.zeros((x_NI.shape[1], grad_NO.shape[1]), wide)

@@ -27,11 +27,7 @@ DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 def rows_times_weights(
-    x_NI: jax.Array,
-    weight_EIO: jax.Array,
-    sizes_E: jax.Array,
-    transpose: bool = False,
-    interpret: bool = False,
+    x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, transpose: bool = False, interpret: bool = False
 ) -> jax.Array:
     """Multiply each row by its expert's weight: [N, O] in x's dtype, summed in float32.
 
@@ -67,12 +63,7 @@ def rows_times_weights(
     return y_NO[:, :columns]
 
 
-def weight_gradients(
-    x_NI: jax.Array,
-    grad_NO: jax.Array,
-    sizes_E: jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
+def weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """Return the sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
 
     Args:
@@ -138,11 +129,7 @@ def _tiles(sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax
     experts_T = jnp.minimum(experts_T, num_experts - 1)
     first_tiles_T = jnp.where(experts_T > 0, tile_ends_E[experts_T - 1], 0)
     first_rows_T = starts_E[experts_T] + (tiles_T - first_tiles_T) * TILE_ROWS
-    return (
-        experts_T,
-        jnp.where(is_used_T, first_rows_T, 0),
-        jnp.where(is_used_T, ends_E[experts_T], 0),
-    )
+    return (experts_T, jnp.where(is_used_T, first_rows_T, 0), jnp.where(is_used_T, ends_E[experts_T], 0))
 
 
 def _rows_kernel(

@@ -18,11 +18,7 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def rows_times_weights(
-    x_NI: jax.Array,
-    weight_EIO: jax.Array,
-    sizes_E: jax.Array,
-    transpose: bool = False,
-    interpret: bool = False,
+    x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, transpose: bool = False, interpret: bool = False
 ) -> jax.Array:
     """Multiply each row by its expert's weight: [N, O] in x's dtype, summed in float32.
 
@@ -45,12 +41,7 @@ def rows_times_weights(
     )
 
 
-def weight_gradients(
-    x_NI: jax.Array,
-    grad_NO: jax.Array,
-    sizes_E: jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
+def weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """Return the sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
 
     The arguments are as in `rows_times_weights`.

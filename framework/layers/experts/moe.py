@@ -42,10 +42,7 @@ class MoE(Layer):
     ):
         self.router: Router = router.instantiate(dim=dim, num_experts=num_experts)
         self.experts: Experts = experts.instantiate(
-            dim=dim,
-            num_experts=num_experts,
-            top_k=self.router.top_k,
-            output_init_scale=output_init_scale,
+            dim=dim, num_experts=num_experts, top_k=self.router.top_k, output_init_scale=output_init_scale
         )
         self.shared: MLP | None = None
         if shared is not None:

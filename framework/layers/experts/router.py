@@ -119,11 +119,7 @@ class Router(Layer):
         E is not sharded over the `expert` axis: every device routes its own tokens among all experts.
         """
         weight = ParameterSpec(
-            (self.dim, self.num_experts),
-            "float32",
-            ("fsdp", None),
-            initializer=self._init,
-            roles=("in", "router"),
+            (self.dim, self.num_experts), "float32", ("fsdp", None), initializer=self._init, roles=("in", "router")
         )
         if not self.logit_bias:
             return {"weight": weight}

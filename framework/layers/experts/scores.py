@@ -117,11 +117,7 @@ def loads(experts_BSK: jax.Array, weights_BS: jax.Array, num_experts: int) -> ja
 
 
 def balance_loss(
-    loads_BE: jax.Array,
-    probabilities_BSE: jax.Array,
-    weights_BS: jax.Array,
-    top_k: int,
-    scope: Scope,
+    loads_BE: jax.Array, probabilities_BSE: jax.Array, weights_BS: jax.Array, top_k: int, scope: Scope
 ) -> jax.Array:
     """Compute E * sum_e(f_e * P_e), times the number of tokens: a scalar, 1 per token if all experts are used equally.
 

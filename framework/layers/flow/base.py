@@ -30,21 +30,11 @@ class Invertible(Layer):
     compute dtype.
     """
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Map x_BHWC to (y, log |det dy/dx|): f32[B], or as wide as x."""
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Map y to (x_BHWC, log |det dy/dx|): the log-determinant that `forward` returns at x, not its negative."""
         raise NotImplementedError(f"{type(self).__name__}.inverse")
 
@@ -54,13 +44,7 @@ class Invertible(Layer):
         wide_weights = prepare_params(self.param_specs(), params, widen_context(ctx))
         return {**weights, **wide_weights}
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Carry,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Carry, Out]:
+    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
         """Apply `forward` and add the log-determinant to the carry's.
 
         Raise ValueError if the log-determinant does not have the shape and dtype that `forward` promises.
@@ -93,12 +77,7 @@ class Bijection(Invertible, Reversible):
         return input_carry, grads, input_ct
 
 
-def check_outputs(
-    layer: Layer,
-    x: jax.Array,
-    y: jax.Array,
-    log_det: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def check_outputs(layer: Layer, x: jax.Array, y: jax.Array, log_det: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (y, log_det) if a carry can hold them; otherwise raise ValueError, while tracing.
 
     Both must be float32, or float64 if x is (with JAX's x64 mode, in tests).

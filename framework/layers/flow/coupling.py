@@ -29,13 +29,7 @@ class AdditiveCoupling(Bijection):
 
     outputs_each = 1
 
-    def __init__(
-        self,
-        *,
-        dim: PositiveInt,
-        net: Config = config_for(ConvNet),
-        flip: bool = False,
-    ):
+    def __init__(self, *, dim: PositiveInt, net: Config = config_for(ConvNet), flip: bool = False):
         if dim < 2:
             raise ValueError(f"a coupling halves the channels: expected 2 or more, given {dim}; squeeze first")
         self.half = dim // 2
@@ -76,24 +70,14 @@ class AdditiveCoupling(Bijection):
         raw = self.net(net_weights, net_input, ctx.fold("net"))
         return raw.astype(fixed.dtype)
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`."""
         fixed, changed = self._halves(x_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
         y, log_det = self.change(raw, changed)
         return self._join(fixed, y), log_det
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         fixed, changed = self._halves(y_BHWC)
         raw = self._raw(weights["net"], fixed, ctx)
@@ -141,12 +125,7 @@ class AffineCoupling(AdditiveCoupling):
     outputs_each = 2
 
     def __init__(
-        self,
-        *,
-        dim: PositiveInt,
-        net: Config = config_for(ConvNet),
-        flip: bool = False,
-        bound: PositiveFloat = 2.0,
+        self, *, dim: PositiveInt, net: Config = config_for(ConvNet), flip: bool = False, bound: PositiveFloat = 2.0
     ):
         super().__init__(dim=dim, net=net, flip=flip)
         self.bound = bound

@@ -37,13 +37,7 @@ class Preprocess(Invertible):
         self.levels = levels
         self.alpha = alpha
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: None,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Carry, Out]:
+    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
         """Dequantize ctx.batch["images"] and return the carry.
 
         The noise u depends on the image's row and, in training, on the step.
@@ -63,12 +57,7 @@ class Preprocess(Invertible):
         x, log_det = self.forward(weights, dequantized, ctx)
         return {"x": x, "log_det": log_det, "log_prior": jnp.zeros_like(log_det)}, Out()
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Map dequantized x_BHWC in [0, levels]; see `Invertible.forward`."""
         unit = x_BHWC / self.levels
         num_values = math.prod(x_BHWC.shape[1:])
@@ -82,12 +71,7 @@ class Preprocess(Invertible):
         logit = jnp.log(unit) - jnp.log1p(-unit)
         return logit, scale_log_det + sum_each(slopes)
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return x_BHWC: within [0, levels] if y is the image of such an x."""
         if self.alpha:
             unit = (jax.nn.sigmoid(y_BHWC) - self.alpha) / (1.0 - 2.0 * self.alpha)
@@ -113,37 +97,21 @@ class Gaussian(Layer):
         """Prepare the weights in float32 or wider: the density is computed with them."""
         return super().prepare(params, widen_context(ctx))
 
-    def log_prior(
-        self,
-        weights: Nested,
-        carry: Carry,
-        ctx: Context,
-    ) -> tuple[Any, jax.Array]:
+    def log_prior(self, weights: Nested, carry: Carry, ctx: Context) -> tuple[Any, jax.Array]:
         """Return (the part that stays, the carry's log_prior [B] plus the log-density of the part that leaves)."""
         remaining, leaving = self.halves(carry["x"])
         prior_sum = carry["log_prior"]
         mean, log_std = self.moments(weights, remaining, ctx)
         return remaining, prior_sum + log_normal(leaving, mean, log_std)
 
-    def encode(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[Any, jax.Array]:
+    def encode(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[Any, jax.Array]:
         """Map x to (the part that stays, latent)."""
         remaining, leaving = self.halves(x_BHWC)
         mean, log_std = self.moments(weights, remaining, ctx)
         latent = (leaving - mean) * jnp.exp(-log_std)
         return remaining, latent
 
-    def decode(
-        self,
-        weights: Nested,
-        remaining: Any,
-        latent: jax.Array,
-        ctx: Context,
-    ) -> jax.Array:
+    def decode(self, weights: Nested, remaining: Any, latent: jax.Array, ctx: Context) -> jax.Array:
         """Inverse of `encode`."""
         mean, log_std = self.moments(weights, remaining, ctx)
         leaving = mean + jnp.exp(log_std) * latent
@@ -189,13 +157,7 @@ class Split(Gaussian):
         leaving = x_BHWC[..., self.kept :]
         return remaining, leaving
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Carry,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Carry, Out]:
+    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
         """Return the carry with half the channels."""
         x, log_prior = self.log_prior(weights, carry, ctx)
         return {**carry, "x": x, "log_prior": log_prior}, Out()
@@ -211,13 +173,7 @@ class Prior(Gaussian):
         learned: whether mean and log_std of each value are learned; otherwise they are 0.
     """
 
-    def __init__(
-        self,
-        *,
-        shape: tuple[int, int, int],
-        dims: PositiveInt,
-        learned: bool = True,
-    ):
+    def __init__(self, *, shape: tuple[int, int, int], dims: PositiveInt, learned: bool = True):
         self.shape = tuple(shape)
         self.dims = dims
         self.learned = learned
@@ -229,25 +185,14 @@ class Prior(Gaussian):
         spec = ParameterSpec(self.shape, "float32", roles=("position", "position", "channel"))
         return {"mean": spec, "log_std": spec}
 
-    def moments(
-        self,
-        weights: Nested,
-        remaining: None,
-        ctx: Context,
-    ) -> tuple[Any, Any]:
+    def moments(self, weights: Nested, remaining: None, ctx: Context) -> tuple[Any, Any]:
         """See `Gaussian.moments`."""
         zero = jnp.zeros((), widen_context(ctx).compute_dtype)
         if not self.learned:
             return zero, zero
         return weights["mean"], weights["log_std"]
 
-    def apply(
-        self,
-        weights: Nested,
-        carry: Carry,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[None, Out]:
+    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
         """Return loss = sum_b weights * nll / ctx.num_targets / dims, in training nats per dimension.
 
         The metrics nll = -(log_det + log_prior), log_det and log_prior have the same unit; in evaluation (num_targets
@@ -255,11 +200,7 @@ class Prior(Gaussian):
         """
         assert ctx.num_targets is not None
         _, log_prior = self.log_prior(weights, carry, ctx)
-        image_values = {
-            "nll": -(carry["log_det"] + log_prior),
-            "log_det": carry["log_det"],
-            "log_prior": log_prior,
-        }
+        image_values = {"nll": -(carry["log_det"] + log_prior), "log_det": carry["log_det"], "log_prior": log_prior}
         # Padding images have the weight 0.
         share = ctx.batch["weights"] / (ctx.num_targets * self.dims)
         metrics = {name: jnp.sum(share * value) for name, value in image_values.items()}

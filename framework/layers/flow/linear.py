@@ -40,23 +40,13 @@ class ActNorm(Bijection):
         spec = ParameterSpec((self.dim,), "float32", roles=("channel",))
         return {"bias": spec, "log_scale": spec}
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`; log_det = H W sum(log_scale)."""
         log_scale = weights["log_scale"]
         y = (x_BHWC + weights["bias"]) * jnp.exp(log_scale)
         return y, _everywhere(x_BHWC, log_scale)
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         log_scale = weights["log_scale"]
         x = y_BHWC * jnp.exp(-log_scale) - weights["bias"]
@@ -104,12 +94,7 @@ class InvertibleConv(Bijection):
         log_scale = ParameterSpec((self.dim,), "float32", roles=("channel",))
         # An optimizer step would not keep R orthogonal, and its inverse is computed as its transpose.
         frozen = replace(square, initializer=draw, trainable=False)
-        return {
-            "lower": square,
-            "upper": square,
-            "log_scale": log_scale,
-            "fixed": frozen,
-        }
+        return {"lower": square, "upper": square, "log_scale": log_scale, "fixed": frozen}
 
     def _factors(self, weights: Nested) -> tuple[jax.Array, jax.Array]:
         """Return L and U + diag(exp(log_scale)), [C, C] each."""
@@ -118,12 +103,7 @@ class InvertibleConv(Bijection):
         upper = jnp.triu(weights["upper"], 1) + eye * jnp.exp(weights["log_scale"])
         return lower, upper
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`; log_det = H W sum(log_scale).
 
         Products have full float32 precision, like the inverse.
@@ -133,21 +113,11 @@ class InvertibleConv(Bijection):
         y = jnp.einsum("bhwc,dc->bhwd", x_BHWC, matrix, precision="highest")
         return y, _everywhere(x_BHWC, weights["log_scale"])
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         lower, upper = self._factors(weights)
         rotation_inverse = weights["fixed"].T
-        half_solved = jax.scipy.linalg.solve_triangular(
-            lower,
-            rotation_inverse,
-            lower=True,
-            unit_diagonal=True,
-        )
+        half_solved = jax.scipy.linalg.solve_triangular(lower, rotation_inverse, lower=True, unit_diagonal=True)
         matrix = jax.scipy.linalg.solve_triangular(upper, half_solved)
         # In full float32 precision, which TPUs and GPUs do not use by default.
         x = jnp.einsum("bhwc,dc->bhwd", y_BHWC, matrix, precision="highest")
@@ -168,35 +138,19 @@ class Permutation(Bijection):
         seed: seed of the shuffle.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: PositiveInt,
-        kind: Literal["reverse", "shuffle"] = "reverse",
-        seed: Seed = 0,
-    ):
+    def __init__(self, *, dim: PositiveInt, kind: Literal["reverse", "shuffle"] = "reverse", seed: Seed = 0):
         # A numpy array is a constant of the program: it has no gradient and is not saved.
         if kind == "reverse":
             self.order = np.arange(dim)[::-1]
         else:
             self.order = np.random.default_rng(seed).permutation(dim)
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`; log_det = 0."""
         y = x_BHWC[..., self.order]
         return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         x = y_BHWC[..., np.argsort(self.order)]
         return x, jnp.zeros_like(y_BHWC[:, 0, 0, 0])
@@ -206,12 +160,7 @@ class Permutation(Bijection):
 class Squeeze(Bijection):
     """Maps [B, H, W, C] to [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`; log_det = 0. Raises ValueError if H or W is odd."""
         batch, height, width, channels = x_BHWC.shape
         if height % 2 or width % 2:
@@ -221,12 +170,7 @@ class Squeeze(Bijection):
         y = squares.reshape(batch, height // 2, width // 2, 4 * channels)
         return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         batch, height, width, channels = y_BHWC.shape
         squares = y_BHWC.reshape(batch, height, width, 2, 2, channels // 4)

@@ -29,14 +29,7 @@ class Conv(Layer):
         zero: whether the weight starts at zero; otherwise it is initialized as in He et al. 2015 (arXiv 1502.01852).
     """
 
-    def __init__(
-        self,
-        *,
-        inputs: PositiveInt,
-        outputs: PositiveInt,
-        kernel: PositiveInt = 3,
-        zero: bool = False,
-    ):
+    def __init__(self, *, inputs: PositiveInt, outputs: PositiveInt, kernel: PositiveInt = 3, zero: bool = False):
         self.shape = (kernel, kernel, inputs, outputs)
         self.init = jax.nn.initializers.zeros if zero else jax.nn.initializers.he_normal()
 
@@ -44,12 +37,7 @@ class Conv(Layer):
         """Return the specs of weight [K, K, inputs, outputs] and bias [outputs]."""
         roles = ("kernel", "kernel", "in", "out")
         return {
-            "weight": ParameterSpec(
-                self.shape,
-                "float32",
-                initializer=self.init,
-                roles=roles,
-            ),
+            "weight": ParameterSpec(self.shape, "float32", initializer=self.init, roles=roles),
             "bias": ParameterSpec(self.shape[3:], "float32", roles=("out",)),
         }
 

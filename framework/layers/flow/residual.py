@@ -121,12 +121,7 @@ class ResidualBlock(Invertible):
         h = self.convs["middle"](weights["middle"], jax.nn.silu(h) / 1.1, ctx)
         return self.convs["last"](weights["last"], jax.nn.silu(h) / 1.1, ctx)
 
-    def forward(
-        self,
-        weights: Nested,
-        x_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return x + g(x) and log |det(I + J)|, see the class. Raise ValueError if the image exceeds `size`."""
         image_shape = x_BHWC.shape[1:]
         # The spectral norm is bounded on a grid of size x size; on a larger grid it could be larger.
@@ -196,12 +191,7 @@ class ResidualBlock(Invertible):
         extra_terms = jnp.floor(-jnp.log2(uniform)).astype(jnp.int32)
         return self.terms + extra_terms, self.terms
 
-    def inverse(
-        self,
-        weights: Nested,
-        y_BHWC: jax.Array,
-        ctx: Context,
-    ) -> tuple[jax.Array, jax.Array]:
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Compute the inverse by fixed-point iteration, and log_det as `forward` returns it."""
 
         def needs_iteration(state: Arrays3) -> jax.Array:

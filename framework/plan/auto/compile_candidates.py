@@ -38,13 +38,7 @@ class CandidateCompiler:
         known: results of earlier compilations; each new result is added to it.
     """
 
-    def __init__(
-        self,
-        tuner: Tuner,
-        target: Target,
-        limit: int | None,
-        known: CompiledBytes,
-    ):
+    def __init__(self, tuner: Tuner, target: Target, limit: int | None, known: CompiledBytes):
         self._chooser = tuner
         self._target = target
         self._limit = limit

@@ -125,12 +125,7 @@ def _mode(instruction: Instruction) -> CollectiveMode:
     return "fused" if is_fused else "async"
 
 
-def _collective(
-    module: Module,
-    instruction: Instruction,
-    scheduled: Instruction,
-    runs: int,
-) -> Collective:
+def _collective(module: Module, instruction: Instruction, scheduled: Instruction, runs: int) -> Collective:
     kind = collective_kind(instruction)
     mode = _mode(scheduled)
     received = _count_received(module, instruction)
@@ -138,15 +133,7 @@ def _collective(
         # Of the all-reduce, only the scatter half arrives: this chip receives only its own part of the result.
         kind = "reduce-scatter"
         received = received / 2
-    return Collective(
-        kind,
-        mode,
-        instruction,
-        scheduled,
-        scheduled,
-        runs,
-        received,
-    )
+    return Collective(kind, mode, instruction, scheduled, scheduled, runs, received)
 
 
 def _count_received(module: Module, instruction: Instruction) -> float:

@@ -105,14 +105,7 @@ class Computations:
             operands = (operand_text,)
         else:
             operands = tuple(NAMES.findall(operand_text))
-        instruction = Instruction(
-            name,
-            type_text,
-            opcode,
-            operands,
-            attributes,
-            computation,
-        )
+        instruction = Instruction(name, type_text, opcode, operands, attributes, computation)
         self.instructions[name] = instruction
         self.computations.setdefault(computation, []).append(instruction)
         if root:

@@ -143,14 +143,7 @@ def _windows(attributes: str) -> list[_Window]:
     input_dilations = numbers("lhs_dilate", "1")
     kernel_dilations = numbers("rhs_dilate", "1")
     windows = []
-    for dimension in zip(
-        sizes,
-        strides,
-        low_pads,
-        input_dilations,
-        kernel_dilations,
-        strict=True,
-    ):
+    for dimension in zip(sizes, strides, low_pads, input_dilations, kernel_dilations, strict=True):
         windows.append(_Window(*map(int, dimension)))
     return windows
 

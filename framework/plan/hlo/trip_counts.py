@@ -111,12 +111,7 @@ def _initial(program: Computations, loop: Instruction, index: int) -> int | None
     return None if outer_value is None else outer_value + value.offset
 
 
-def _affine(
-    program: Computations,
-    name: str,
-    arguments: tuple[str, ...] = (),
-    depth: int = 0,
-) -> _Affine | None:
+def _affine(program: Computations, name: str, arguments: tuple[str, ...] = (), depth: int = 0) -> _Affine | None:
     """Express a scalar in terms of the carry of its computation; None if that is not possible.
 
     Args:
@@ -146,12 +141,7 @@ def _affine(
     return None
 
 
-def _element(
-    program: Computations,
-    element: Instruction,
-    arguments: tuple[str, ...],
-    depth: int,
-) -> _Affine | None:
+def _element(program: Computations, element: Instruction, arguments: tuple[str, ...], depth: int) -> _Affine | None:
     """Express an element of a tuple: of the carry, of a fusion with several results, or of a tuple instruction."""
     index = int(element.attribute("index"))
     source = program.instructions.get(element.operands[0])

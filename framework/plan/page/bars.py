@@ -128,13 +128,7 @@ class _ChartDrawing:
         step = 2 ** max(0, math.ceil(math.log2(scale / 6)))
         self._ticks = range(0, int(scale) + 1, step)
 
-    def row(
-        self,
-        label: str,
-        shapes: Iterable[str],
-        figure: str = "",
-        role: str = "axis",
-    ) -> str:
+    def row(self, label: str, shapes: Iterable[str], figure: str = "", role: str = "axis") -> str:
         track = f"<div class=track><svg>{''.join(shapes)}</svg></div><div class=figure>{figure}</div>"
         return f'<div class="row {role} {self._kind}"><div>{breakable(label)}</div>{track}</div>'
 
@@ -155,13 +149,7 @@ class _ChartDrawing:
         if limit <= self._scale:
             yield self._line("limit", limit)
 
-    def _part(
-        self,
-        group: str,
-        label: str,
-        start: float,
-        size: float,
-    ) -> Iterator[str]:
+    def _part(self, group: str, label: str, start: float, size: float) -> Iterator[str]:
         """Yield the rectangle of a group, with the group's name on it if there is room."""
         height = 12 if self._kind else 32
         position = f'x="{self._percentage(start)}" y="50%"'
@@ -187,12 +175,7 @@ class _ChartDrawing:
         x = self._percentage(size)
         return f'<line class="{kind}" x1="{x}" x2="{x}" y2="100%"/>'
 
-    def _text(
-        self,
-        kind: str,
-        size: float,
-        text: str,
-    ) -> str:
+    def _text(self, kind: str, size: float, text: str) -> str:
         # In the right half, put the label to the left of the limit.
         anchor = "end" if size > self._scale / 2 else "start"
         if kind == "tick":

@@ -89,12 +89,7 @@ def _scale(num_bytes: float, limit: int | None) -> float:
     return min(to_the_line, to_the_top)
 
 
-def _segment_figures(
-    segment: Segment,
-    size: float,
-    y: float,
-    height: float,
-) -> dict[str, str]:
+def _segment_figures(segment: Segment, size: float, y: float, height: float) -> dict[str, str]:
     is_labelled = height >= _LEAST_LABELLED
     return {
         f"{segment.key}.y": f"{y:.2f}",

@@ -12,12 +12,7 @@ Figures = Mapping[str, str]
 
 
 def bind_element(
-    tag: str,
-    figures: Figures,
-    follow: Mapping[str, str],
-    *,
-    attributes: str = "",
-    content: str = "",
+    tag: str, figures: Figures, follow: Mapping[str, str], *, attributes: str = "", content: str = ""
 ) -> str:
     """Return an HTML or SVG element.
 

@@ -17,12 +17,7 @@ _MOST_BUFFERS = 12
 _MOST_CUT = 160
 
 
-def render_groups(
-    figures: Figures,
-    plan: Report,
-    segments: Sequence[Segment],
-    levers: Sequence[Lever],
-) -> str:
+def render_groups(figures: Figures, plan: Report, segments: Sequence[Segment], levers: Sequence[Lever]) -> str:
     """Return the table of the groups, from the top of the chart to the bottom."""
     is_measured = any(lever.peak_bytes is not None for lever in levers)
     by = " (→ by the closed form)" if is_measured else ""

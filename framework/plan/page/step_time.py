@@ -69,11 +69,7 @@ def _part(figures: Figures, index: int, part: str) -> str:
     shape = bind_element("rect", figures, follow, attributes=attributes, content=title)
     label = f'class="inside" y="24" dx="8" fill="{ink(_fill(index))}"'
     return shape + bind_element(
-        "text",
-        figures,
-        {"x": f"{key}.x", "opacity": f"{key}.visible"},
-        attributes=label,
-        content=escape(part),
+        "text", figures, {"x": f"{key}.x", "opacity": f"{key}.visible"}, attributes=label, content=escape(part)
     )
 
 

@@ -137,12 +137,7 @@ def simulate(
 class _Schedule:
     """The events of a program, in the order of its text."""
 
-    def __init__(
-        self,
-        module: Module,
-        costs: Mapping[str, InstructionCost],
-        spans: Iterable[AsyncCollective],
-    ):
+    def __init__(self, module: Module, costs: Mapping[str, InstructionCost], spans: Iterable[AsyncCollective]):
         self._module = module
         self._costs = costs
         self._begins: dict[str, list[_Start]] = {}

@@ -97,13 +97,7 @@ def count(parts: Sequence[StepProgram], rates: TpuRates) -> StepCount:
             # Without spans, asynchronous collectives cost nothing.
             timeline = simulate(module, costs, received_per_second=speed, host_per_second=rates.pcie)
             timelines[index].add(timeline, runs)
-            with_spans = simulate(
-                module,
-                costs,
-                spans,
-                received_per_second=speed,
-                host_per_second=rates.pcie,
-            )
+            with_spans = simulate(module, costs, spans, received_per_second=speed, host_per_second=rates.pcie)
             not_hidden[index] += runs * max(0.0, with_spans.seconds - timeline.seconds)
         for operation in program_operations:
             all_operations.append(replace(operation, runs=operation.runs * runs))

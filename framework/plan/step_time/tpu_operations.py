@@ -68,14 +68,7 @@ def iter_operations(module: Module, rates: TpuRates) -> Iterator[TpuOperation]:
     traffic = Traffic(module)
     for instruction, runs in iter_executed(module):
         if is_work(instruction):
-            yield _operation(
-                module,
-                rates,
-                flops,
-                traffic,
-                instruction,
-                runs,
-            )
+            yield _operation(module, rates, flops, traffic, instruction, runs)
 
 
 def _operation(
@@ -98,13 +91,7 @@ def _operation(
         num_flops = flops.look_up(instruction)
         roof = max(num_flops / rates.flops, hbm_bytes / rates.hbm)
         vmem_bytes = _vmem_bytes(traffic, kind, instruction)
-        seconds = _seconds(
-            rates,
-            kind,
-            estimate,
-            roof,
-            vmem_bytes,
-        )
+        seconds = _seconds(rates, kind, estimate, roof, vmem_bytes)
     return TpuOperation(
         instruction=instruction,
         runs=runs,
@@ -119,13 +106,7 @@ def _operation(
     )
 
 
-def _seconds(
-    rates: TpuRates,
-    kind: WorkCategory,
-    estimate: float | None,
-    roof: float,
-    vmem_bytes: int,
-) -> float:
+def _seconds(rates: TpuRates, kind: WorkCategory, estimate: float | None, roof: float, vmem_bytes: int) -> float:
     """Return the best estimate, in seconds, of an operation other than attention."""
     if kind in TRANSFERS:
         return 0.0

@@ -74,12 +74,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
     updates: UpdatePass
     head_grads: Nested  # until the head's gradients are processed
 
-    def backward(
-        self,
-        start: BackwardStart,
-        grad_stats: GradStats | None,
-        purpose: Purpose,
-    ) -> GradStats | None:
+    def backward(self, start: BackwardStart, grad_stats: GradStats | None, purpose: Purpose) -> GradStats | None:
         """Run from the head to the embedding; return the gradient statistics.
 
         Args:
@@ -116,13 +111,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
                 "judge", f.updates.update_stats, carry.grad_stats, grads, out=f.specs.everywhere
             )
 
-    def _group_backward(
-        self,
-        number: int,
-        residuals: list[Residuals],
-        carry: BackwardCarry,
-        purpose: Purpose,
-    ) -> None:
+    def _group_backward(self, number: int, residuals: list[Residuals], carry: BackwardCarry, purpose: Purpose) -> None:
         """Run the group of layers with that index backward; without memory.remat = sqrt a group is a single layer."""
         residual_plan = self.f.residual_plan
         group = residual_plan.groups[number]
@@ -145,11 +134,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         self.run.request(UpdateUnit.layer(index).residuals, residuals[index])
 
     def _group_residuals(
-        self,
-        group: LayerGroup,
-        residuals: list[Residuals],
-        carry: BackwardCarry,
-        purpose: Purpose,
+        self, group: LayerGroup, residuals: list[Residuals], carry: BackwardCarry, purpose: Purpose
     ) -> list[Residuals]:
         """Return the residuals of each layer of a group; where layers are inverted, the layer's output."""
         if self.f.residual_plan.inverts:
@@ -160,11 +145,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         return self._run_group_again(group, residuals[group.first], jax.tree.structure(carry.ct), purpose.measures)
 
     def _run_group_again(
-        self,
-        group: LayerGroup,
-        group_input: Residuals,
-        carry_structure: Any,
-        measures: bool,
+        self, group: LayerGroup, group_input: Residuals, carry_structure: Any, measures: bool
     ) -> list[Residuals]:
         """Run a group of layers forward from its input, and return the residuals for its backward pass."""
         # No other name may refer to the input: it has to be freed once the first layer has run.
@@ -186,11 +167,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         return group_residuals
 
     def process_grads(
-        self,
-        update_unit: UpdateUnit,
-        grads: Nested,
-        grad_stats: GradStats | None,
-        purpose: Purpose,
+        self, update_unit: UpdateUnit, grads: Nested, grad_stats: GradStats | None, purpose: Purpose
     ) -> None:
         """Update by gradients, or store them for a later update."""
         # Completely frozen parts have no gradients.
@@ -238,13 +215,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         self.head_grads = grads
         return ct, tie_grads, loss_and_metrics
 
-    def layer_backward(
-        self,
-        index: int,
-        layer_residuals: Residuals,
-        carry: BackwardCarry,
-        purpose: Purpose,
-    ) -> Nested:
+    def layer_backward(self, index: int, layer_residuals: Residuals, carry: BackwardCarry, purpose: Purpose) -> Nested:
         """Run a layer backward, see `LayerFunctions.layer_backward`; return its gradients."""
         f = self.f
         update_unit = UpdateUnit.layer(index)
@@ -343,12 +314,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         del x
         self.process_grads(update_unit, grads, carry.grad_stats, purpose)
 
-    def _leave_embedding(
-        self,
-        carry: BackwardCarry,
-        tie_grads: dict[str, jax.Array],
-        purpose: Purpose,
-    ) -> None:
+    def _leave_embedding(self, carry: BackwardCarry, tie_grads: dict[str, jax.Array], purpose: Purpose) -> None:
         """Run the embedding backward, and process its gradients."""
         f = self.f
         update_unit = UpdateUnit("embed")

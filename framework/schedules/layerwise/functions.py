@@ -51,13 +51,7 @@ class LayerFunctions:
         updates: the functions that process gradients.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        learner: Learner,
-        layout: StateLayout,
-        memory: Memory,
-    ):
+    def __init__(self, model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory):
         self.model = model
         self.learner = learner
         self.layout = layout
@@ -81,23 +75,13 @@ class LayerFunctions:
 
     # --- stages outside the stack ------------------------------------------------------------------------------------
 
-    def stage(
-        self,
-        name: str,
-        weights: Weights,
-        carry: Carry,
-        buffers: Nested,
-        ctx: Context,
-    ) -> tuple[Carry, Out]:
+    def stage(self, name: str, weights: Weights, carry: Carry, buffers: Nested, ctx: Context) -> tuple[Carry, Out]:
         """Run a stage outside the stack; see `run_stage`."""
         params = merge(weights["parameter"], weights["frozen"])
         return run_stage(self.model, name, params, carry, ctx, buffers)
 
     def enter_embedding(
-        self,
-        weights: Weights,
-        buffers: Nested,
-        inputs: Inputs,
+        self, weights: Weights, buffers: Nested, inputs: Inputs
     ) -> tuple[Carry, LossAndMetrics, Nested]:
         """Run the embedding: (the stack's input; loss and metrics; buffers of the embedding)."""
         ctx = self.context(inputs)
@@ -110,12 +94,7 @@ class LayerFunctions:
         return first_stack.enter(y)
 
     def head_step(
-        self,
-        weights: Weights,
-        buffers: Nested,
-        x: Carry,
-        grad_sums: Nested | None,
-        inputs: Inputs,
+        self, weights: Weights, buffers: Nested, x: Carry, grad_sums: Nested | None, inputs: Inputs
     ) -> tuple[Cotangent, Nested, dict[str, jax.Array], LossAndMetrics, Nested]:
         """Run the head forward and backward.
 
@@ -281,13 +260,7 @@ class LayerFunctions:
     # --- layers before the stack -------------------------------------------------------------------------------------
 
     def first_forward(
-        self,
-        is_last: bool,
-        weights: Weights,
-        buffers: Nested,
-        x: Carry,
-        inputs: Inputs,
-        index: jax.Array,
+        self, is_last: bool, weights: Weights, buffers: Nested, x: Carry, inputs: Inputs, index: jax.Array
     ) -> tuple[Carry, LossAndMetrics, Nested]:
         """Run one of the layers before the stack: (y, loss and metrics, buffers).
 
@@ -357,13 +330,7 @@ class EvaluationFunctions(LayerFunctions):
         parts = microbatches(batch, count, ctx)
         return replace(ctx, batch=slice_layer(parts, number))
 
-    def score(
-        self,
-        weights: Weights,
-        buffers: Nested,
-        x: Carry,
-        inputs: Inputs,
-    ) -> dict[str, jax.Array]:
+    def score(self, weights: Weights, buffers: Nested, x: Carry, inputs: Inputs) -> dict[str, jax.Array]:
         """Return the sums over a microbatch; see `Chain.scores`."""
         ctx = self.context(inputs)
         head_input = self.model.stack.leave(x, ctx)

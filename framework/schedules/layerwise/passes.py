@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from plimsoll.framework.layout import Nested, flatten
 from plimsoll.framework.schedules.gradients import with_tied_weights
 from plimsoll.framework.schedules.layer_computation import Carry, LayerResiduals
-from plimsoll.framework.schedules.layerwise.functions import (
-    EvaluationFunctions,
-    Inputs,
-    LayerFunctions,
-    Weights,
-)
+from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, Inputs, LayerFunctions, Weights
 from plimsoll.framework.schedules.layerwise.programs import Programs
 from plimsoll.framework.schedules.layerwise.save_policy import SAVE_NOTHING, SavePolicy
 from plimsoll.framework.schedules.layerwise.transfers import TransferQueue
@@ -58,12 +53,7 @@ class Pass(Generic[Functions]):
 
     keeps_inputs: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        functions: Functions,
-        programs: Programs,
-        numbers: list[Any],
-    ):
+    def __init__(self, functions: Functions, programs: Programs, numbers: list[Any]):
         self.f = functions
         self.numbers = numbers
         self.run = TransferQueue(programs)
@@ -186,11 +176,7 @@ class Pass(Generic[Functions]):
         return x, loss
 
     def layer_forward(
-        self,
-        index: int,
-        x: Carry,
-        save_policy: SavePolicy,
-        next_index: int,
+        self, index: int, x: Carry, save_policy: SavePolicy, next_index: int
     ) -> tuple[Carry, LayerResiduals, LossAndMetrics]:
         """Run one layer forward, and fetch the weights of the next one: (y, residuals, loss and metrics)."""
         f = self.f
@@ -224,12 +210,7 @@ class Evaluation(Pass[EvaluationFunctions]):
 
     keeps_inputs = False
 
-    def __call__(
-        self,
-        weights: Weights,
-        buffers: Nested,
-        batch: Nested,
-    ) -> Metrics:
+    def __call__(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
         """Return sums over the batch."""
         f = self.f
         self.state = weights

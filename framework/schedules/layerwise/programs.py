@@ -70,13 +70,7 @@ class ArrayPlacement:
 class AbstractArray:
     """An abstract array, without data; it is alive until it is donated or no references to it remain."""
 
-    def __init__(
-        self,
-        like: Array,
-        placement: ArrayPlacement,
-        tracker: MemoryTracker,
-        label: str,
-    ):
+    def __init__(self, like: Array, placement: ArrayPlacement, tracker: MemoryTracker, label: str):
         self.shape = like.shape
         self.dtype = like.dtype
         self.placement = placement
@@ -134,12 +128,7 @@ class Programs:
         layout: the layout, which places TensorSpecs.
     """
 
-    def __init__(
-        self,
-        jit: Any,
-        compile: Compile,
-        layout: StateLayout,
-    ):
+    def __init__(self, jit: Any, compile: Compile, layout: StateLayout):
         self._jit = jit
         self.compile = compile
         self._layout = layout
@@ -170,12 +159,7 @@ class Programs:
         return ArrayPlacement.from_array(x)
 
     def __call__(
-        self,
-        name: Any,
-        function: Callable[..., Any],
-        *args: Tree,
-        donate: Iterable[int] = (),
-        out: Any,
+        self, name: Any, function: Callable[..., Any], *args: Tree, donate: Iterable[int] = (), out: Any
     ) -> Tree:
         """Compute `function(*args)` with the program for that name and structure of arguments.
 
@@ -196,14 +180,7 @@ class Programs:
             self._compile(key, function, args, tuple(donate), out)
         return self._dry_run(self._tracker, key, args, tuple(donate))
 
-    def _compile(
-        self,
-        key: Any,
-        function: Callable[..., Any],
-        args: Tree,
-        donate: tuple[int, ...],
-        out: Any,
-    ) -> None:
+    def _compile(self, key: Any, function: Callable[..., Any], args: Tree, donate: tuple[int, ...], out: Any) -> None:
         """Compile a program; see `__call__`."""
 
         def abstract(abstract_array: AbstractArray) -> jax.ShapeDtypeStruct:
@@ -230,12 +207,7 @@ class Programs:
         compiled = self.compile(traced.lower(), offloaded)
         self._compiled[key] = compiled._replace(results=(traced.out_info, placements), jaxpr=traced.jaxpr)
 
-    def _result_placements(
-        self,
-        function: Callable[..., Any],
-        abstract_args: Tree,
-        out: Any,
-    ) -> Tree:
+    def _result_placements(self, function: Callable[..., Any], abstract_args: Tree, out: Any) -> Tree:
         """Return the Places of a program's results, from `out`, which is no longer a function; see `__call__`."""
         if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
             # The compiler chooses shardings when it compiles, so the program is compiled twice: the second time with
@@ -249,13 +221,7 @@ class Programs:
             out = jax.tree.map(resolve_placement, out, chosen_shardings)
         return jax.tree.map(lambda x: x if isinstance(x, ArrayPlacement) else self._get_placement(x), out)
 
-    def _dry_run(
-        self,
-        tracker: MemoryTracker,
-        key: Any,
-        args: Tree,
-        donate: tuple[int, ...],
-    ) -> Tree:
+    def _dry_run(self, tracker: MemoryTracker, key: Any, args: Tree, donate: tuple[int, ...]) -> Tree:
         """Record a call of a compiled program; return the ghosts of its results."""
         compiled = self._compiled[key]
         # An array that is passed twice is counted once.
@@ -277,12 +243,7 @@ class Programs:
         return results
 
 
-def _make_abstract_arrays(
-    tracker: MemoryTracker,
-    name: str,
-    trees: Tree,
-    placements: Tree,
-) -> Tree:
+def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: Tree, placements: Tree) -> Tree:
     """Create ghosts for trees of shapes, labeled by name and path."""
 
     def abstract_array(keypath: Any, x: Array, placement: ArrayPlacement) -> AbstractArray:

@@ -54,13 +54,7 @@ class LayerPrograms:
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        learner: Learner,
-        layout: StateLayout,
-        memory: Memory,
-        jit: Any,
-        compile: Compile,
+        self, model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory, jit: Any, compile: Compile
     ):
         learner.measure_localities()
         self._functions = LayerFunctions(model, learner, layout, memory)
@@ -78,12 +72,7 @@ class LayerPrograms:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def dry_run(
-        self,
-        state: Any,
-        batch: Any,
-        compile: Compile | None = None,
-    ) -> MemoryTracker:
+    def dry_run(self, state: Any, batch: Any, compile: Compile | None = None) -> MemoryTracker:
         """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs."""
         self.programs.compile = compile or self.programs.compile
 
@@ -96,13 +85,7 @@ class LayerPrograms:
         """Run one step; the old state is invalid afterwards."""
         return LayerwiseStep(self._functions, self.programs, self._numbers)(state, batch)
 
-    def evaluate(
-        self,
-        weights: Weights,
-        buffers: Nested,
-        batch: Nested,
-        compile: Compile | None = None,
-    ) -> Any:
+    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
         """Return sums over a batch, see `Program.evaluate`.
 
         With `compile`, only dry-run with specs, and return the memory needed.

@@ -80,12 +80,7 @@ class LayerwiseStep(LayerwiseBackward):
         counter = self.state["counter"]
         return self.run("decide", f.updates.decide, total["loss"], squares, counter, out=f.specs.everywhere)
 
-    def finish_step(
-        self,
-        decision: Decision,
-        total: Nested,
-        grad_stats: GradStats,
-    ) -> tuple[State, Metrics]:
+    def finish_step(self, decision: Decision, total: Nested, grad_stats: GradStats) -> tuple[State, Metrics]:
         """Return the new state and the metrics."""
         f = self.f
         finish = partial(f.updates.finish, at_once=self.at_once)

@@ -68,12 +68,7 @@ class TransferQueue:
                 leaves[i] = arrived[str(i)]
         return jax.tree.unflatten(treedef, leaves)
 
-    def put(
-        self,
-        key: TransferKey,
-        new: Tree,
-        old: Tree,
-    ) -> None:
+    def put(self, key: TransferKey, new: Tree, old: Tree) -> None:
         """Replace `old` with `new`, which is on the device; the next call writes offloaded leaves to host memory."""
         leaves = jax.tree.leaves(new)
         destinations = _index_offloaded_leaves(old)
@@ -97,12 +92,7 @@ class TransferQueue:
             self("move", tuple, out=())
 
     def __call__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *args: Tree,
-        donate: Iterable[int] = (),
-        out: Any,
+        self, name: str, function: Callable[..., Any], *args: Tree, donate: Iterable[int] = (), out: Any
     ) -> Tree:
         """Run a program together with the pending transfers; see `Programs`."""
         # Arguments are named by their role, not by their layer, so that all layers share a program.

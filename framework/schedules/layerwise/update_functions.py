@@ -32,25 +32,14 @@ class UpdateFunctions:
         specs: specs of the programs' results.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        learner: Learner,
-        layout: StateLayout,
-        specs: ResultSpecs,
-    ):
+    def __init__(self, model: CausalLM, learner: Learner, layout: StateLayout, specs: ResultSpecs):
         self.learner = learner
         self.layout = layout
         self.specs = specs
         self.num_repeats = {name: stack.num_repeats for name, stack in model.stacks.items()}
         self._parameter_specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
-    def add_gradients(
-        self,
-        stage: str,
-        grads: Nested,
-        grad_sums: Nested | None,
-    ) -> Nested:
+    def add_gradients(self, stage: str, grads: Nested, grad_sums: Nested | None) -> Nested:
         """Add gradients to the sums of earlier microbatches, in their parameters' sharding and in the sums' dtype."""
         grad_by_path = flatten(grads)
         sum_by_path = {} if grad_sums is None else flatten(grad_sums)
@@ -68,33 +57,19 @@ class UpdateFunctions:
             return grad_stats
         return add_grad_stats(grad_stats, check_finite(self.learner, grad_stats["ok"], grads))
 
-    def decide(
-        self,
-        loss: jax.Array,
-        squares: jax.Array,
-        counter: Nested,
-    ) -> tuple[Decision, GradStats]:
+    def decide(self, loss: jax.Array, squares: jax.Array, counter: Nested) -> tuple[Decision, GradStats]:
         """Return the decision, and initial gradient statistics."""
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
         return decision, GradStats(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
-    def update(
-        self,
-        stage: str,
-        old: LayerUpdate,
-        grads: Nested,
-        decision: Decision,
-    ) -> LayerUpdate:
+    def update(self, stage: str, old: LayerUpdate, grads: Nested, decision: Decision) -> LayerUpdate:
         """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack."""
         weight_specs = self.specs.part("parameter", stage)
         entry_specs = self.specs.part("optimizer", stage)
         average_specs = self.specs.part("ema", stage)
 
         def run(
-            group: ParamGroup,
-            update: LayerUpdateFn,
-            train_state: LayerTrainState,
-            decision: Decision,
+            group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
         ) -> LayerUpdate:
             weights = self.learner.select({stage: weight_specs}, group)
             entry = entry_specs[group.label]
@@ -106,13 +81,7 @@ class UpdateFunctions:
         old_params, old_optimizer, old_ema = old
         with jax.named_scope("update"):
             params, optimizer, ema = self.learner.update(
-                {stage: old_params},
-                {stage: grads},
-                {stage: old_optimizer},
-                {stage: old_ema},
-                decision,
-                run,
-                stage,
+                {stage: old_params}, {stage: grads}, {stage: old_optimizer}, {stage: old_ema}, decision, run, stage
             )
         return params[stage], optimizer[stage], ema.get(stage, {})
 
@@ -129,13 +98,7 @@ class UpdateFunctions:
         return total if earlier is None else jax.tree.map(jnp.add, earlier, total)
 
     def finish(
-        self,
-        counter: Nested,
-        decision: Decision,
-        total: Nested,
-        grad_stats: GradStats,
-        *,
-        at_once: bool,
+        self, counter: Nested, decision: Decision, total: Nested, grad_stats: GradStats, *, at_once: bool
     ) -> tuple[Nested, Metrics]:
         """Return (new counters, metrics).
 

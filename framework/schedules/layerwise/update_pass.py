@@ -23,13 +23,7 @@ class UpdatePass:
         state: the step's state, in containers that belong to the step.
     """
 
-    def __init__(
-        self,
-        functions: LayerFunctions,
-        run: TransferQueue,
-        numbers: list[Any],
-        state: State,
-    ):
+    def __init__(self, functions: LayerFunctions, run: TransferQueue, numbers: list[Any], state: State):
         self.f = functions
         self.run = run
         self.numbers = numbers
@@ -83,13 +77,7 @@ class UpdatePass:
         """Request that the next program fetches optimizer state and averages."""
         self.run.request(part.old_state, self._get_stored_state(part))
 
-    def update(
-        self,
-        part: UpdateUnit,
-        grads: Nested,
-        decision: Decision,
-        params: Nested | None = None,
-    ) -> None:
+    def update(self, part: UpdateUnit, grads: Nested, decision: Decision, params: Nested | None = None) -> None:
         """Update a stage, or a layer of the stack, by its gradients.
 
         Args:
