@@ -18,18 +18,26 @@ if TYPE_CHECKING:
     from plimsoll.api.plans import Plan, plan
     from plimsoll.api.runs import TrainedRun, train
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+    from plimsoll.framework.checkpoint.directory import describe_checkpoints
     from plimsoll.framework.config import (
         Config,
         ConfigError,
+        DType,
         Fraction,
+        NonNegativeFloat,
+        NonNegativeInt,
         PositiveFloat,
         PositiveInt,
+        Probability,
         component,
         config_for,
         diff,
     )
     from plimsoll.framework.data.files import DataFile
+    from plimsoll.framework.data.images import ImageSource
     from plimsoll.framework.data.sources import DataSource
+    from plimsoll.framework.families.decoders import llama_model, mixture
+    from plimsoll.framework.families.published import find_published_model
     from plimsoll.framework.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
     from plimsoll.framework.functions.checkpoints import restore, save, steps
     from plimsoll.framework.functions.coupling import additive_coupling
@@ -48,9 +56,10 @@ if TYPE_CHECKING:
     from plimsoll.framework.inference.generation import Generator, stream_text
     from plimsoll.framework.inference.sampling import Sampling
     from plimsoll.framework.layers.base import Layer
-    from plimsoll.framework.layers.flow.base import Bijection, sum_each
+    from plimsoll.framework.layers.flow.base import Bijection, Invertible, sum_each
     from plimsoll.framework.layers.objective import Objective
-    from plimsoll.framework.layout import ParameterSpec
+    from plimsoll.framework.layout import ParameterSpec, copy_partition
+    from plimsoll.framework.optimizers.schedule_steps import RunSteps, TrainingSteps
     from plimsoll.framework.program.program import Program
     from plimsoll.framework.run.hooks import Hook
     from plimsoll.framework.run.job import RunError
@@ -63,18 +72,26 @@ _EXPORTS = {
     "plimsoll.api.plans": ("Plan", "plan"),
     "plimsoll.api.runs": ("TrainedRun", "train"),
     "plimsoll.framework.checkpoint.checkpointer": ("Checkpointer",),
+    "plimsoll.framework.checkpoint.directory": ("describe_checkpoints",),
     "plimsoll.framework.config": (
         "Config",
         "ConfigError",
+        "DType",
         "Fraction",
+        "NonNegativeFloat",
+        "NonNegativeInt",
         "PositiveFloat",
         "PositiveInt",
+        "Probability",
         "component",
         "config_for",
         "diff",
     ),
     "plimsoll.framework.data.files": ("DataFile",),
+    "plimsoll.framework.data.images": ("ImageSource",),
     "plimsoll.framework.data.sources": ("DataSource",),
+    "plimsoll.framework.families.decoders": ("llama_model", "mixture"),
+    "plimsoll.framework.families.published": ("find_published_model",),
     "plimsoll.framework.functions.adapters": ("Adapter", "lora_init", "lora_merge", "lora_unmerge"),
     "plimsoll.framework.functions.checkpoints": ("restore", "save", "steps"),
     "plimsoll.framework.functions.coupling": ("additive_coupling",),
@@ -93,9 +110,10 @@ _EXPORTS = {
     "plimsoll.framework.inference.generation": ("Generator", "stream_text"),
     "plimsoll.framework.inference.sampling": ("Sampling",),
     "plimsoll.framework.layers.base": ("Layer",),
-    "plimsoll.framework.layers.flow.base": ("Bijection", "sum_each"),
+    "plimsoll.framework.layers.flow.base": ("Bijection", "Invertible", "sum_each"),
     "plimsoll.framework.layers.objective": ("Objective",),
-    "plimsoll.framework.layout": ("ParameterSpec",),
+    "plimsoll.framework.layout": ("ParameterSpec", "copy_partition"),
+    "plimsoll.framework.optimizers.schedule_steps": ("RunSteps", "TrainingSteps"),
     "plimsoll.framework.program.program": ("Program",),
     "plimsoll.framework.run.hooks": ("Hook",),
     "plimsoll.framework.run.job": ("RunError",),

@@ -40,7 +40,9 @@ SETTINGS = {
     "unit ahead": {"update": "in_backward", "optimizer_state": "pinned_host", "prefetch": "unit"},
     "layer_programs": {"update": "layer_programs", "optimizer_state": "pinned_host", "remat": "full"},
 }
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Names of Python functions, in jaxprs and in StableHLO, and memory addresses.
+_FUNCTION_NAME = re.compile(r"<(function|bound method) [^>]*>| at 0x[0-9a-f]+|\bname=[\w<>.]+")
+_SYMBOL = re.compile(r"@[\w.$]+")
 
 
 def texts(program: Program) -> list[str]:
@@ -59,8 +61,11 @@ def texts(program: Program) -> list[str]:
 
 
 def digest(program: Program) -> str:
-    """Return a hash of a program's texts, without memory addresses."""
-    text = "\n".join(_ADDRESS.sub("", text) for text in texts(program))
+    """Return a hash of a program's texts that does not depend on the names of Python functions."""
+    text = _FUNCTION_NAME.sub("", "\n".join(texts(program)))
+    # Number the symbols of StableHLO in the order in which they appear.
+    number_by_symbol: dict[str, str] = {}
+    text = _SYMBOL.sub(lambda match: number_by_symbol.setdefault(match[0], f"@{len(number_by_symbol)}"), text)
     jax.clear_caches()  # otherwise the caches keep the jaxprs of all programs, gigabytes in the end
     return hashlib.sha256(text.encode()).hexdigest()
 

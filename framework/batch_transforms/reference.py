@@ -92,7 +92,7 @@ class Reference(BatchTransform):
             return ReferenceChoice(
                 "stored", "all weights are trained, and the values of the first ones are computed once"
             )
-        if self._experiment.memory.update == "layer_programs":
+        if self._experiment.memory.traits.is_many_programs:
             return ReferenceChoice("stored", "memory.update = layer_programs runs no forward pass beside its step")
         if model.buffer_specs():
             return ReferenceChoice("stored", "the model has buffers that steps move, adapters or not")
@@ -114,7 +114,7 @@ class Reference(BatchTransform):
         model = experiment.language_model
         if kind == "adapter_off" and model.lora is None:
             raise ValueError("companion.kind = adapter_off, and model.lora is not set; expected stored or hosted")
-        if kind == "adapter_off" and experiment.memory.update == "layer_programs":
+        if kind == "adapter_off" and experiment.memory.traits.is_many_programs:
             raise ValueError(
                 "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass beside "
                 "its step; expected companion.kind = stored or hosted"

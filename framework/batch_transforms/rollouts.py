@@ -141,7 +141,7 @@ class Rollouts(BatchTransform):
                 "over 0"
             )
         memory = experiment.memory
-        if memory.update == "layer_programs":
+        if memory.traits.is_many_programs:
             raise ValueError(
                 "memory.update = layer_programs has no stack that could answer prompts; with companion = Rollouts "
                 "expected in_backward, streamed or after_backward"

@@ -358,7 +358,7 @@ def delete_step(root: Path, step: int) -> None:
     shutil.rmtree(doomed)
 
 
-def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
+def describe_checkpoints(root: str | os.PathLike[str], step: int | None = None) -> str:
     """Describe the checkpoints in `root`, and the leaves of one of them, in human-readable text.
 
     Args:

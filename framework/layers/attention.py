@@ -7,6 +7,7 @@ heads, and is the form that matrix optimizers and published checkpoints expect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -124,6 +125,11 @@ class Attention(Layer):
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise ValueError if the model axis would split a head."""
         check_axis(mesh, "model", "num_kv_heads", self.num_kv_heads)
+
+    def localize(self, sizes: Mapping[str, int]) -> None:
+        """See `Layer.localize`: the model axis divides the heads."""
+        self.num_heads //= sizes["model"]
+        self.num_kv_heads //= sizes["model"]
 
     def check_platform(self, platform: str) -> None:
         """See `Layer.check_platform`."""

@@ -215,6 +215,19 @@ class Layer:
         for child in self.children().values():
             yield from child.walk()
 
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raise ValueError if the layer cannot be divided over the axes of a mesh, of which only the sizes matter."""
+
+    def localize(self, sizes: Mapping[str, int]) -> None:
+        """Reduce the layer in place to its share on one device, as it is inside `shard_map`.
+
+        A plan traces this layer with one device's shards of its parameters. Layers that store a number which a mesh
+        axis divides, such as the number of heads, override this.
+
+        Args:
+            sizes: {mesh axis: size} for all mesh axes.
+        """
+
     def check_platform(self, platform: str) -> None:
         """Raise ValueError if this layer itself requests a kernel for another platform (tpu, gpu or cpu)."""
 

@@ -10,6 +10,7 @@ a head without positions, H = U + P channels of a query or key, V channels of a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -140,6 +141,10 @@ class LatentAttention(Layer):
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise ValueError if the model axis would split a head."""
         check_axis(mesh, "model", "num_heads", self.num_heads)
+
+    def localize(self, sizes: Mapping[str, int]) -> None:
+        """See `Layer.localize`: the model axis divides the heads."""
+        self.num_heads //= sizes["model"]
 
     def check_platform(self, platform: str) -> None:
         """See `Layer.check_platform`."""

@@ -17,12 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
-from plimsoll.framework.layers.attention import Attention
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.embedding import Embedding
-from plimsoll.framework.layers.experts.moe import MoE
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layers.latent_attention import LatentAttention
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.layers.stack import Stack
@@ -125,8 +122,7 @@ class CausalLM(Chain):
         self.embed.check_length(seq_len)
         for stack in self._stacks().values():
             for layer in stack.pattern.walk():
-                if isinstance(layer, Attention | LatentAttention | MoE):
-                    layer.check_mesh(mesh)
+                layer.check_mesh(mesh)
         for rotary in self._rotaries():
             rotary.check_length(seq_len)
         # With an axis that no parameter uses, several devices would compute the same thing.
@@ -172,8 +168,10 @@ class CausalLM(Chain):
         """Yield the rotary positions of all attention layers, of every stack."""
         for stack in self._stacks().values():
             for layer in stack.pattern.walk():
-                if isinstance(layer, Attention | LatentAttention) and layer.rotary is not None:
-                    yield layer.rotary
+                # A variant of attention has this field; other layers do not.
+                rotary = getattr(layer, "rotary", None)
+                if isinstance(rotary, Rotary):
+                    yield rotary
 
     def compute_hidden(
         self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None

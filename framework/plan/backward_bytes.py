@@ -57,7 +57,8 @@ def backward_bytes(backward_pass: TracedBackward) -> Counter[str]:
     if backward_pass.platform == "cpu":
         # The CPU compiler copies the optimizer state before it updates it.
         most["activations"] += layout.bytes_per_device("optimizer", "device")
-    if split_experiment.experiment.memory.update == "in_backward":
+    traits = split_experiment.experiment.memory.traits
+    if traits.updates_in_backward and not traits.is_many_programs:
         # A layer's gradients stay alive until the whole layer is updated.
         layer_sizes = []
         for name, stack in split_experiment.stacks.items():

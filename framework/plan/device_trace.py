@@ -21,12 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from plimsoll.framework.layers import attention, kernels_xla, lookup
+from plimsoll.framework.layers import kernels_xla, lookup
 from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from plimsoll.framework.layers.latent_attention import LatentAttention
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -107,10 +106,7 @@ class _DeviceStep:
         units = {id(stack.pattern): stack.pattern for stack in self.model.stacks.values()}
         for unit in units.values():
             for layer in unit.walk():
-                if isinstance(layer, attention.Attention | LatentAttention):
-                    layer.num_heads //= sizes["model"]
-                if isinstance(layer, attention.Attention):
-                    layer.num_kv_heads //= sizes["model"]
+                layer.localize(sizes)
         self.specs = self.model.parameter_specs()
 
     def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:

@@ -162,12 +162,8 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
     microbatch = flops(traced)
     num_devices = math.prod(sizes.values())
     total = microbatch.flops * num_devices * learner.accumulate
-    if learner.clip is not None and learner.clip_mode == "two_pass" and _gradients_are_not_kept(experiment):
+    if learner.clip is not None and learner.clip_mode == "two_pass" and experiment.memory.traits.updates_in_backward:
         # The first update needs the norm of all gradients, but gradients are not kept, so the passes run twice.
         tokens = data.global_batch_size * data.seq_len
         total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
     return FlopCount(total, microbatch.uncounted_loops)
-
-
-def _gradients_are_not_kept(experiment: Experiment) -> bool:
-    return experiment.memory.update == "in_backward" or experiment.memory.updates_at_once

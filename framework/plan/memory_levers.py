@@ -10,6 +10,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.plan.suggest import estimate_for_target
 from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 _STATE = ("parameters", "frozen", "optimizer_state", "ema")
@@ -87,10 +88,9 @@ def _recompute_levers(in_effect: dict[str, Any]) -> Iterator[Lever]:
 
 def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
     """Return the update schedule that offloaded state needs; () if the current schedule already supports it."""
-    if in_effect["memory.update"] != "after_backward":
+    if SCHEDULES[in_effect["memory.update"]].updates_in_chunks:
         return ()
-    # On GPU, arrays in host memory cannot be sliced.
-    return (("memory.update", "layer_programs" if platform == "gpu" else "streamed"),)
+    return (("memory.update", find_offloading_schedule(platform)),)
 
 
 def estimate_levers(

@@ -58,8 +58,7 @@ class SplitExperiment:
     @property
     def updates_in_backward(self) -> bool:
         """True if each layer is updated as soon as its gradient is computed, which then is freed."""
-        memory = self.experiment.memory
-        return memory.update == "in_backward" or memory.updates_at_once
+        return self.experiment.memory.traits.updates_in_backward
 
     def releases_gradients(self, stage: str) -> bool:
         """Return whether a stage's gradients leave device memory as soon as the backward pass computes them."""

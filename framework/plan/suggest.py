@@ -16,6 +16,7 @@ from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 _Setting = tuple[str, Any]  # path and value
@@ -141,9 +142,8 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
     if memory.optimizer_state == "device":
         offload = [("memory.optimizer_state", "pinned_host")]
     streamed: list[_Setting] = []
-    if memory.update == "after_backward":
-        # Within a program, XLA's GPU compiler cannot slice arrays in host memory.
-        update = "layer_programs" if platform == "gpu" else "streamed"
+    if not SCHEDULES[memory.update].updates_in_chunks:
+        update = find_offloading_schedule(platform)
         streamed = [*offload, ("memory.update", update)]
     # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
     offload_gradients: list[_Setting] = []

@@ -24,12 +24,12 @@ def update_bytes(
         spec: the accelerator in use.
         resident: bytes of state and batch on the device.
     """
-    memory = split_experiment.experiment.memory
-    if memory.update == "after_backward":
+    traits = split_experiment.experiment.memory.traits
+    if not traits.updates_in_chunks:
         update = _whole_update(layout, spec, resident)
     else:
         update = _chunked_update(layout, split_experiment)
-    if memory.update in ("streamed", "layer_programs"):
+    if traits.can_offload_gradients:
         for leaf in layout:
             if leaf.group == "parameter" and not split_experiment.releases_gradients(get_stage(leaf)):
                 update["gradients"] += leaf.bytes_per_device

@@ -121,7 +121,7 @@ class Experiment:
                 take a second.
         """
         self.model.check(mesh, self.data)
-        if self.learner.scope == "model" and self.memory.update != "after_backward":
+        if self.learner.scope == "model" and self.memory.traits.updates_in_chunks:
             raise ValueError(
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"

@@ -32,7 +32,7 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 
 # The function that builds the training step, by memory.update. `layer_programs` is missing on purpose: its step is
 # several compiled programs that Python calls, not one function (see `framework.program.per_layer_step`).
-SCHEDULES = {
+STEP_BUILDERS = {
     "after_backward": after_backward.build_step,
     "streamed": streamed.build_step,
     "in_backward": in_backward.build_step,
@@ -145,7 +145,7 @@ class JitStep(StepBackend):
         """The jitted training step: in and out shardings come from the layout, and the state is donated."""
         experiment = self.experiment
         memory = experiment.memory
-        build = SCHEDULES[memory.update]
+        build = STEP_BUILDERS[memory.update]
         check_platform(memory.remat, self.platform)
         running = self.running
         step = build(running.model, running.learner, self.layout, memory)

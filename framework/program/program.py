@@ -28,7 +28,7 @@ from plimsoll.framework.schedules.step import Metrics, State, evaluation_context
 
 def choose_backend(memory: Memory) -> type[StepBackend]:
     """Return the backend that runs a step with these memory settings."""
-    return PerLayerStep if memory.update == "layer_programs" else JitStep
+    return PerLayerStep if memory.traits.is_many_programs else JitStep
 
 
 class Program:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from plimsoll.framework.config import component
 from plimsoll.framework.layers import remat as remat_policies
 from plimsoll.framework.schedules.placement import Placement
+from plimsoll.framework.schedules.traits import SCHEDULES, ScheduleName, ScheduleTraits
 
 # The value of memory.gradients with which no gradients are stored.
 AT_ONCE = "none"
@@ -52,7 +54,7 @@ class Memory:
     def __init__(
         self,
         *,
-        update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward",
+        update: ScheduleName = "after_backward",
         gradients: str = "device",
         optimizer_state: str = "device",
         prefetch: Literal["piece", "unit"] = "piece",
@@ -75,6 +77,12 @@ class Memory:
         _check_remat(remat, self.activations, update)
 
     @property
+    def traits(self) -> ScheduleTraits:
+        """The properties of the schedule with these settings."""
+        traits = SCHEDULES[self.update]
+        return dataclasses.replace(traits, updates_in_backward=True) if self.updates_at_once else traits
+
+    @property
     def updates_at_once(self) -> bool:
         """Return whether layer programs update each layer as soon as its gradient is ready (gradients = none)."""
         return self.gradients.text == AT_ONCE
@@ -87,20 +95,20 @@ def _gradients(text: str, update: str) -> Placement:
         ValueError: the schedule cannot store gradients there.
     """
     if text == AT_ONCE:
-        if update != "layer_programs":
+        if not SCHEDULES[update].is_many_programs:
             raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
         return Placement(AT_ONCE)
     placement = Placement.parse("gradients", text)
     # after_backward has all gradients on the device, and in_backward frees each one after its layer's update: only
     # the other two schedules write them to buffers.
-    if placement.uses_host and update not in ("streamed", "layer_programs"):
+    if placement.uses_host and not SCHEDULES[update].can_offload_gradients:
         raise ValueError(f"memory.gradients = {text} needs memory.update = streamed or layer_programs, given {update}")
     return placement
 
 
 def _check_needs_own_backward(name: str, placement: Placement, update: str) -> None:
     """Raise ValueError if a field uses host memory without the layer-by-layer backward pass that this needs."""
-    if placement.uses_host and update == "after_backward":
+    if placement.uses_host and not SCHEDULES[update].needs_stack:
         raise ValueError(
             f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
             "after_backward has everything on the device at once"
@@ -109,7 +117,7 @@ def _check_needs_own_backward(name: str, placement: Placement, update: str) -> N
 
 def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
-    if prefetch == "unit" and (update != "in_backward" or not optimizer_state.uses_host):
+    if prefetch == "unit" and not (SCHEDULES[update].can_prefetch_layers and optimizer_state.uses_host):
         raise ValueError(
             "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
             f"given {update} and {optimizer_state.text}"
@@ -128,7 +136,7 @@ def _check_remat(remat: str, activations: Placement, update: str) -> None:
             f"memory.activations = {activations.text} with memory.remat = {remat}: nothing is kept of inverted units "
             "that could go there; expected device"
         )
-    if any(inverts) and not all(inverts) and update == "layer_programs":
+    if any(inverts) and not all(inverts) and SCHEDULES[update].is_many_programs:
         raise ValueError(
             f"memory.remat = {remat} with memory.update = layer_programs: it inverts all layers or none; expected "
             "invert alone, or another memory.update"

@@ -21,7 +21,7 @@ from plimsoll.framework.checkpoint.checkpointer import (
     CheckpointMissingError,
     CheckpointSaveError,
 )
-from plimsoll.framework.checkpoint.directory import describe
+from plimsoll.framework.checkpoint.directory import describe_checkpoints
 
 MESHES = {shape: jax.make_mesh(shape, ("fsdp", "model")) for shape in [(4, 2), (2, 4), (8, 1)]}
 EXTRA = {"data": {"next": 7, "fingerprint": "abc"}, "seed": 3, "config": {"$class": "a.B", "x": [1, 2.5, None, True]}}
@@ -319,17 +319,17 @@ def test_manifest_is_human_readable_and_needs_no_jax(checkpoint_folder):
     assert value["step"] == 20
     assert value["leaves"]["optimizer/0/mu/dense/weight"]["shape"] == [16, 8]
     assert set(value["versions"]) == {"plimsoll-train", "jax", "orbax-checkpoint"}
-    text = describe(checkpoint_folder)
+    text = describe_checkpoints(checkpoint_folder)
     assert "committed steps [10, 20]" in text
     assert "parameter/dense/weight" in text
-    code = f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe({str(checkpoint_folder)!r}, 10))"
+    code = f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe_checkpoints({str(checkpoint_folder)!r}, 10))"
     code += "\nassert not {'jax', 'orbax', 'numpy'} & set(sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path.cwd()
     ).stdout
     assert "step 10, saved" in out
     with pytest.raises(CheckpointMissingError, match="no checkpoint of step 11"):
-        describe(checkpoint_folder, 11)
+        describe_checkpoints(checkpoint_folder, 11)
 
 
 @pytest.mark.pairs

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plimsoll.framework.checkpoint import directory as checkpoint_directory
 from plimsoll.framework.checkpoint import object_store as checkpoint_objects
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe
+from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe_checkpoints
 from plimsoll.framework.files.remote import connect
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_checkpoint_restores_on_any_mesh_and_memory_kind(store):
         assert restored.extra == {"step": 3}
         check(restored.state, make(3, count, memory))
         assert restored.state["parameter"]["host"].sharding.memory_kind == (memory or "device")
-    assert "committed steps [2, 3]" in describe(url)
+    assert "committed steps [2, 3]" in describe_checkpoints(url)
 
 
 @pytest.mark.pairs

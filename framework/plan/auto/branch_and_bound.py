@@ -29,11 +29,10 @@ from plimsoll.framework.plan.auto.settings import (
     sort_settings,
 )
 from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.schedules.traits import SCHEDULES
 
 # Settings within this factor count as equally fast; among those, the ones that change less win.
 TIE_FACTOR = 1.01
-# Upper bound on the transfer time that a schedule hides, as a fraction of its other time.
-_HIDDEN_FRACTION = {"after_backward": 0.0, "streamed": 0.0, "in_backward": 0.6, "layer_programs": 1.0}
 # Expand only the meshes with the lowest bounds: the others were hardly ever better.
 _MOST_MESHES = 3
 # Number of times that smaller microbatches may fail to help before the search stops trying them.
@@ -167,7 +166,8 @@ class SettingsSearch:
         if link is None or math.isinf(cost.seconds):
             return 0.0
         update = get_text(schedule, UPDATE)
-        hidden = _HIDDEN_FRACTION.get(update or "", 0.0) if update else max(_HIDDEN_FRACTION.values())
+        traits = [SCHEDULES[update]] if update else SCHEDULES.values()
+        hidden = max(one.hidden_fraction for one in traits)
         return max(0.0, over / (PCIE_EFFICIENCY * link) - hidden * cost.seconds)
 
     # --- microbatches and placements ---------------------------------------------------------------------------------

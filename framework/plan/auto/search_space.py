@@ -30,6 +30,7 @@ from plimsoll.framework.plan.auto.settings import (
 )
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 
 # Minimum number of positions per device when sequences are sharded.
 _LEAST_POSITIONS = 512
@@ -153,9 +154,7 @@ class SearchSpace:
         """Return the schedules that work with the platform and `accumulate` microbatches, simplest first."""
         if UPDATE in self._fixed:
             return [()]
-        updates = ["after_backward"]
-        # XLA's GPU compiler cannot slice arrays in host memory within a program.
-        updates.append("layer_programs" if self._target.platform == "gpu" else "streamed")
+        updates = ["after_backward", find_offloading_schedule(self._target.platform)]
         schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
         if accumulate == 1:
             schedules += self._in_backward_schedules((setting(UPDATE, "in_backward"),))
@@ -192,12 +191,11 @@ class SearchSpace:
     def _movable(self, update: str) -> Sequence[str]:
         """Return the fields that a schedule can offload; none on a CPU, where host memory is the same memory."""
         platform = self._target.platform
-        if platform == "cpu" or (platform == "gpu" and update in ("streamed", "in_backward")):
+        if platform == "cpu" or (platform == "gpu" and SCHEDULES[update].slices_host_arrays):
             return ()
-        if update == "after_backward":
+        if not SCHEDULES[update].needs_stack:
             return PLACEMENT_FIELDS[:1]
-        if update == "in_backward":
-            # This schedule frees each gradient immediately.
+        if not SCHEDULES[update].can_offload_gradients:
             return [path for path in PLACEMENT_FIELDS if path != GRADIENTS]
         return PLACEMENT_FIELDS
 

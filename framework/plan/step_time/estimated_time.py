@@ -199,7 +199,7 @@ def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
     from_host = offloaded["optimizer"] + offloaded["ema"]
     # The update fetches the weights again, unless it is part of the backward pass.
     memory = experiment.memory
-    if memory.update != "in_backward" and not memory.updates_at_once:
+    if not memory.traits.updates_in_backward:
         from_host += offloaded["parameter"]
     return float(from_host)
 
@@ -225,14 +225,13 @@ def _pass_bytes(experiment: Experiment, layout: StateLayout, offloaded_activatio
     """
     offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
     memory = experiment.memory
-    keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
-    is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
+    is_run_twice = experiment.learner.clip_mode == "two_pass" and memory.traits.updates_in_backward
     times = experiment.learner.accumulate * (2 if is_run_twice else 1)
     # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
     # back. Gradients go to the host and come back to be accumulated or for the update.
     weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
     both_ways = offloaded_activations + offloaded["gradient"]
-    if memory.update == "layer_programs":
+    if memory.traits.is_many_programs:
         return _PassBytes(float(times * (weights + both_ways)), 0.0)
     return _PassBytes(0.0, float(times * (weights + 2 * both_ways)))
 
@@ -240,15 +239,15 @@ def _pass_bytes(experiment: Experiment, layout: StateLayout, offloaded_activatio
 def _get_hideable_share(experiment: Experiment) -> float:
     """Return the fraction of the time of matrix products during which the update's bytes can move."""
     memory = experiment.memory
-    if memory.update == "layer_programs":
+    if memory.traits.is_many_programs:
         return 1.0
-    return _HIDEABLE_BY_BACKWARD if memory.update == "in_backward" and memory.prefetch == "unit" else 0.0
+    return _HIDEABLE_BY_BACKWARD if memory.prefetch == "unit" else 0.0
 
 
 def _get_min_exposed_share(experiment: Experiment) -> float:
     """Return the fraction of the update's transfer time that stays exposed however long matrix products take."""
     memory = experiment.memory
-    if memory.update != "in_backward":
+    if memory.traits.is_many_programs or not memory.traits.updates_in_backward:
         return 0.0
     return _EXPOSED_WITH_PREFETCH if memory.prefetch == "unit" else _EXPOSED_IN_CHUNKS
 
